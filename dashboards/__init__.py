@@ -1,0 +1,1 @@
+"""What a person watches: panels, alerts and their generated JSON."""

@@ -1,0 +1,1 @@
+"""Vector search on one device: the index, building it, and the engine that searches it by the extend."""

@@ -1,0 +1,1 @@
+"""The `trinity` command and what brings a node up."""

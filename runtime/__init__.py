@@ -1,0 +1,1 @@
+"""What each process of a node does: pool, prefill, decode, frontend, supervisor, and the client that asks the pool."""

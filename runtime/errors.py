@@ -1,0 +1,109 @@
+"""The errors of `runtime`: one family, each with the code that crosses processes and the HTTP status it becomes."""
+
+
+class TrinityError(Exception):
+    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives the value and the limit."""
+
+    code = "internal_error"
+    status = 500
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(TrinityError):
+    """The configuration cannot be run. Raised before anything is started."""
+
+    code = "config_error"
+
+
+class InvalidRequest(TrinityError):
+    """The request asks for something that cannot be: a wrong type, a value over its limit."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer together do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownCollection(InvalidRequest):
+    """No collection of that name is loaded on this node."""
+
+    code = "unknown_collection"
+    status = 404
+
+
+class UnknownModel(InvalidRequest):
+    """No model of that name is served by this node."""
+
+    code = "model_not_found"
+    status = 404
+
+
+class Unauthorized(TrinityError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class Overloaded(TrinityError):
+    """A queue is full. Nothing was accepted; try again later."""
+
+    code = "overloaded"
+    status = 503
+
+
+class DeadlineExceeded(TrinityError):
+    """The request's deadline passed before its result was there."""
+
+    code = "deadline_exceeded"
+    status = 504
+
+
+class WorkerLost(TrinityError):
+    """The process that held the request died, and the request with it."""
+
+    code = "worker_lost"
+    status = 503
+
+
+class Unavailable(TrinityError):
+    """No worker of the needed role is ready."""
+
+    code = "unavailable"
+    status = 503
+
+
+class CollectionError(TrinityError):
+    """A collection's directory is missing, foreign or damaged."""
+
+    code = "collection_error"
+
+
+class ModelError(TrinityError):
+    """A model or embedder cannot be loaded: its package or files are missing."""
+
+    code = "model_error"
+
+
+class InternalError(TrinityError):
+    """A fault of Trinity's own."""
+
+
+def _family(root: type[TrinityError]) -> list[type[TrinityError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _family(child))]
+
+
+_BY_CODE = {kind.code: kind for kind in reversed(_family(TrinityError))}
+
+
+def error_of(code: str, message: str, param: str | None = None) -> TrinityError:
+    """The error that a worker reported, as an exception of its own class (an unknown code becomes `InternalError`)."""
+    return _BY_CODE.get(code, InternalError)(message, param)

@@ -1,0 +1,1 @@
+"""The vector pool: its process and the scheduler that fills its slots."""

@@ -1,0 +1,175 @@
+"""What frontend and workers say to each other, over ZeroMQ, as MessagePack.
+
+The frontend binds one ROUTER socket; every prefill and decode worker connects a DEALER to it. KV blocks and search
+queries do not travel here: they have channels of their own (`ipc.handover`, `ipc.session`).
+
+```
+prefill, decode ── Hello, Report ─────────────────▶ frontend
+frontend ───────── Welcome, Prefill, Cancel ──────▶ prefill
+prefill ────────── Retrieved, Failed ─────────────▶ frontend
+prefill ────────── an offer that carries a Decode ▶ decode      (ipc.handover)
+decode ─────────── Retrieved, Tokens, Failed ─────▶ frontend
+frontend ───────── Welcome, Cancel ───────────────▶ decode
+```
+
+The frontend owns the life of a request: each ends exactly once there, with a `Tokens` that has a `finish_reason` or
+with a `Failed`. `Cancel` is idempotent and frees whatever a worker holds for the request.
+All times are `time.monotonic_ns()`, one clock for all processes of a node.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+ProbeMode = Literal["wait"]
+
+
+class Retrieval(msgspec.Struct, frozen=True):
+    """Ask `collection` for `k` passages before prefill, and again every `every_tokens` generated tokens (0: never)."""
+
+    collection: str
+    k: int = 4
+    every_tokens: int = 0
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are drawn. `temperature` 0 is greedy. `stop` holds strings that end the text and are not part of it."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """A passage that an answer used: its id in the collection, its title, its distance to the query, its text."""
+
+    id: str
+    title: str
+    distance: float
+    text: str
+
+
+# ---- worker → frontend
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A worker is ready. `endpoint` is where a decode worker takes hand-overs; `limit_tokens` bounds prompt + answer."""
+
+    role: Literal["prefill", "decode"]
+    worker: str
+    epoch: int
+    pid: int
+    slots: int
+    limit_tokens: int
+    endpoint: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """A worker's load, sent when it changes and at least twice a second; `frontend_epoch` is the one it serves (0: none)."""
+
+    worker: str
+    epoch: int
+    frontend_epoch: int
+    queued: int
+    running: int
+    free_slots: int
+
+
+class Retrieved(msgspec.Struct, frozen=True, tag=True):
+    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens."""
+
+    request_id: str
+    passages: tuple[Passage, ...]
+    at_token: int = 0
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
+
+    `token_ids` are the tokens sampled since the last piece (`text` may lag behind them while a stop string is possible).
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    stages: dict[str, int] = {}  # name → monotonic ns, see `stages.py`
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request ended with an error; `code` names its class (`runtime.errors.error_of`)."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+# ---- frontend → worker
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The frontend of this epoch knows the worker. Requests of any other epoch are dropped by the worker."""
+
+    frontend_epoch: int
+
+
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`.
+
+    Either `messages` (chat; rendered with the model's chat template) or `prompt` (text, or token ids) is set.
+    """
+
+    request_id: str
+    frontend_epoch: int
+    sampling: Sampling
+    decode_worker: str
+    decode_endpoint: str
+    received_ns: int
+    deadline_ns: int
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] = ""
+    retrieval: Retrieval | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Forget a request and free what it holds. Unknown ids are ignored."""
+
+    request_id: str
+
+
+# ---- prefill → decode, as the payload of a KV offer
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """All that decode needs beside the KV rows: `tokens` are the prompt's, `first_token` the one prefill sampled."""
+
+    request_id: str
+    frontend_epoch: int
+    sampling: Sampling
+    tokens: tuple[int, ...]
+    first_token: int
+    retrieval: Retrieval | None
+    seen_passages: tuple[str, ...]
+    stages: dict[str, int]
+
+
+ToFrontend = Hello | Report | Retrieved | Tokens | Failed
+ToWorker = Welcome | Prefill | Cancel
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_handover = msgspec.msgpack.Decoder(Decode).decode
