@@ -13,7 +13,8 @@ frontend ───────── Welcome, Cancel ─────────
 ```
 
 The frontend owns the life of a request: each ends exactly once there, with a `Tokens` that has a `finish_reason` or
-with a `Failed`. `Cancel` is idempotent and frees whatever a worker holds for the request.
+with a `Failed`. `Cancel` is idempotent and frees whatever a worker holds for the request; it is also the answer to a
+piece of a request that has ended (a hand-over can overtake the first `Cancel`).
 All times are `time.monotonic_ns()`, one clock for all processes of a node.
 """
 
@@ -76,7 +77,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """A worker's load, sent when it changes and at least twice a second; `frontend_epoch` is the one it serves (0: none)."""
+    """A worker's load, sent when it changes and at least twice a second; `frontend_epoch` is the one it serves (0: none).
+
+    A `draining` worker finishes what it has and is given nothing new.
+    """
 
     worker: str
     epoch: int
@@ -84,6 +88,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     queued: int
     running: int
     free_slots: int
+    draining: bool = False
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +126,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The frontend of this epoch knows the worker. Requests of any other epoch are dropped by the worker."""
+    """The frontend of this epoch hears the worker. Requests of any other epoch are dropped by the worker.
+
+    It answers every `Hello`, and any message of a worker that the frontend does not know (it was restarted): a worker
+    for which the epoch is new says `Hello` (again).
+    """
 
     frontend_epoch: int
 
