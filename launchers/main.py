@@ -1,0 +1,82 @@
+"""The `trinity` command."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gpu import GpuError
+from ipc import IpcError
+from launchers.demo import demo
+from launchers.index_commands import index_app, search
+from launchers.status import show_status
+from runtime.errors import TrinityError
+from runtime.node.config import load_config
+from runtime.node.control import stop_node
+from runtime.node.placement import resolve
+from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor import Supervisor
+
+app = typer.Typer(
+    help="Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(index_app, name="index")
+app.command()(search)
+app.command()(demo)
+
+NodeName = Annotated[str, typer.Argument(help="The node's name, or its run directory.")]
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Option(help="The node's TOML file.")],
+    quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
+) -> None:
+    """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S",
+    )  # fmt: skip
+
+    def announce(info: NodeInfo) -> None:
+        logging.getLogger("supervisor").info("node %r serves at %s", info.name, info.url)
+
+    raise typer.Exit(Supervisor(resolve(load_config(config))).run(announce))
+
+
+@app.command()
+def status(node: NodeName = "trinity") -> None:
+    """Show a running node's workers. Exits with 1 if one of them is not ready."""
+    raise typer.Exit(show_status(find_node(node), Console()))
+
+
+@app.command()
+def stop(
+    node: NodeName = "trinity",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,
+) -> None:
+    """Drain a running node and stop it; returns when it is gone."""
+    info = find_node(node)
+    stop_node(info, timeout)
+    print(f"node {info.name!r} stopped")
+
+
+def main() -> None:
+    """Run the command line: what the user can mend is one line on stderr and exit code 1, never a traceback."""
+    try:
+        app(prog_name="trinity")
+    except (TrinityError, GpuError, IpcError) as error:
+        print(f"trinity: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""How long a worker that died waits before it starts again."""
+
+import random
+
+
+class Backoff:
+    """Doubling delays with jitter; a run of `healthy_s` or longer starts over. Delays in seconds."""
+
+    def __init__(self, source: random.Random, first_s: float = 0.1, most_s: float = 10.0, healthy_s: float = 30.0) -> None:
+        self._source = source
+        self._first_s = first_s
+        self._most_s = most_s
+        self._healthy_s = healthy_s
+        self._failures = 0
+
+    def next_delay(self, ran_s: float) -> float:
+        """The delay after a run of `ran_s` seconds: between a half and the whole of the doubled step."""
+        if ran_s >= self._healthy_s:
+            self._failures = 0
+        step = min(self._most_s, self._first_s * 2.0**self._failures)
+        self._failures += 1
+        return step * (0.5 + 0.5 * self._source.random())

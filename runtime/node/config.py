@@ -1,0 +1,207 @@
+"""The node's configuration: typed TOML, refused with the key's name and the nearest known one before anything starts.
+
+`load_config(path)` gives a `NodeConfig` as written; `placement.resolve` turns it into a `NodePlan`, where every worker
+has a device, cores and an endpoint.
+"""
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from runtime.errors import ConfigError
+
+Role = Literal["pool", "prefill", "decode", "frontend"]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Workers = Annotated[int, Meta(ge=0, le=8)]
+Threads = Annotated[int, Meta(ge=1, le=256)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the TOML file; every subclass is frozen too."""
+
+
+class NodeSection(_Section, frozen=True):
+    """The node itself. `run_dir` "" means a private directory named after the node in the user's runtime directory."""
+
+    name: Name = "trinity"
+    run_dir: str = ""
+    drain_s: Seconds = 30.0
+    start_s: Seconds = 600.0
+    heartbeat_s: Seconds = 30.0
+
+
+class HttpSection(_Section, frozen=True):
+    """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 8080
+    api_keys_file: str = ""
+    max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
+    request_timeout_s: Seconds = 600.0
+
+
+class ModelSection(_Section, frozen=True):
+    """The language model: a packaged name or a directory of transformers files, and the context it is given."""
+
+    name: str
+    context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
+
+
+class Placed(_Section, frozen=True):
+    """What every worker role has. `devices` and `cores` have one entry a worker, or one that all share."""
+
+    workers: Workers = 1
+    devices: tuple[str, ...] = ("cpu",)
+    cores: tuple[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], ...] = ()
+    threads: Threads = 1
+
+
+class PrefillSection(Placed, frozen=True):
+    """Prefill workers. `slots` prompts are held at once, from their first chunk until decode has pulled their KV."""
+
+    slots: Annotated[int, Meta(ge=1, le=256)] = 4
+    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
+    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
+
+
+class DecodeSection(Placed, frozen=True):
+    """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages."""
+
+    slots: Annotated[int, Meta(ge=1, le=512)] = 8
+    probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
+    probe_window_tokens: Annotated[int, Meta(ge=4, le=512)] = 48
+
+
+class PoolSection(Placed, frozen=True):
+    """Vector-pool workers, replicas of each other. `reserve` is the share of slots kept for prefill queries."""
+
+    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
+    queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    ring_slots: Annotated[int, Meta(ge=2, le=65_536)] = 256
+    reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
+    max_k: Annotated[int, Meta(ge=1, le=1024)] = 128
+    max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
+    top_m: Annotated[int, Meta(ge=1, le=4096)] = 64
+    search_width: Annotated[int, Meta(ge=1, le=64)] = 4
+
+
+class CollectionSection(_Section, frozen=True):
+    """A collection that the pool loads: its name in requests, and its directory."""
+
+    name: Name
+    path: str
+
+
+class NodeConfig(_Section, frozen=True):
+    """A whole node, as written in its TOML file. Without `[model]` the node serves retrieval alone."""
+
+    node: NodeSection = NodeSection()
+    http: HttpSection = HttpSection()
+    model: ModelSection | None = None
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    pool: PoolSection = PoolSection()
+    collections: tuple[CollectionSection, ...] = ()
+
+
+def load_config(path: Path) -> NodeConfig:
+    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: the configuration is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    try:
+        return _absolute(parse_config(raw), path.resolve().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def parse_config(raw: dict[str, Any]) -> NodeConfig:
+    """A `NodeConfig` from TOML's own types. Raises `ConfigError` that names the key, its value and what is expected."""
+    try:
+        return msgspec.convert(raw, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), raw)) from error
+
+
+def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
+    replace = msgspec.structs.replace
+
+    def under(path: str) -> str:
+        return str(folder / Path(path).expanduser()) if path else ""
+
+    http = replace(config.http, api_keys_file=under(config.http.api_keys_file))
+    collections = tuple(replace(c, path=under(c.path)) for c in config.collections)
+    model = config.model
+    if model is not None and _is_path(model.name):
+        model = replace(model, name=under(model.name))
+    node = replace(config.node, run_dir=under(config.node.run_dir))
+    return replace(config, node=node, http=http, model=model, collections=collections)
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.startswith((".", "~"))
+
+
+_AT = re.compile(r" - at `\$(.*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`")
+_MISSING = re.compile(r"^Object missing required field `(.*?)`")
+
+
+def _explain(message: str, raw: dict[str, Any]) -> str:
+    """msgspec's message, with the key's dotted name, the value found there, and for unknown keys the nearest known."""
+    at = _AT.search(message)
+    path = at.group(1).lstrip(".") if at else ""
+    reason = _AT.sub("", message)
+    if unknown := _UNKNOWN.match(reason):
+        key = f"{path}.{unknown.group(1)}".lstrip(".")
+        return f"{key}: unknown key{_nearest(path, unknown.group(1))}"
+    if missing := _MISSING.match(reason):
+        return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
+    value = _lookup(raw, path)
+    shown = "" if value is None else f" = {value!r}"
+    return f"{path}{shown}: {reason[0].lower()}{reason[1:]}"
+
+
+def _lookup(raw: Any, path: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(raw, dict):
+            raw = raw.get(part)
+        elif isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            return None
+    return raw if isinstance(raw, str | int | float | bool) else None
+
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "": NodeConfig,
+    "node": NodeSection,
+    "http": HttpSection,
+    "model": ModelSection,
+    "prefill": PrefillSection,
+    "decode": DecodeSection,
+    "pool": PoolSection,
+    "collections": CollectionSection,
+}
+
+
+def _nearest(path: str, key: str) -> str:
+    section = _SECTIONS.get(path.split("[")[0])
+    known = list(get_type_hints(section)) if section else []
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known here: {', '.join(known)}" if known else ""

@@ -1,0 +1,26 @@
+"""The HTTP socket: bound once by the supervisor, before anything starts, and handed to each frontend it starts."""
+
+import ipaddress
+import socket
+
+from runtime.errors import ConfigError
+from runtime.node.config import HttpSection
+
+
+def listen(http: HttpSection) -> socket.socket:
+    """A listening socket. Raises `ConfigError` if the port is taken, or if strangers could ask without a key."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"http.host = {http.host!r}: {error.strerror}") from error
+    if not ipaddress.ip_address(address[0]).is_loopback and not http.api_keys_file:
+        raise ConfigError(f"http.host = {http.host!r} is open to others: set http.api_keys_file, or listen on 127.0.0.1")
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
+    return listener

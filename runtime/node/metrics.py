@@ -1,0 +1,188 @@
+"""The metrics of a node: what each role writes into its table, and how the supervisor exports all of it.
+
+Names follow vLLM's where it has one (time to first token, inter-token latency …) with the prefix `trinity_`; seconds
+and bytes; buckets of waits begin at 50 µs, since a pool answers in less than a millisecond.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from runtime.node.config import Role
+
+if TYPE_CHECKING:
+    from runtime.node.table import WorkerTable
+
+WAIT = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+EXTENDS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
+
+
+@dataclass(frozen=True)
+class Counter:
+    name: str
+    help: str
+    kind: ClassVar[str] = "counter"
+    words: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Gauge:
+    name: str
+    help: str
+    kind: ClassVar[str] = "gauge"
+    words: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Histogram:
+    name: str
+    help: str
+    buckets: tuple[float, ...]
+    kind: ClassVar[str] = "histogram"
+
+    @property
+    def words(self) -> int:
+        return len(self.buckets) + 2  # the last bucket is +Inf; then the sum
+
+
+Metric = Counter | Gauge | Histogram
+
+POOL_WAIT_PREFILL = Histogram("trinity_pool_wait_prefill_seconds", "Prefill queries: from enqueue to slot", WAIT)
+POOL_WAIT_DECODE = Histogram("trinity_pool_wait_decode_seconds", "Decode queries: from enqueue to slot", WAIT)
+POOL_LATENCY = Histogram("trinity_pool_query_seconds", "All queries: from enqueue to result", WAIT)
+POOL_EXTENDS = Histogram("trinity_pool_query_extends", "Extends a query took", EXTENDS)
+QUEUE_TIME = Histogram("trinity_request_queue_time_seconds", "From the frontend to a prefill worker's hands", WAIT)
+EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Embedding a prompt's query", WAIT)
+RETRIEVAL_TIME = Histogram("trinity_request_retrieval_time_seconds", "From the query vector to its passages", WAIT)
+PREFILL_TIME = Histogram("trinity_request_prefill_time_seconds", "From the first chunk to the first token", TTFT)
+HANDOVER_TIME = Histogram("trinity_request_handover_time_seconds", "From prefill's end until decode has the KV", WAIT)
+TTFT_TIME = Histogram("trinity_time_to_first_token_seconds", "From the frontend to the first token", TTFT)
+TPOT_TIME = Histogram("trinity_request_time_per_output_token_seconds", "A request's mean time per output token", TPOT)
+E2E_TIME = Histogram("trinity_e2e_request_latency_seconds", "From the frontend to the last token", TTFT)
+PROBE_STALL = Histogram("trinity_decode_probe_stall_seconds", "How long a probe held its row", WAIT)
+
+METRICS: dict[Role, tuple[Metric, ...]] = {
+    "pool": (
+        Counter("trinity_pool_queries_prefill_total", "Prefill queries received"),
+        Counter("trinity_pool_queries_decode_total", "Decode queries received"),
+        Counter("trinity_pool_queries_refused_total", "Queries answered with an error"),
+        Counter("trinity_pool_extends_total", "Engine steps"),
+        Counter("trinity_pool_slot_steps_total", "Active slots summed over engine steps"),
+        Gauge("trinity_pool_queue_prefill", "Prefill queries waiting"),
+        Gauge("trinity_pool_queue_decode", "Decode queries waiting"),
+        Gauge("trinity_pool_active_slots", "Slots of the running batch in use"),
+        Gauge("trinity_pool_slots", "Slots of the running batch"),
+        Gauge("trinity_pool_clients", "Attached clients"),
+        POOL_WAIT_PREFILL,
+        POOL_WAIT_DECODE,
+        POOL_LATENCY,
+        POOL_EXTENDS,
+    ),
+    "prefill": (
+        Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill"),
+        Counter("trinity_prefill_failed_total", "Requests that ended with an error in prefill"),
+        Gauge("trinity_prefill_waiting", "Requests waiting for a prefill slot"),
+        Gauge("trinity_prefill_running", "Requests in prefill or waiting for their hand-over"),
+        QUEUE_TIME,
+        EMBED_TIME,
+        RETRIEVAL_TIME,
+        PREFILL_TIME,
+    ),
+    "decode": (
+        Counter("trinity_generation_tokens_total", "Tokens generated"),
+        Counter("trinity_decode_failed_total", "Requests that ended with an error in decode"),
+        Counter("trinity_decode_probes_total", "Probes asked"),
+        Counter("trinity_decode_cancelled_total", "Requests cancelled while decoding"),
+        Counter("trinity_kv_handover_bytes_total", "KV bytes pulled from prefill"),
+        Gauge("trinity_num_requests_waiting", "Hand-overs waiting for a slot"),
+        Gauge("trinity_num_requests_running", "Rows of the running batch"),
+        Gauge("trinity_kv_cache_usage_perc", "Share of decode slots in use, 0 to 1"),
+        HANDOVER_TIME,
+        TTFT_TIME,
+        TPOT_TIME,
+        E2E_TIME,
+        PROBE_STALL,
+    ),
+    "frontend": (
+        Counter("trinity_http_requests_total", "HTTP requests received"),
+        Counter("trinity_http_errors_total", "HTTP requests answered with an error"),
+        Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended"),
+    ),
+}
+
+
+class NodeCollector(Collector):
+    """Exports every worker's table, and the supervisor's own figures of them."""
+
+    def __init__(self, tables: dict[str, "WorkerTable"], node: "NodeFigures") -> None:
+        self._tables = tables
+        self._node = node
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        by_role: dict[Role, list[str]] = {}
+        for name, table in self._tables.items():
+            by_role.setdefault(table.role, []).append(name)
+        for role, names in by_role.items():
+            for metric in METRICS[role]:
+                yield self._family(metric, names)
+        yield from self._node.families()
+
+    def _family(self, metric: Metric, names: Iterable[str]) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
+        if isinstance(metric, Histogram):
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=["worker"])
+            for name in names:
+                *counts, total = self._tables[name].read(metric)
+                histogram.add_metric([name], _cumulated(metric.buckets, counts), total)
+            return histogram
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=["worker"])
+        for name in names:
+            family.add_metric([name], self._tables[name].read(metric)[0])
+        return family
+
+
+def _cumulated(edges: tuple[float, ...], counts: list[float]) -> list[tuple[str, float]]:
+    total = 0.0
+    buckets = []
+    for edge, count in zip([*map(str, edges), "+Inf"], counts, strict=True):
+        total += count
+        buckets.append((edge, total))
+    return buckets
+
+
+@dataclass
+class NodeFigures:
+    """What the supervisor knows of its workers: up or not, heartbeat age, restarts, memory."""
+
+    up: dict[str, bool]
+    heartbeat_age_s: dict[str, float]
+    restarts: dict[str, int]
+    resident_bytes: dict[str, int]
+
+    def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        up = GaugeMetricFamily("trinity_worker_up", "1 while the worker is ready", labels=["worker"])
+        age = GaugeMetricFamily("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", labels=["worker"])
+        restarts = CounterMetricFamily("trinity_worker_restarts_total", "Restarts of the worker", labels=["worker"])
+        memory = GaugeMetricFamily("trinity_worker_resident_memory_bytes", "Resident memory", labels=["worker"])
+        for name in self.up:
+            up.add_metric([name], float(self.up[name]))
+            age.add_metric([name], self.heartbeat_age_s[name])
+            restarts.add_metric([name], self.restarts[name])
+            memory.add_metric([name], self.resident_bytes[name])
+        yield from (up, age, restarts, memory)
+
+
+def render(collector: NodeCollector) -> str:
+    """All metrics in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry).decode()

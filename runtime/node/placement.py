@@ -1,0 +1,170 @@
+"""From a configuration to a plan: every worker with its name, device, cores and endpoint; what cannot be is refused."""
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig, Placed, Role
+
+
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """One process of the node. `cores` empty: the kernel places it."""
+
+    role: Role
+    index: int
+    device: str
+    cores: tuple[int, ...]
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class NodePlan(msgspec.Struct, frozen=True):
+    """A node ready to start: `token` makes its endpoints unguessable and unlike those of every other run."""
+
+    config: NodeConfig
+    run_dir: str
+    token: str
+    workers: tuple[WorkerPlan, ...]
+
+    def endpoint(self, what: str) -> str:
+        """The abstract socket name of `what` (a worker's name, "frontend" or "control"); it leaves no file behind."""
+        return f"ipc://@trinity-{self.token}-{what}"
+
+    def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
+        return tuple(worker for worker in self.workers if worker.role == role)
+
+
+def resolve(config: NodeConfig) -> NodePlan:
+    """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
+    _check_collections(config)
+    _check_keys(config)
+    workers = [
+        *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
+        *(_place("prefill", config.prefill) if config.model else ()),
+        *(_place("decode", config.decode) if config.model else ()),
+        WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
+    ]
+    _check_counts(config)
+    _check_cores(workers)
+    _check_limits(config)
+    run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
+    return NodePlan(config=config, run_dir=run_dir, token=secrets.token_hex(8), workers=tuple(workers))
+
+
+def default_run_dir(name: str) -> Path:
+    """Where a node of this name keeps `node.json` while it runs: private to the user, emptied by a reboot."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return (Path(base) / "trinity" if base else Path(f"/tmp/trinity-{os.getuid()}")) / name
+
+
+def _place(role: Role, section: Placed) -> list[WorkerPlan]:
+    for key, entries in (("devices", section.devices), ("cores", section.cores)):
+        if len(entries) > 1 and len(entries) != section.workers:
+            raise ConfigError(f"{role}.{key} has {len(entries)} entries for {role}.workers = {section.workers}: give 1 or as many")
+    if not section.devices:
+        raise ConfigError(f'{role}.devices is empty: give at least one, such as "cpu"')
+    plans = []
+    for index in range(section.workers):
+        device = section.devices[index if len(section.devices) > 1 else 0]
+        cores = section.cores[index if len(section.cores) > 1 else 0] if section.cores else ()
+        _check_device(role, device)
+        plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
+    return plans
+
+
+def _check_device(role: Role, device: str) -> None:
+    if device != "cpu":
+        raise ConfigError(f'{role}.devices: {device!r} is not a device of this version: only "cpu" is, on every role')
+
+
+def _check_counts(config: NodeConfig) -> None:
+    if config.model is None and not config.collections:
+        raise ConfigError("nothing to serve: give a [model], [[collections]], or both")
+    needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.model else []
+    if config.collections:
+        needed.append(("pool", config.pool.workers))
+    for role, workers in needed:
+        if workers == 0:
+            raise ConfigError(f"{role}.workers = 0: this node needs at least 1")
+
+
+def _check_cores(workers: list[WorkerPlan]) -> None:
+    allowed = os.sched_getaffinity(0)
+    for worker in workers:
+        missing = sorted(set(worker.cores) - allowed)
+        if missing:
+            raise ConfigError(
+                f"{worker.role}.cores: {worker.name} asks for cores {missing}; this process may use {sorted(allowed)}"
+            )
+        cores = len(worker.cores) or len(allowed)
+        if worker.threads > cores:
+            raise ConfigError(f"{worker.role}.threads = {worker.threads}: {worker.name} has {cores} cores")
+    owner: dict[int, str] = {}
+    for worker in workers:
+        if worker.role != "pool":
+            continue
+        for core in worker.cores:
+            if core in owner:
+                raise ConfigError(f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins")
+            owner[core] = worker.name
+
+
+def _check_limits(config: NodeConfig) -> None:
+    pool = config.pool
+    for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
+        if value > pool.max_top_m:
+            raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
+    if config.model is None:
+        return
+    context = config.model.context_tokens
+    limits = {
+        "prefill.chunk_tokens": config.prefill.chunk_tokens,
+        "prefill.passage_tokens": config.prefill.passage_tokens,
+        "decode.probe_tokens": config.decode.probe_tokens,
+    }
+    for key, value in limits.items():
+        if value > context:
+            raise ConfigError(f"{key} = {value} is over model.context_tokens = {context}")
+
+
+def _check_collections(config: NodeConfig) -> None:
+    seen: set[str] = set()
+    for collection in config.collections:
+        if collection.name in seen:
+            raise ConfigError(f"collections: the name {collection.name!r} is used twice")
+        seen.add(collection.name)
+        if not Path(collection.path).is_dir():
+            raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
+
+
+def _check_keys(config: NodeConfig) -> None:
+    if config.http.api_keys_file and not read_api_keys(config):
+        raise ConfigError(f"http.api_keys_file: no key in {config.http.api_keys_file}")
+
+
+def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
+    """The API keys of the node, one a line; empty lines and lines that begin with # are skipped."""
+    if not config.http.api_keys_file:
+        return ()
+    try:
+        text = Path(config.http.api_keys_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
+    return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Refuse a plan whose KV storage does not fit into the memory that is free now."""
+    available = psutil.virtual_memory().available
+    if needed_bytes > available:
+        raise ConfigError(
+            f"the KV slots of prefill and decode need {needed_bytes / 2**30:.1f} GiB; {available / 2**30:.1f} GiB are free: "
+            "lower prefill.slots, decode.slots or model.context_tokens"
+        )

@@ -1,0 +1,103 @@
+"""The directory of a running node: one file, `node.json`, that tells where to ask it; gone when the node has stopped.
+
+The directory is private to the user, and locked for as long as its supervisor lives: the kernel lets go of the lock
+when the process ends, however it ends, so a stale directory never stops the next start.
+"""
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from runtime.errors import ConfigError, Unavailable
+from runtime.node.placement import default_run_dir
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """What other processes of the user need to talk to a node. `pools` are the endpoints of its vector-pool workers."""
+
+    name: str
+    pid: int
+    url: str
+    control: str
+    pools: tuple[str, ...]
+    collections: tuple[str, ...]
+
+
+class RunDir:
+    """A locked run directory. `acquire` refuses one that another live node holds, or that others could write."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, path: Path) -> "RunDir":
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"node.run_dir: cannot use {path}: {error.strerror}") from error
+        try:
+            _check_private(path, os.fstat(fd))
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The directory may have been removed by a node that stopped between our open and our lock.
+            if not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
+                os.close(fd)
+                return cls.acquire(path)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigError(f"a node already runs in {path}; stop it, or give this one another node.name") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd)
+
+    def write(self, info: NodeInfo) -> None:
+        """Publish the node: whole or not at all."""
+        temporary = self.path / ".node.json"
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(info))
+        temporary.rename(self.path / "node.json")
+
+    def release(self) -> None:
+        """Remove the directory and let the lock go."""
+        for name in ("node.json", ".node.json"):
+            (self.path / name).unlink(missing_ok=True)
+        try:
+            self.path.rmdir()
+        except OSError:
+            pass  # somebody put a file of their own there: theirs to remove
+        os.close(self._fd)
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid():
+        raise ConfigError(f"node.run_dir: {path} belongs to uid {status.st_uid}, not to you (uid {os.getuid()})")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(f"node.run_dir: {path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it")
+
+
+def find_node(node: str | Path) -> NodeInfo:
+    """The running node of that name or in that run directory. Raises `Unavailable` if there is none."""
+    path = Path(node) if isinstance(node, Path) or "/" in node else default_run_dir(node)
+    try:
+        info = msgspec.json.decode((path / "node.json").read_bytes(), type=NodeInfo)
+    except (OSError, msgspec.DecodeError) as error:
+        raise Unavailable(f"no node runs in {path}") from error
+    if not _is_locked(path):
+        raise Unavailable(f"no node runs in {path} (one of pid {info.pid} died there)")
+    return info
+
+
+def _is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

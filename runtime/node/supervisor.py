@@ -1,0 +1,302 @@
+"""The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
+
+Its loop: serve the control socket → reap the dead → start what is due → stop what hangs.
+Workers are its children and die with it; nothing of a node outlives its supervisor.
+"""
+
+import logging
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import psutil
+
+from runtime.node.backoff import Backoff
+from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
+from runtime.node.listen import listen
+from runtime.node.metrics import NodeCollector, NodeFigures, render
+from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.node.table import State, WorkerTable
+from runtime.node.worker import EXIT_CONFIG, WorkerSpec
+
+_STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
+_POLL_S = 0.1
+_FAILED_STARTS = 3  # a worker that never got ready is not tried more often
+
+log = logging.getLogger("supervisor")
+
+
+class Phase(Enum):
+    """What the supervisor knows of a worker."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    BACKOFF = "backoff"
+    STOPPED = "stopped"
+    FATAL = "fatal"
+
+
+@dataclass
+class Child:
+    """A worker of the plan and the process that is it now, if one is."""
+
+    place: WorkerPlan
+    table: WorkerTable
+    backoff: Backoff
+    phase: Phase = Phase.STOPPED
+    process: subprocess.Popen[bytes] | None = None
+    epoch: int = 0
+    restarts: int = 0
+    started: float = 0.0
+    due: float = 0.0
+    was_ready: bool = False
+    exit_code: int | None = None
+    failed_starts: int = 0
+
+
+class Supervisor:
+    """Runs one node in this process. `run` returns the exit code once the node has stopped."""
+
+    def __init__(self, plan: NodePlan, clock: Callable[[], float] = time.monotonic, seed: int | None = None) -> None:
+        self._plan = plan
+        self._clock = clock
+        random_source = random.Random(seed)
+        self._children = [
+            Child(place, WorkerTable.create(place.role, place.name), Backoff(random_source)) for place in plan.workers
+        ]
+        self._stop_signals = 0
+        self._announced = False
+
+    def run(self, on_ready: Callable[[NodeInfo], None] = lambda info: None) -> int:
+        """Start the node and serve until it is stopped. `on_ready` is called once, when every worker is ready."""
+        run_dir = RunDir.acquire(Path(self._plan.run_dir))
+        try:
+            with listen(self._plan.config.http) as listener, ControlServer(self._plan.endpoint("control")) as control:
+                self._info = self._describe(listener)
+                run_dir.write(self._info)
+                self._catch_signals()
+                return self._serve(listener, control, on_ready)
+        finally:
+            self._kill_all()
+            run_dir.release()
+            for child in self._children:
+                child.table.close()
+
+    def _serve(self, listener: socket.socket, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
+        for child in self._children:
+            self._start(child, listener)
+        while True:
+            self._wait(control)
+            self._answer(control)
+            self._reap()
+            if fatal := next((child for child in self._children if child.phase is Phase.FATAL), None):
+                log.error("%s cannot run (exit code %s): the node stops", fatal.place.name, fatal.exit_code)
+                self._stop_all(control)
+                return 1
+            self._watch()
+            if self._stop_signals:
+                self._stop_all(control)
+                return 0
+            self._restart_due(listener)
+            if not self._announced and all(child.phase is Phase.READY for child in self._children):
+                self._announced = True
+                on_ready(self._info)
+
+    # ---- the steps of the loop
+
+    def _wait(self, control: ControlServer) -> None:
+        """Until something may have happened: a control message, a child's end, a signal, or a tenth of a second."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(control.fileno(), selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            pidfds = [os.pidfd_open(c.process.pid) for c in self._children if c.process and c.process.poll() is None]
+            try:
+                for fd in pidfds:
+                    selector.register(fd, selectors.EVENT_READ)
+                selector.select(0.0 if control.pending() else _POLL_S)
+            finally:
+                for fd in pidfds:
+                    os.close(fd)
+        while True:
+            try:
+                if not self._wakeup.recv(64):
+                    return
+            except BlockingIOError:
+                return
+
+    def _answer(self, control: ControlServer) -> None:
+        control.serve(status=self.status, metrics=self.metrics_text, stop=self.request_stop)
+
+    def _reap(self) -> None:
+        for child in self._children:
+            if child.process is None or (code := child.process.poll()) is None:
+                continue
+            child.process, child.exit_code = None, code
+            if child.phase is Phase.DRAINING:
+                child.phase = Phase.STOPPED
+                continue
+            if not child.was_ready:
+                child.failed_starts += 1
+            if code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
+                child.phase = Phase.FATAL
+                continue
+            child.phase = Phase.BACKOFF
+            delay = child.backoff.next_delay(ran_s=self._clock() - child.started)
+            child.due = self._clock() + delay
+            log.warning("%s ended (%s); it starts again in %.2f s", child.place.name, _how(code), delay)
+
+    def _watch(self) -> None:
+        """Note who got ready; kill who hangs: a live process whose loop no longer writes its heartbeat."""
+        node = self._plan.config.node
+        for child in self._children:
+            if child.process is None:
+                continue
+            if child.phase is Phase.STARTING:
+                if child.table.epoch == child.epoch and child.table.state is State.READY:
+                    child.phase, child.was_ready, child.failed_starts = Phase.READY, True, 0
+                elif self._clock() - child.started > node.start_s:
+                    log.error("%s is not ready after node.start_s = %.0f s: killed", child.place.name, node.start_s)
+                    child.process.kill()
+            elif child.phase is Phase.READY and child.table.age_s(time.monotonic_ns()) > node.heartbeat_s:
+                log.error("%s has no heartbeat for %.0f s: killed", child.place.name, node.heartbeat_s)
+                child.process.kill()
+
+    def _restart_due(self, listener: socket.socket) -> None:
+        for child in self._children:
+            if child.phase is Phase.BACKOFF and self._clock() >= child.due:
+                child.restarts += 1
+                self._start(child, listener)
+
+    def _start(self, child: Child, listener: socket.socket) -> None:
+        child.epoch += 1
+        listen_fd = listener.fileno() if child.place.role == "frontend" else -1
+        spec = WorkerSpec(
+            plan=self._plan, worker=child.place.name, epoch=child.epoch, table=child.table.reference(),
+            supervisor_pid=os.getpid(), listen_fd=listen_fd,
+        )  # fmt: skip
+        threads = str(child.place.threads)
+        child.process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.node.worker"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
+            pass_fds=(listen_fd,) if listen_fd >= 0 else (),
+            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        assert child.process.stdin is not None
+        try:
+            child.process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            child.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died already: `_reap` will see it
+        child.phase, child.started, child.was_ready = Phase.STARTING, self._clock(), False
+
+    # ---- stopping
+
+    def request_stop(self) -> None:
+        """Drain and stop; asked a second time, stop at once."""
+        self._stop_signals += 1
+
+    def _catch_signals(self) -> None:
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self.request_stop()
+
+        self._wakeup, wake = socket.socketpair()
+        for end in (self._wakeup, wake):
+            end.setblocking(False)
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+
+    def _stop_all(self, control: ControlServer) -> None:
+        """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
+        log.info("draining (again to stop at once)")
+        bound = self._clock() + self._plan.config.node.drain_s
+        patience = self._stop_signals
+        for role in _STOP_ORDER:
+            group = [child for child in self._children if child.place.role == role]
+            for child in group:
+                child.phase = Phase.STOPPED if child.process is None else Phase.DRAINING
+                if child.process is not None:
+                    child.process.terminate()
+            while any(child.process for child in group):
+                self._wait(control)
+                self._answer(control)
+                self._reap()
+                if self._clock() > bound or self._stop_signals > max(1, patience):
+                    log.warning("not drained within %.0f s or asked again: killing", self._plan.config.node.drain_s)
+                    self._kill_all()
+                    return
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            if child.process is not None:
+                child.process.kill()
+        for child in self._children:
+            if child.process is not None:
+                child.process.wait(timeout=30)
+                child.process = None
+
+    # ---- what is said to others
+
+    def _describe(self, listener: socket.socket) -> NodeInfo:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return NodeInfo(
+            name=self._plan.config.node.name,
+            pid=os.getpid(),
+            url=f"http://{shown}:{port}",
+            control=self._plan.endpoint("control"),
+            pools=tuple(self._plan.endpoint(pool.name) for pool in self._plan.of_role("pool")),
+            collections=tuple(collection.name for collection in self._plan.config.collections),
+        )
+
+    def status(self) -> NodeStatus:
+        """The node as `trinity status` shows it."""
+        now = time.monotonic_ns()
+        workers = tuple(
+            WorkerStatus(
+                name=child.place.name, phase=child.phase.value, pid=child.process.pid if child.process else 0,
+                epoch=child.epoch, restarts=child.restarts, heartbeat_age_s=child.table.age_s(now),
+                resident_bytes=_resident_bytes(child), device=child.place.device, cores=child.place.cores,
+            )  # fmt: skip
+            for child in self._children
+        )
+        return NodeStatus(info=self._info, stopping=bool(self._stop_signals), workers=workers)
+
+    def metrics_text(self) -> str:
+        """All workers' metrics in Prometheus's text format."""
+        workers = self.status().workers
+        figures = NodeFigures(
+            up={w.name: w.phase == "ready" for w in workers},
+            heartbeat_age_s={w.name: w.heartbeat_age_s for w in workers},
+            restarts={w.name: w.restarts for w in workers},
+            resident_bytes={w.name: w.resident_bytes for w in workers},
+        )
+        return render(NodeCollector({child.place.name: child.table for child in self._children}, figures))
+
+
+def _resident_bytes(child: Child) -> int:
+    if child.process is None:
+        return 0
+    try:
+        return int(psutil.Process(child.process.pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,116 @@
+"""The table a worker writes and the supervisor reads: its state, its heartbeat and its metrics, in shared memory.
+
+The supervisor creates one table a worker and keeps it over restarts, so a counter never falls when a process dies.
+One writer, plain 8-byte stores, no lock: a reader may see a histogram's sum an observation ahead of its count.
+
+```
+words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, 0, 0        (uint64)
+words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of METRICS)
+```
+"""
+
+import bisect
+import time
+from enum import IntEnum
+
+from ipc import MemoryReference, SharedMemory
+from runtime.node.metrics import METRICS, Histogram, Metric
+from runtime.node.config import Role
+
+_MAGIC = 0x545249_4E495459  # "TRINITY"
+_VERSION = 1
+_HEADER_WORDS = 8
+
+
+class State(IntEnum):
+    """What a worker says of itself."""
+
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+
+
+class WorkerTable:
+    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference."""
+
+    def __init__(self, memory: SharedMemory, role: Role) -> None:
+        self._memory = memory
+        self._header = memory.view[: _HEADER_WORDS * 8].cast("Q")
+        self._values = memory.view[_HEADER_WORDS * 8 :].cast("d")
+        self._offsets: dict[str, int] = {}
+        offset = 0
+        for metric in METRICS[role]:
+            self._offsets[metric.name] = offset
+            offset += metric.words
+        self.role = role
+
+    @classmethod
+    def create(cls, role: Role, name: str) -> "WorkerTable":
+        words = _HEADER_WORDS + sum(metric.words for metric in METRICS[role])
+        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role)
+        table._header[0], table._header[1] = _MAGIC, _VERSION
+        return table
+
+    @classmethod
+    def open(cls, reference: MemoryReference, role: Role) -> "WorkerTable":
+        table = cls(SharedMemory.open(reference, max_size=1 << 20), role)
+        if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
+            raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
+        return table
+
+    def reference(self) -> MemoryReference:
+        return self._memory.reference()
+
+    # ---- the worker writes
+
+    def begin(self, epoch: int, pid: int) -> None:
+        """A new process takes the table over: its gauges start at zero, its counters go on."""
+        for metric in METRICS[self.role]:
+            if metric.kind == "gauge":
+                self._values[self._offsets[metric.name]] = 0.0
+        self._header[4], self._header[5] = epoch, pid
+        self.state = State.STARTING
+        self.beat()
+
+    def beat(self) -> None:
+        """Called by the worker's own loop: a loop that hangs lets its heartbeat grow old."""
+        self._header[3] = time.monotonic_ns()
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self._values[self._offsets[name]] += amount
+
+    def set(self, name: str, value: float) -> None:
+        self._values[self._offsets[name]] = value
+
+    def observe(self, histogram: Histogram, value: float) -> None:
+        offset = self._offsets[histogram.name]
+        self._values[offset + bisect.bisect_left(histogram.buckets, value)] += 1
+        self._values[offset + histogram.words - 1] += value
+
+    @property
+    def state(self) -> State:
+        return State(self._header[2])
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._header[2] = state
+
+    # ---- the supervisor reads
+
+    @property
+    def epoch(self) -> int:
+        return self._header[4]
+
+    def age_s(self, now_ns: int) -> float:
+        """Seconds since the worker's last heartbeat."""
+        return (now_ns - self._header[3]) / 1e9
+
+    def read(self, metric: Metric) -> list[float]:
+        """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
+        offset = self._offsets[metric.name]
+        return self._values[offset : offset + metric.words].tolist()
+
+    def close(self) -> None:
+        self._header.release()
+        self._values.release()
+        self._memory.close()

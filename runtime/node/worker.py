@@ -1,0 +1,114 @@
+"""One worker process: told what it is on its standard input, it runs its role's loop until it is told to stop.
+
+`python -m runtime.node.worker` is started by the supervisor alone. It dies with the supervisor, never after it.
+"""
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import msgspec
+
+from ipc import MemoryReference
+from runtime.errors import CollectionError, ConfigError, ModelError, TrinityError
+from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.table import State, WorkerTable
+
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again would not help
+
+_LOOPS = {
+    "pool": "runtime.pool.process",
+    "prefill": "runtime.serving.prefill",
+    "decode": "runtime.serving.decode",
+    "frontend": "runtime.serving.frontend",
+}
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What a worker is told: the whole plan, its name in it, its epoch, its table, and the listening socket's fd (or -1)."""
+
+    plan: NodePlan
+    worker: str
+    epoch: int
+    table: MemoryReference
+    supervisor_pid: int
+    listen_fd: int = -1
+
+
+class Worker:
+    """What a role's loop is handed: the plan, its own place in it, its table, and whether it shall stop."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.plan = spec.plan
+        self.place: WorkerPlan = next(worker for worker in spec.plan.workers if worker.name == spec.worker)
+        self.name = spec.worker
+        self.epoch = spec.epoch
+        self.table = WorkerTable.open(spec.table, self.place.role)
+        self.table.begin(spec.epoch, os.getpid())
+        self.log = logging.getLogger(spec.worker)
+        self.stopping = False
+        self._listen_fd = spec.listen_fd
+
+    def ready(self) -> None:
+        """Everything is loaded: from here on the loop allocates little, so what lives now is kept out of collections."""
+        gc.collect()
+        gc.freeze()
+        self.table.beat()
+        self.table.state = State.READY
+        self.log.info("ready")
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.table.state = State.DRAINING
+
+    def listening_socket(self) -> socket.socket:
+        """The HTTP socket, bound by the supervisor: it outlives a frontend that dies."""
+        return socket.socket(fileno=self._listen_fd)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, and end at once if that has happened already."""
+    PR_SET_PDEATHSIG = 1  # noqa: N806  (its name in prctl.h)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> int:
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+    die_with(spec.supervisor_pid)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    worker = Worker(spec)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        worker.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains
+    if worker.place.cores:
+        os.sched_setaffinity(0, worker.place.cores)
+    try:
+        importlib.import_module(_LOOPS[worker.place.role]).run(worker)
+    except (ConfigError, ModelError, CollectionError) as error:
+        worker.log.error("%s", error.message)
+        return EXIT_CONFIG
+    except TrinityError as error:
+        worker.log.error("%s: %s", error.code, error.message)
+        return 1
+    except Exception:
+        worker.log.exception("the loop ended with a fault")
+        return 1
+    worker.log.info("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
