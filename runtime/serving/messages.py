@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length"]
-ProbeMode = Literal["wait"]
+Role = Literal["prefill", "decode"]
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Retrieval(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy. `stop` holds strings that end the text and are not part of it."""
+    """How tokens are drawn. `temperature` 0 is greedy. `stop` strings end the text and are not part of it."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -65,9 +65,9 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker is ready. `endpoint` is where a decode worker takes hand-overs; `limit_tokens` bounds prompt + answer."""
+    """A worker is ready. A decode worker takes hand-overs at `endpoint`; `limit_tokens` bounds prompt + answer."""
 
-    role: Literal["prefill", "decode"]
+    role: Role
     worker: str
     epoch: int
     pid: int
@@ -77,9 +77,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """A worker's load, sent when it changes and at least twice a second; `frontend_epoch` is the one it serves (0: none).
+    """A worker's load, sent when it changes and at least twice a second.
 
-    A `draining` worker finishes what it has and is given nothing new.
+    `frontend_epoch` is the one it serves (0: none). A `draining` worker finishes what it has and is given nothing new.
     """
 
     worker: str
@@ -102,7 +102,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
 
-    `token_ids` are the tokens sampled since the last piece (`text` may lag behind them while a stop string is possible).
+    `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
     """
 
     request_id: str

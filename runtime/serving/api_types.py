@@ -1,0 +1,314 @@
+"""What the HTTP interface takes: bodies as pydantic models, strict, and how they become the workers' messages.
+
+A field that is null counts as absent. OpenAI's fields that Trinity does not have are ignored where they cannot change
+the answer and refused where they would; a field that nobody has is refused with the name of the nearest one.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError, from_json
+
+from runtime.errors import InvalidRequest
+from runtime.serving.messages import Message, Retrieval, Sampling
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+_OURS = "trinity"
+FLOAT32_MAX = 3.4028234663852886e38
+
+# Fields that would change the answer, and the values with which they do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "skip_special_tokens": (True,),
+}
+_HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction", "moderation"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("request_id", "priority"),
+    }
+)
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """A JSON body as a model. Raises InvalidRequest that names the parameter."""
+    try:
+        data = from_json(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_json_name(data)}")
+    known = {name: value for name, value in data.items() if value is not None}
+    for name in [name for name in known if name not in kind.model_fields]:
+        _refuse_or_ignore(name, known.pop(name), kind.model_fields)
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = _param(first["loc"])
+        raise InvalidRequest(_explained(first["type"], first["msg"], first["input"], param), param) from None
+
+
+def _refuse_or_ignore(name: str, value: object, fields: Iterable[str]) -> None:
+    if name in _HARMLESS:
+        return
+    if name not in _NEUTRAL:
+        near = difflib.get_close_matches(name, fields, n=1)
+        raise InvalidRequest(
+            f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name[:64]
+        )
+    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]):
+        allowed = " or ".join(repr(neutral) for neutral in _NEUTRAL[name])
+        raise InvalidRequest(
+            f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + "; leave it out", name
+        )
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content")` → `messages[0].content`."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    return path.removeprefix(".")
+
+
+def _explained(kind: str, message: str, value: object, param: str) -> str:
+    if kind == _OURS:
+        return message
+    if kind == "missing":
+        return f"{param} is missing"
+    given = repr(value) if isinstance(value, str | int | float) else _json_name(value)
+    return f"{param} {message.removeprefix('Input ')}, not {given if len(given) <= 64 else given[:61] + '...'}"
+
+
+def _json_name(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    # The message is a template to pydantic: braces of the caller's own must not be taken for its fields.
+    return PydanticCustomError(_OURS, "{message}", {"message": message})
+
+
+# ---- fields that take more than one form
+
+
+def _stops(value: object) -> object:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _wrong("stop must be a string or an array of strings")
+    if len(stops) > MAX_STOPS:
+        raise _wrong(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise _wrong(f"a stop string has {len(stop)} characters, allowed are 1 to {MAX_STOP_CHARS}")
+    return stops
+
+
+def _prompt(value: object) -> object:
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise _wrong(f"prompt has {len(value)} prompts, the limit is 1 a request")
+        value = value[0]
+    if isinstance(value, list):
+        for token in value:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
+                raise _wrong(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
+    elif not isinstance(value, str):
+        raise _wrong(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
+    if not value:
+        raise _wrong("prompt is empty")
+    return value
+
+
+def _content(value: object) -> object:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong(f"content must be a string or an array of text parts, not {_json_name(value)}")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _wrong('content parts must be {"type": "text", "text": ...}; others are not supported')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _role(value: object) -> object:
+    if value == "developer":  # OpenAI's newer word for it
+        return "system"
+    if value not in ("system", "user", "assistant"):
+        raise _wrong(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
+    return value
+
+
+def _chat_message(value: object) -> object:
+    if not isinstance(value, dict):
+        raise _wrong(f"a message must be an object, not {_json_name(value)}")
+    for name, entry in value.items():
+        if name not in ("role", "content", "name") and entry not in (None, [], {}, ""):
+            raise _wrong(f"messages with {name[:64]!r} are not supported")
+    return {name: entry for name, entry in value.items() if name in ("role", "content")}
+
+
+def _retrieval(value: object) -> object:
+    if value is False:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
+    for name in value:
+        if name not in RetrievalOptions.model_fields:
+            near = difflib.get_close_matches(name, RetrievalOptions.model_fields, n=1)
+            raise _wrong(f"retrieval has no field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return value
+
+
+def _vector(value: object) -> object:
+    if not isinstance(value, list):
+        raise _wrong(f"vector must be an array of numbers, not {_json_name(value)}")
+    for index, number in enumerate(value):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise _wrong(f"vector[{index}] must be a number, not {_json_name(number)}")
+        if math.isnan(number):
+            raise _wrong(f"vector[{index}] is not a number (NaN)")
+        if abs(number) > FLOAT32_MAX:
+            raise _wrong(f"vector[{index}] is beyond float32")
+    return value
+
+
+# ---- bodies
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Model):
+    """`include_usage` adds a last chunk with the usage. Other options change nothing and are ignored."""
+
+    include_usage: bool | None = None
+
+
+class RetrievalOptions(_Model):
+    """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never)."""
+
+    collection: str
+    k: int = Field(4, ge=1, le=MAX_TOKENS)
+    every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+
+
+class ChatMessage(_Model):
+    """One turn of a chat; content parts are joined."""
+
+    role: Annotated[str, BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_content)]
+
+
+class _Generate(_Model):
+    """What both endpoints share."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_retrieval)] = None
+
+    def limit(self, default: int) -> int:
+        """How many tokens the answer may have; `default` when the body does not say."""
+        return self.max_tokens if self.max_tokens is not None else default
+
+    def sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
+        """For the workers; a body without a seed gets `random_seed`, negative ones are folded into 0..2^63-1."""
+        return Sampling(
+            max_tokens=self.limit(default_max_tokens),
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            seed=(random_seed if self.seed is None else self.seed) & (2**63 - 1),
+            stop=tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def searches(self) -> Retrieval | None:
+        """For the workers; None without retrieval."""
+        options = self.retrieval
+        return None if options is None else Retrieval(options.collection, options.k, options.every_tokens)
+
+
+class ChatBody(_Generate):
+    """POST /v1/chat/completions."""
+
+    messages: list[Annotated[ChatMessage, BeforeValidator(_chat_message)]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
+    def limit(self, default: int) -> int:
+        """`max_completion_tokens` is the newer name of `max_tokens`. Raises InvalidRequest when the two disagree."""
+        new = self.max_completion_tokens
+        if new is None:
+            return super().limit(default)
+        if self.max_tokens not in (None, new):
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {new}; set one of them",
+                "max_completion_tokens",
+            )
+        return new
+
+    def turns(self) -> tuple[Message, ...]:
+        """For the workers."""
+        return tuple(Message(message.role, message.content) for message in self.messages)
+
+
+class CompletionBody(_Generate):
+    """POST /v1/completions; `prompt` is text or token ids."""
+
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+
+
+class RetrievalBody(_Model):
+    """POST /v1/retrieval: `query` (text) or `vector`."""
+
+    collection: str
+    query: str | None = Field(None, min_length=1)
+    vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
+    k: int = Field(4, ge=1, le=MAX_TOKENS)

@@ -1,0 +1,184 @@
+"""Which prefill worker and which decode worker take a request. Pure code: no sockets, no clock, seeded ties.
+
+- **Prefill**: the fewest requests waiting or running, less the share of the prompt's leading blocks that the worker has
+  lately seen. A full overlap is worth one request of queue, no more: a hot prefix cannot starve the other workers.
+- **Decode**: a worker with a free slot before one without, then the smallest share of slots in use.
+
+Reports lag behind by up to half a second, so a worker's load is the larger of what it reports and what this router
+has given it. Draining workers get nothing new; the number of requests in flight is bounded.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
+from runtime.serving.messages import Hello, Message, Report, Role
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+BLOCK_CHARS = 128
+BLOCK_TOKENS = 32
+PREFIX_BLOCKS = 32  # of one prompt; what lies behind them does not choose the worker
+
+
+def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message]) -> tuple[int, ...]:
+    """Hashes of the prompt's leading whole blocks, each over all before it: equal hashes mean equal prefixes.
+
+    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most 32 blocks. The hashes of text
+    hold within one process only.
+    """
+    content: str | Sequence[int]
+    if isinstance(prompt, str):
+        content, block = prompt, BLOCK_CHARS
+    elif prompt and isinstance(prompt[0], Message):
+        turns = (f"{turn.role}\0{turn.content}\0" for turn in prompt if isinstance(turn, Message))
+        content, block = "".join(turns), BLOCK_CHARS
+    else:
+        content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
+    hashes: list[int] = []
+    chain = block
+    for end in range(block, min(len(content), PREFIX_BLOCKS * block) + 1, block):
+        chain = hash((chain, content[end - block : end]))
+        hashes.append(chain)
+    return tuple(hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The two workers of one request, by name, and where the decode worker takes the hand-over."""
+
+    prefill: str
+    decode: str
+    decode_endpoint: str
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker as the router sees it: what it said of itself, what it last reported, what it was given."""
+
+    hello: Hello
+    queued: int = 0
+    running: int = 0
+    free_slots: int = 0
+    draining: bool = False
+    assigned: int = 0
+    prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    @property
+    def load(self) -> int:
+        """Requests that it has, or soon will have."""
+        return max(self.queued + self.running, self.assigned)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return self.free_slots > 0 and self.load < self.hello.slots
+
+    def overlap(self, prefix: Sequence[int]) -> float:
+        """The share of `prefix` that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it)."""
+        seen = 0
+        for block in prefix:
+            if block not in self.prefixes:
+                break
+            seen += 1
+        return seen / len(prefix) if prefix else 0.0
+
+    def remember(self, prefix: Sequence[int], limit: int) -> None:
+        """Note a prompt's blocks, forgetting the longest unused beyond `limit`."""
+        for block in reversed(prefix):  # the first block last: a chain is forgotten from its far end
+            self.prefixes[block] = None
+            self.prefixes.move_to_end(block)
+        while len(self.prefixes) > limit:
+            self.prefixes.popitem(last=False)
+
+
+class Router:
+    """Places requests on workers.
+
+    Every `place` is followed by at most one `prefilled` and exactly one `finished` with the same placement.
+    """
+
+    def __init__(self, *, max_in_flight: int, seed: int = 0, remembered_blocks: int = 4096) -> None:
+        self.max_in_flight = max_in_flight
+        self.in_flight = 0
+        self._remembered_blocks = remembered_blocks
+        self._random = Random(seed)
+        self._workers: dict[str, Worker] = {}
+
+    def add(self, hello: Hello) -> None:
+        """A worker is ready. One of the same name is replaced: it is a new process that holds nothing."""
+        self._workers[hello.worker] = Worker(hello, free_slots=hello.slots)
+
+    def remove(self, name: str) -> None:
+        """A worker is gone; unknown names are ignored."""
+        self._workers.pop(name, None)
+
+    def report(self, report: Report) -> None:
+        """Take a worker's load; unknown names are ignored."""
+        worker = self._workers.get(report.worker)
+        if worker is not None:
+            worker.queued, worker.running = report.queued, report.running
+            worker.free_slots, worker.draining = report.free_slots, report.draining
+
+    def workers(self) -> list[Worker]:
+        """All workers known, draining ones included, in the order in which they came."""
+        return list(self._workers.values())
+
+    def missing(self) -> list[Role]:
+        """The roles for which no worker takes requests; empty when the node is ready."""
+        return [role for role in ROLES if not self._ready(role)]
+
+    def place(self, prefix: Sequence[int], tokens: int = 0) -> Placement:
+        """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context.
+
+        Raises Overloaded (too many in flight), Unavailable (a role has no worker) or ContextLengthExceeded.
+        """
+        if self.in_flight >= self.max_in_flight:
+            raise Overloaded(
+                f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
+            )
+        prefill = self._pick(self._fitting("prefill", tokens), lambda worker: worker.load - worker.overlap(prefix))
+        decode = self._pick(
+            self._fitting("decode", tokens), lambda worker: (not worker.has_free_slot, worker.load / worker.hello.slots)
+        )
+        prefill.remember(prefix, self._remembered_blocks)
+        prefill.assigned += 1
+        decode.assigned += 1
+        self.in_flight += 1
+        return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint)
+
+    def prefilled(self, placement: Placement) -> None:
+        """The request has left its prefill worker."""
+        self._unassign(placement.prefill)
+
+    def finished(self, placement: Placement, *, prefilled: bool) -> None:
+        """The request has ended; `prefilled` tells whether `prefilled` was called for it."""
+        self.in_flight -= 1
+        self._unassign(placement.decode)
+        if not prefilled:
+            self._unassign(placement.prefill)
+
+    def _unassign(self, name: str) -> None:
+        worker = self._workers.get(name)
+        if worker is not None and worker.assigned:  # a worker that was replaced meanwhile starts from nothing
+            worker.assigned -= 1
+
+    def _ready(self, role: Role) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.hello.role == role and not worker.draining]
+
+    def _fitting(self, role: Role, tokens: int) -> list[Worker]:
+        ready = self._ready(role)
+        if not ready:
+            raise Unavailable(f"no {role} worker is ready; try again later")
+        fitting = [worker for worker in ready if worker.hello.limit_tokens >= tokens]
+        if not fitting:
+            limit = max(worker.hello.limit_tokens for worker in ready)
+            raise ContextLengthExceeded(
+                f"prompt and answer need at least {tokens} tokens, the model's context holds {limit}"
+            )
+        return fitting
+
+    def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], float | tuple[bool, float]]) -> Worker:
+        costs = [(cost(worker), worker) for worker in workers]
+        least = min(value for value, _ in costs)
+        return self._random.choice([worker for value, worker in costs if value == least])

@@ -1,0 +1,326 @@
+"""The frontend's link to its workers: who is there, what they are given, what comes back, and what a death ends.
+
+One ROUTER socket. Workers introduce themselves (`Hello`), are welcomed with the frontend's epoch, and report their
+load. A worker is gone when it has been silent for `lost_after_ns`, when its connection is, or when another process
+says `Hello` under its name: its requests end with WorkerLost, once, and their other worker is told to forget them.
+A worker that was only slow comes back with its next report.
+
+Everything but the socket's receive loop is synchronous and reads the time from the injected clock, so that tests
+decide what time it is (`tick`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
+from runtime.serving.messages import (
+    Cancel,
+    Failed,
+    Hello,
+    Message,
+    Prefill,
+    Report,
+    Retrieval,
+    Retrieved,
+    Role,
+    Sampling,
+    Tokens,
+    ToWorker,
+    Welcome,
+    decode_to_frontend,
+    encode,
+)
+from runtime.serving.requests import ClientGone, Ended, Request, RequestTable
+from runtime.serving.router import Router, prefix_blocks
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 8 << 20  # of one message from a worker: k passages with their text are the largest
+MAX_WORKERS = 256
+MAX_NAME = 128
+TICK_SECONDS = 0.1
+BURST = 32
+SEND_QUEUE = 10_000  # messages that may wait for one worker; one that lets more gather is taken for lost
+
+
+@dataclass(slots=True)
+class Peer:
+    """A worker's connection. One that is lost stays known, so that it can come back."""
+
+    hello: Hello
+    identity: bytes
+    heard_ns: int
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatistics:
+    """`workers` by role, those that answer; `stale` counts messages dropped, `malformed` those that were none."""
+
+    workers: dict[Role, int]
+    in_flight: int
+    lost_workers: int
+    stale: int
+    malformed: int
+
+
+class WorkerLink:
+    """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
+
+    `epoch` is this frontend process's own, not 0. `on_end` is told of every request's end, once.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        router: Router,
+        *,
+        epoch: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+        lost_after_ns: int = 10_000_000_000,
+        on_end: Callable[[Ended], None] | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.router = router
+        self.requests = RequestTable(self._ended)
+        self._clock = clock
+        self._lost_after_ns = lost_after_ns
+        self._on_end = on_end
+        self._peers: dict[str, Peer] = {}
+        self._names: dict[bytes, str] = {}
+        self._lost_workers = self._stale = self._malformed = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set(zmq.SNDHWM, SEND_QUEUE)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
+        if endpoint.startswith("ipc:"):
+            self._socket.set(zmq.IPC_FILTER_UID, os.getuid())
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    # ---- for the routes
+
+    def missing(self) -> list[Role]:
+        """The roles without a worker that takes requests; empty when the node is ready."""
+        return self.router.missing()
+
+    def submit(
+        self,
+        request_id: str,
+        *,
+        sampling: Sampling,
+        received_ns: int,
+        deadline_ns: int,
+        prompt: str | tuple[int, ...] = "",
+        messages: Sequence[Message] = (),
+        retrieval: Retrieval | None = None,
+    ) -> Request:
+        """Place a request and send it off; `messages` (a chat) or `prompt` is set. Ids must be new ones.
+
+        Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
+        """
+        prefix = prefix_blocks(messages or prompt)
+        tokens = sampling.max_tokens + (len(prompt) if isinstance(prompt, tuple) else 1)
+        while True:
+            placement = self.router.place(prefix, tokens)
+            prefill = Prefill(
+                request_id=request_id,
+                frontend_epoch=self.epoch,
+                sampling=sampling,
+                decode_worker=placement.decode,
+                decode_endpoint=placement.decode_endpoint,
+                received_ns=received_ns,
+                deadline_ns=deadline_ns,
+                messages=tuple(messages),
+                prompt=prompt,
+                retrieval=retrieval,
+            )
+            if self._send(placement.prefill, prefill):
+                request = Request(request_id, placement, deadline_ns)
+                self.requests.open(request)
+                return request
+            self.router.finished(placement, prefilled=False)
+            self.lost(placement.prefill, "its connection is gone")  # so the next round has one worker less to try
+
+    def cancel(self, request: Request) -> None:
+        """The consumer is gone: forget the request everywhere. Does nothing when it has ended."""
+        self._fail(request, ClientGone("the client has closed the connection"))
+
+    def lost(self, name: str, reason: str) -> None:
+        """A worker is gone: end its requests. Called by the link itself; a supervisor that knows sooner may call it."""
+        peer = self._peers.get(name)
+        if peer is None or peer.lost:
+            return
+        log.warning("%s worker %s is lost: %s", peer.hello.role, name, reason)
+        peer.lost = True
+        self._lost_workers += 1
+        self.router.remove(name)
+        for request in self.requests.of_worker(name):
+            self._fail(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
+
+    def statistics(self) -> LinkStatistics:
+        """A snapshot of the link's counters."""
+        answering = [worker.hello.role for worker in self.router.workers()]
+        workers: dict[Role, int] = {"prefill": answering.count("prefill"), "decode": answering.count("decode")}
+        return LinkStatistics(workers, len(self.requests), self._lost_workers, self._stale, self._malformed)
+
+    # ---- the loop
+
+    async def run(self) -> None:
+        """Receive until cancelled; requests still in flight then end with WorkerLost."""
+        ticking = asyncio.create_task(self._tick_on())
+        try:
+            while True:
+                for _ in range(BURST):
+                    self._receive(await self._socket.recv_multipart())
+                await asyncio.sleep(0)  # receiving what is there already does not yield: let the answers out
+        finally:
+            ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            for request in self.requests.all():
+                self._fail(request, WorkerLost("the frontend is stopping"))
+
+    def tick(self) -> None:
+        """End what is late, and what belongs to workers that have fallen silent."""
+        now = self._clock()
+        for name, peer in list(self._peers.items()):
+            silent = now - peer.heard_ns
+            if not peer.lost and silent > self._lost_after_ns:
+                self.lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s")
+        for request in self.requests.late(now):
+            where = "decode" if request.prefilled else "prefill"
+            self._fail(
+                request,
+                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.completion_tokens} tokens"),
+            )
+
+    def close(self) -> None:
+        """Close the socket; nothing is waited for."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _tick_on(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick()
+
+    # ---- what workers say
+
+    def _receive(self, frames: list[bytes]) -> None:
+        identity = frames[0]
+        try:
+            message = decode_to_frontend(frames[1]) if len(frames) == 2 else None
+        except msgspec.MsgspecError as error:
+            log.warning("dropped a malformed message from worker %s: %s", self._names.get(identity, "?"), error)
+            message = None
+        if message is None:
+            self._malformed += 1
+        elif isinstance(message, Hello):
+            self._hello(identity, message)
+        elif isinstance(message, Report):
+            self._report(identity, message)
+        else:
+            self._answer(identity, message)
+
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        known = self._peers.get(hello.worker)
+        if len(hello.worker) > MAX_NAME or hello.slots < 1 or (known is None and len(self._peers) >= MAX_WORKERS):
+            log.warning("refused a worker: name %.40r, %d slots", hello.worker, hello.slots)
+            self._malformed += 1
+            return
+        if known is not None and known.hello == hello and known.identity == identity and not known.lost:
+            known.heard_ns = self._clock()  # the same process once more: its first Welcome was a new epoch to it
+        else:
+            if known is not None:
+                # Another process, or another connection: whatever the last one held or sent may be gone with it.
+                renewed = "its connection was renewed" if hello.epoch == known.hello.epoch else "it was started anew"
+                self.lost(hello.worker, renewed)
+                self._names.pop(known.identity, None)
+            self._peers[hello.worker] = Peer(hello, identity, self._clock())
+            self._names[identity] = hello.worker
+            self.router.add(hello)
+        self._send(hello.worker, Welcome(self.epoch))
+
+    def _report(self, identity: bytes, report: Report) -> None:
+        peer = self._peers.get(self._names.get(identity, ""))
+        if peer is None or peer.hello.worker != report.worker or peer.hello.epoch != report.epoch:
+            self._stranger(identity)
+            return
+        peer.heard_ns = self._clock()
+        if report.frontend_epoch != self.epoch:
+            self._send(report.worker, Welcome(self.epoch))
+            return
+        if peer.lost:
+            log.info("%s worker %s is back", peer.hello.role, report.worker)
+            peer.lost = False
+            self.router.add(peer.hello)
+        self.router.report(report)
+
+    def _answer(self, identity: bytes, message: Retrieved | Tokens | Failed) -> None:
+        name = self._names.get(identity)
+        if name is None:
+            self._stranger(identity)
+            return
+        peer = self._peers[name]
+        peer.heard_ns = self._clock()
+        request = self.requests.get(message.request_id)
+        if request is None or name not in (request.placement.prefill, request.placement.decode):
+            self._stale += 1
+            if not isinstance(message, Failed) and not (isinstance(message, Tokens) and message.finish_reason):
+                self._send(name, Cancel(message.request_id))  # it goes on with what has ended: say it again
+        elif isinstance(message, Failed):
+            self._fail(request, error_of(message.code, message.message, message.param), reported_by=name)
+        else:
+            if isinstance(message, Tokens) and not request.prefilled:
+                request.prefilled = True
+                self.router.prefilled(request.placement)
+            self.requests.deliver(message)
+
+    def _stranger(self, identity: bytes) -> None:
+        """A worker that this frontend does not know: it served the last one, and has yet to say Hello to this."""
+        self._stale += 1
+        self._send_to(identity, Welcome(self.epoch))
+
+    # ---- what they are told
+
+    def _fail(self, request: Request, error: TrinityError, reported_by: str = "") -> None:
+        """End a request with an error, and have both its workers forget it."""
+        if not self.requests.fail(request.id, error):
+            return
+        for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
+            self._send(name, Cancel(request.id))
+
+    def _ended(self, ended: Ended, request: Request) -> None:
+        self.router.finished(request.placement, prefilled=request.prefilled)
+        if self._on_end is not None:
+            self._on_end(ended)
+
+    def _send(self, name: str, message: ToWorker) -> bool:
+        peer = self._peers.get(name)
+        return peer is not None and self._send_to(peer.identity, message)
+
+    def _send_to(self, identity: bytes, message: ToWorker) -> bool:
+        """Send without waiting; False when the worker is not there, or lets its messages pile up."""
+        if self._socket.closed:
+            return False
+        sending = self._socket.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
+        sent = cast("asyncio.Future[object]", sending)  # with DONTWAIT it is done at once
+        return sent.exception() is None
