@@ -185,6 +185,7 @@ def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | None) -> torch.Tenso
 def _load_network(directory: Path) -> Any:
     """The transformers model, its attention replaced by that of the slot cache."""
     import torch
+    from safetensors import SafetensorError
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
@@ -192,9 +193,16 @@ def _load_network(directory: Path) -> Any:
 
     logging.disable_progress_bar()  # a worker's log is no terminal
     try:
-        network = LlamaForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, use_safetensors=True
+        network, report = LlamaForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {directory}: {error}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise ModelError(f"the weights in {directory} lack {len(missing)} tensors, such as {missing[0]}")
     return network.eval().requires_grad_(False)
