@@ -5,6 +5,7 @@ the answer and refused where they would; a field that nobody has is refused with
 """
 
 import difflib
+import json
 import math
 from collections.abc import Iterable
 from typing import Annotated, TypeVar
@@ -95,7 +96,7 @@ def _refuse_or_ignore(name: str, value: object, fields: Iterable[str]) -> None:
             f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name[:64]
         )
     if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]):
-        allowed = " or ".join(repr(neutral) for neutral in _NEUTRAL[name])
+        allowed = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
         raise InvalidRequest(
             f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + "; leave it out", name
         )
@@ -112,6 +113,8 @@ def _explained(kind: str, message: str, value: object, param: str) -> str:
         return message
     if kind == "missing":
         return f"{param} is missing"
+    if kind in ("too_short", "string_too_short"):
+        return f"{param} is empty"
     given = repr(value) if isinstance(value, str | int | float) else _json_name(value)
     return f"{param} {message.removeprefix('Input ')}, not {given if len(given) <= 64 else given[:61] + '...'}"
 
@@ -240,7 +243,7 @@ class ChatMessage(_Model):
     content: Annotated[str, BeforeValidator(_content)]
 
 
-class _Generate(_Model):
+class GenerateBody(_Model):
     """What both endpoints share."""
 
     model: str
@@ -276,7 +279,7 @@ class _Generate(_Model):
         return None if options is None else Retrieval(options.collection, options.k, options.every_tokens)
 
 
-class ChatBody(_Generate):
+class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
     messages: list[Annotated[ChatMessage, BeforeValidator(_chat_message)]] = Field(min_length=1)
@@ -299,7 +302,7 @@ class ChatBody(_Generate):
         return tuple(Message(message.role, message.content) for message in self.messages)
 
 
-class CompletionBody(_Generate):
+class CompletionBody(GenerateBody):
     """POST /v1/completions; `prompt` is text or token ids."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]

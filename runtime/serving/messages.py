@@ -103,6 +103,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
 
     `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
+    The first piece carries the prompt's tokens, as the model saw them.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     stages: dict[str, int] = {}  # name → monotonic ns, see `stages.py`
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -117,6 +117,10 @@ class WorkerLink:
 
     # ---- for the routes
 
+    def now_ns(self) -> int:
+        """The link's clock, in which deadlines are given."""
+        return self._clock()
+
     def missing(self) -> list[Role]:
         """The roles without a worker that takes requests; empty when the node is ready."""
         return self.router.missing()

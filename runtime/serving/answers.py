@@ -1,0 +1,191 @@
+"""What the HTTP interface gives: OpenAI's answer objects, whole or as server-sent events, and its error object.
+
+Trinity's own additions: `retrieval` (the passages used: id, title, distance, and after how many tokens of the answer
+they came) and `timings` (seconds by stage, see `stages.spans_seconds`). In a stream the first chunk carries the
+passages found before prefill, each probe has a chunk of its own, and the chunk with the `finish_reason` the timings.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from runtime.errors import TrinityError
+from runtime.serving.messages import Passage, Retrieval, Retrieved, Tokens
+from runtime.serving.requests import Piece
+from runtime.serving.stages import spans_seconds
+
+Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+to_json = msgspec.json.Encoder().encode
+
+
+def event(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def error_json(error: TrinityError) -> Json:
+    """OpenAI's error object."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def passage_json(passage: Passage) -> Json:
+    """A passage without its text; a distance that is no number is null."""
+    distance = passage.distance if math.isfinite(passage.distance) else None
+    return {"id": passage.id, "title": passage.title, "distance": distance}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer in the making. `add` every piece, in order; then `whole`, or `opening` and `chunk` as they come.
+
+    The subclasses are the two endpoints' dialects.
+    """
+
+    id: str
+    model: str
+    created: int
+    retrieval: Retrieval | None = None
+    include_usage: bool = False
+    return_token_ids: bool = False
+    prompt_token_ids: tuple[int, ...] | None = None
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    searches: list[Retrieved] = field(default_factory=list)
+    last: Tokens | None = None
+
+    def add(self, piece: Piece) -> bool:
+        """Take in the next piece; True when it was the last."""
+        if isinstance(piece, Retrieved):
+            self.searches.append(piece)
+            return False
+        if piece.prompt_token_ids:
+            self.prompt_token_ids = piece.prompt_token_ids
+        self.texts.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.last = piece
+        return self.last is not None
+
+    def whole(self) -> Json:
+        """The answer in one piece; all of its pieces are there."""
+        assert self.last is not None, "an answer has a last piece"
+        choice = self._whole_choice("".join(self.texts)) | {"finish_reason": self.last.finish_reason}
+        if self.return_token_ids:
+            choice["token_ids"] = self.token_ids
+        answer = self._frame(self._object(), choice) | {"usage": self._usage(self.last)}
+        if self.retrieval is not None:
+            answer["retrieval"] = self._passages(self.searches)
+        if self.return_token_ids:
+            answer["prompt_token_ids"] = self.prompt_token_ids
+        return answer | {"timings": self._timings(self.last)}
+
+    def opening(self) -> bytes:
+        """The first event: who speaks, and the passages found so far."""
+        chunk = self._chunk(self._first_choice())
+        if self.retrieval is not None:
+            chunk["retrieval"] = self._passages(self.searches)
+        if self.return_token_ids:
+            chunk["prompt_token_ids"] = self.prompt_token_ids
+        return event(chunk)
+
+    def chunk(self, piece: Piece) -> bytes:
+        """The event of one piece; nothing when there is nothing to say (its text may be held back)."""
+        if isinstance(piece, Retrieved):
+            return event(self._chunk(self._choice("")) | {"retrieval": self._passages([piece])})
+        if not piece.text and piece.finish_reason is None and not self.return_token_ids:
+            return b""
+        choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
+        if self.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        chunk = self._chunk(choice)
+        if piece.finish_reason is not None:
+            chunk["timings"] = self._timings(piece)
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        """What follows the last piece: the usage if it was asked for, and the end mark."""
+        if not self.include_usage or self.last is None:
+            return DONE
+        chunk = self._chunk({}) | {"choices": [], "usage": self._usage(self.last)}
+        return event(chunk) + DONE
+
+    def _usage(self, last: Tokens) -> Json:
+        prompt, completion = last.prompt_tokens, len(self.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _timings(self, last: Tokens) -> dict[str, float]:
+        return spans_seconds(last.stages, len(self.token_ids))
+
+    def _passages(self, searches: Iterable[Retrieved]) -> Json:
+        assert self.retrieval is not None, "only answers with retrieval have passages"
+        passages = [
+            passage_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
+        ]
+        return {"collection": self.retrieval.collection, "passages": passages}
+
+    def _frame(self, kind: str, choice: Json) -> Json:
+        choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._frame(self._chunk_object(), choice)
+        return chunk | {"usage": None} if self.include_usage else chunk
+
+    def _object(self) -> str:
+        raise NotImplementedError
+
+    def _chunk_object(self) -> str:
+        raise NotImplementedError
+
+    def _first_choice(self) -> Json:
+        raise NotImplementedError
+
+    def _choice(self, text: str) -> Json:
+        raise NotImplementedError
+
+    def _whole_choice(self, text: str) -> Json:
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    """The dialect of /v1/chat/completions."""
+
+    def _object(self) -> str:
+        return "chat.completion"
+
+    def _chunk_object(self) -> str:
+        return "chat.completion.chunk"
+
+    def _first_choice(self) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _choice(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _whole_choice(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+class CompletionAnswer(Answer):
+    """The dialect of /v1/completions."""
+
+    def _object(self) -> str:
+        return "text_completion"
+
+    def _chunk_object(self) -> str:
+        return "text_completion"
+
+    def _first_choice(self) -> Json:
+        return {"text": ""}
+
+    def _choice(self, text: str) -> Json:
+        return {"text": text}
+
+    def _whole_choice(self, text: str) -> Json:
+        return {"text": text}

@@ -1,0 +1,367 @@
+"""The HTTP interface: OpenAI's completions and models, search alone, health and metrics.
+
+An error before the first token is an HTTP error with its status; after it, an error event ends the stream. When the
+client goes away, the request is cancelled everywhere, streaming or not.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TrinityError,
+    Unavailable,
+    UnknownCollection,
+    UnknownModel,
+)
+from runtime.serving.answers import (
+    DONE,
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Json,
+    error_json,
+    event,
+    passage_json,
+    to_json,
+)
+from runtime.serving.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody, parse
+from runtime.serving.guard import Guard, error_response, read_body
+from runtime.serving.messages import Message, Passage, Retrieval, Tokens
+from runtime.serving.requests import ClientGone, Piece
+from runtime.serving.requests import Request as InFlight
+from runtime.serving.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class MetricsSource(Protocol):
+    """Where /metrics comes from."""
+
+    def metrics_text(self) -> Awaitable[str]:
+        """All metrics, in Prometheus' text format."""
+
+
+class SearchSource(Protocol):
+    """Searches for /v1/retrieval."""
+
+    def search(
+        self, *, collection: str, k: int, query: str | None, vector: Sequence[float] | None
+    ) -> Awaitable[list[Passage]]:
+        """The k nearest passages to a text or to a vector (one of them is set), nearest first. Raises TrinityError."""
+
+    def missing(self) -> list[str]:
+        """What is not there to search with, by name; empty when searches are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes stand on."""
+
+    link: WorkerLink
+    search: SearchSource
+    metrics: MetricsSource
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The HTTP interface's own settings: names, keys, limits, default deadlines. `collections`: name → dimension."""
+
+    model: str
+    collections: Mapping[str, int] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 1 << 20
+    max_prompt_bytes: int = 256 << 10
+    max_k: int = 64
+    max_searches: int = 64
+    default_max_tokens: int = 256
+    request_timeout_s: float = 300.0
+    search_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+
+
+class EventStream(Response):
+    """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
+
+    def __init__(self, events: AsyncIterator[bytes], request_id: str, release: Callable[[], None]) -> None:
+        self.events = events
+        self.release = release
+        self.status_code = 200
+        self.background = None
+        self.init_headers(
+            {"content-type": "text/event-stream", "cache-control": "no-cache", "x-request-id": request_id}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come; then, or when that fails, `release`."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self.events:
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.release()
+
+
+def create_app(
+    service: Service,
+    settings: Settings,
+    *,
+    now: Callable[[], float] = time.time,
+    seeds: random.Random | None = None,
+) -> FastAPI:
+    """The application. `now` gives the `created` times, `seeds` the seeds of requests that bring none."""
+    app = FastAPI(title="Trinity", openapi_url=None, redirect_slashes=False)
+    app.add_middleware(Guard, keys=settings.api_keys)
+    app.add_exception_handler(TrinityError, _trinity_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    routes = _Routes(service, settings, now, seeds or random.Random())
+    app.post("/v1/chat/completions")(routes.chat)
+    app.post("/v1/completions")(routes.complete)
+    app.post("/v1/retrieval")(routes.retrieve)
+    app.get("/v1/models")(routes.models)
+    app.get("/v1/models/{model:path}")(routes.one_model)
+    app.get("/health")(routes.health)
+    app.get("/metrics")(routes.metrics)
+    return app
+
+
+class _Routes:
+    def __init__(self, service: Service, settings: Settings, now: Callable[[], float], seeds: random.Random) -> None:
+        self._service = service
+        self._settings = settings
+        self._now = now
+        self._started = int(now())
+        self._seeds = seeds
+        self._count = itertools.count(1)
+        self._searches = 0
+
+    # ---- answers
+
+    async def chat(self, http: Request) -> Response:
+        body = await self._read(http, ChatBody)
+        turns = body.turns()
+        self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
+        answer = ChatAnswer(**self._answer_options("chatcmpl", body))
+        return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns)
+
+    async def complete(self, http: Request) -> Response:
+        body = await self._read(http, CompletionBody)
+        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+        if isinstance(prompt, str):
+            self._check_prompt_bytes(len(prompt.encode()), "prompt")
+        answer = CompletionAnswer(**self._answer_options("cmpl", body))
+        return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt)
+
+    def _answer_options(self, prefix: str, body: GenerateBody) -> dict[str, Any]:
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        return {
+            "id": f"{prefix}-{self._service.link.epoch:x}-{next(self._count)}",
+            "model": self._settings.model,
+            "created": int(self._now()),
+            "retrieval": self._checked(body.searches()),
+            "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
+            "return_token_ids": body.return_token_ids,
+        }
+
+    async def _generate(
+        self,
+        http: Request,
+        body: GenerateBody,
+        answer: Answer,
+        default_max_tokens: int,
+        *,
+        prompt: str | tuple[int, ...] = "",
+        messages: tuple[Message, ...] = (),
+    ) -> Response:
+        self._check_model(body.model)
+        link = self._service.link
+        received_ns = link.now_ns()
+        request = link.submit(
+            answer.id,
+            sampling=body.sampling(default_max_tokens, self._seeds.getrandbits(63)),
+            received_ns=received_ns,
+            deadline_ns=received_ns + int(self._settings.request_timeout_s * 1e9),
+            prompt=prompt,
+            messages=messages,
+            retrieval=answer.retrieval,
+        )
+        watch = asyncio.create_task(_cancel_when_gone(http, link, request))
+
+        def release() -> None:
+            watch.cancel()
+            link.cancel(request)
+
+        try:
+            first = await _first_tokens(answer, request)  # until here errors are HTTP errors: no status is sent yet
+            if body.stream:
+                return EventStream(_events(answer, request, first), answer.id, release)
+            while answer.last is None:
+                answer.add(await request.next())
+        except BaseException:
+            release()
+            raise
+        release()
+        return _json(answer.whole(), {"x-request-id": answer.id})
+
+    # ---- search alone
+
+    async def retrieve(self, http: Request) -> Response:
+        body = await self._read(http, RetrievalBody)
+        if (body.query is None) == (body.vector is None):
+            raise InvalidRequest("set either query (text) or vector", "query")
+        self._check_collection(body.collection, body.k, "collection", "k")
+        if body.query is not None:
+            self._check_prompt_bytes(len(body.query.encode()), "query")
+        dim = self._settings.collections[body.collection]
+        if body.vector is not None and len(body.vector) != dim:
+            raise InvalidRequest(
+                f"vector has {len(body.vector)} numbers, collection {body.collection!r} has dimension {dim}", "vector"
+            )
+        if self._searches >= self._settings.max_searches:
+            raise Overloaded(f"{self._searches} searches are in flight, the limit is {self._settings.max_searches}")
+        self._searches += 1
+        try:
+            async with asyncio.timeout(self._settings.search_timeout_s):
+                passages = await self._service.search.search(
+                    collection=body.collection, k=body.k, query=body.query, vector=body.vector
+                )
+        except TimeoutError:
+            limit = self._settings.search_timeout_s
+            raise DeadlineExceeded(f"the search took longer than its limit of {limit:g} s") from None
+        finally:
+            self._searches -= 1
+        found = [passage_json(passage) | {"text": passage.text} for passage in passages]
+        return _json({"object": "retrieval", "collection": body.collection, "passages": found})
+
+    # ---- the node
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._model_json()]})
+
+    async def one_model(self, model: str) -> Response:
+        self._check_model(model)
+        return _json(self._model_json())
+
+    async def health(self) -> Response:
+        missing = [*self._service.link.missing(), *self._service.search.missing()]
+        if not missing:
+            return _json({"status": "ready", "missing": []})
+        problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))
+        return _json(problem | {"status": "unavailable", "missing": missing}, status=503)
+
+    async def metrics(self) -> Response:
+        return PlainTextResponse(
+            await self._service.metrics.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    # ---- checks
+
+    async def _read(self, http: Request, kind: type[Body]) -> Body:
+        try:
+            body = await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        except ClientDisconnect:
+            raise ClientGone("the client closed the connection within its request") from None
+        return parse(kind, body)
+
+    def _check_model(self, model: str) -> None:
+        if model != self._settings.model:
+            raise UnknownModel(f"model {model[:128]!r} is not served here, {self._settings.model!r} is", "model")
+
+    def _check_prompt_bytes(self, size: int, param: str) -> None:
+        if size > self._settings.max_prompt_bytes:
+            raise InvalidRequest(f"{param} has {size} bytes, the limit is {self._settings.max_prompt_bytes}", param)
+
+    def _checked(self, retrieval: Retrieval | None) -> Retrieval | None:
+        if retrieval is not None:
+            self._check_collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
+        return retrieval
+
+    def _check_collection(self, collection: str, k: int, collection_param: str, k_param: str) -> None:
+        if collection not in self._settings.collections:
+            loaded = ", ".join(map(repr, self._settings.collections)) or "none"
+            raise UnknownCollection(
+                f"collection {collection[:128]!r} is not loaded; loaded: {loaded}", collection_param
+            )
+        if k > self._settings.max_k:
+            raise InvalidRequest(f"k is {k}, the limit is {self._settings.max_k}", k_param)
+
+    def _model_json(self) -> Json:
+        return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}
+
+
+async def _first_tokens(answer: Answer, request: InFlight) -> Tokens:
+    while True:
+        piece = await request.next()
+        answer.add(piece)
+        if isinstance(piece, Tokens):
+            return piece
+
+
+async def _events(answer: Answer, request: InFlight, first: Tokens) -> AsyncIterator[bytes]:
+    piece: Piece = first
+    try:
+        yield answer.opening()
+        yield answer.chunk(piece)
+        while answer.last is None:
+            piece = await request.next()
+            answer.add(piece)
+            yield answer.chunk(piece)
+        yield answer.closing()
+    except TrinityError as error:
+        yield event(error_json(error)) + DONE
+    except Exception:
+        log.exception("request %s failed within its stream", answer.id)
+        yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE
+
+
+async def _cancel_when_gone(http: Request, link: WorkerLink, request: InFlight) -> None:
+    """The body is read, so what still comes from the client is nothing but its disconnect."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    link.cancel(request)
+
+
+def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+async def _trinity_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TrinityError), "registered for this family"
+    if error.status >= 500:
+        log.warning("%s: %s", error.code, error.message)
+    return error_response(error, {"Retry-After": "1"} if error.status == 503 else None)
+
+
+async def _http_error(http: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: unknown paths and methods."""
+    assert isinstance(error, HTTPException), "registered for this class"
+    wrapped = InvalidRequest(f"{error.detail}: {http.method} {http.url.path[:128]}")
+    wrapped.status = error.status_code
+    wrapped.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, wrapped.code)
+    return error_response(wrapped, error.headers)
+
+
+async def _unexpected(http: Request, error: Exception) -> Response:
+    """A fault of our own: the server's log gets the traceback (the framework raises on), the client does not."""
+    return error_response(InternalError("internal error; the server's log has more"))
