@@ -1,0 +1,53 @@
+"""The interface of the search engine's backends."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.params import SearchParams
+
+
+class Engine(Protocol):
+    """A fixed number of slots, all advanced by one extend at a time.
+
+    A slot goes `admit` → (`extend` …, `pause`, `resume`) → finished → `result` → `release`; `release` also cancels.
+    An engine belongs to one thread.
+    """
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that `admit` could fill now."""
+
+    @property
+    def active_slots(self) -> int:
+        """Slots that the next `extend` advances: admitted, neither paused nor finished."""
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The vector length of each collection."""
+
+    def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
+        """Give `query` (float32 [d]) a slot and return it.
+
+        Raises NoFreeSlot, InvalidVector (wrong length, NaN, infinity), UnknownCollection or InvalidParams.
+        """
+
+    def extend(self) -> npt.NDArray[np.int32]:
+        """Advance every active slot by one extend and return the slots that this finished, in admission order."""
+
+    def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ids and distances (both [k], nearest first) of a finished slot; missing ones are -1 and +inf."""
+
+    def release(self, slot: int) -> None:
+        """Free a slot in any state, and forget its query."""
+
+    def pause(self, slot: int) -> None:
+        """Keep a running slot's state but leave it out of `extend`."""
+
+    def resume(self, slot: int) -> None:
+        """Take a paused slot into `extend` again; it goes on where it stopped."""
+
+    def extends(self, slot: int) -> int:
+        """How many extends the slot's query has taken so far."""

@@ -1,0 +1,145 @@
+"""The index: encoded vectors and a fixed-degree graph over them, built, saved, mapped and searched."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu import rows, storage
+from gpu.build.graph import build_graph
+from gpu.errors import InvalidParams, InvalidVector
+from gpu.index_data import IndexData
+from gpu.params import SearchParams
+
+Progress = Callable[[str, float], None]
+_MAX_THREADS = 1024
+
+
+class GraphIndex:
+    """Nearest-neighbour search over float vectors by a walk on a graph, CAGRA-style (arXiv 2308.15136).
+
+    Make one with `build` or `load`. Distances, smaller is nearer: cosine 1 - cos, l2 the squared distance, ip minus the
+    dot product. An index never changes, so any number of threads and engines may share it.
+    """
+
+    def __init__(self, data: IndexData, directory: Path | None = None) -> None:
+        self.data = data
+        self._directory = directory
+
+    @classmethod
+    def build(
+        cls,
+        vectors: npt.ArrayLike,
+        *,
+        metric: rows.Metric = "cosine",
+        degree: int = 32,
+        dtype: rows.Dtype = "float32",
+        ids: npt.ArrayLike | None = None,
+        seed: int = 0,
+        threads: int = 1,
+        progress: Progress | None = None,
+    ) -> "GraphIndex":
+        """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
+
+        degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
+        the last candidates with them. ids: int64 [N], what searches return instead of row numbers. seed: of the random
+        choices; the same input and seed give the same index. threads: for the build. progress: called with a stage's
+        name and the part of it that is done, 0..1.
+        Raises InvalidVector (naming the row) and InvalidParams.
+        """
+        if not 2 <= degree <= storage.MAX_DEGREE:
+            raise InvalidParams(f"degree is {degree}, outside 2..{storage.MAX_DEGREE}")
+        _check_threads(threads)
+        report = progress or (lambda stage, fraction: None)
+        checked = rows.checked_vectors(vectors, metric)
+        own_ids = None if ids is None else _checked_ids(ids, len(checked))
+        encoded = rows.encode(checked, metric, dtype)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, report)
+        return cls(IndexData(encoded, graph, seeds, own_ids))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the index to a directory, which appears whole or not at all; an index that is there is replaced."""
+        storage.save(self.data, Path(directory))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> "GraphIndex":
+        """Map a saved index into memory; takes milliseconds at any size. Raises IndexFormatError.
+
+        Sizes and shapes are checked here, contents by `verify`.
+        """
+        return cls(storage.load(Path(directory)), Path(directory))
+
+    def verify(self) -> None:
+        """Compare every file of a loaded index with its checksum. Raises IndexFormatError that names the file."""
+        if self._directory is None:
+            raise InvalidParams("this index was built, not loaded: there are no files to verify")
+        storage.verify(self._directory)
+
+    def search(
+        self,
+        queries: npt.ArrayLike,
+        k: int = 10,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        threads: int = 1,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The k nearest of each query [q, d] → ids int64 [q, k] and distances float32 [q, k], nearest first.
+
+        Where there are fewer than k vectors, ids are -1 and distances +inf. For the parameters see `SearchParams`.
+        Raises InvalidVector and InvalidParams.
+        """
+        from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
+
+        params = SearchParams(k, top_m, search_width, patience)
+        _check_threads(threads)
+        nodes, distances = search(self.data, rows.checked_queries(queries, self.dim, self.metric), params, threads)
+        return self.data.ids_of(nodes), distances
+
+    @property
+    def size(self) -> int:
+        """Number of vectors."""
+        return len(self.data.graph)
+
+    @property
+    def dim(self) -> int:
+        return self.data.rows.dim
+
+    @property
+    def degree(self) -> int:
+        return int(self.data.graph.shape[1])
+
+    @property
+    def metric(self) -> str:
+        return self.data.rows.metric
+
+    @property
+    def dtype(self) -> str:
+        return self.data.rows.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of vectors, graph and ids."""
+        ids = 0 if self.data.ids is None else self.data.ids.nbytes
+        return self.data.rows.nbytes + self.data.graph.nbytes + ids
+
+    def __repr__(self) -> str:
+        return f"GraphIndex({self.size} x {self.dim} {self.dtype}, {self.metric}, degree {self.degree})"
+
+
+def _check_threads(threads: int) -> None:
+    if not 1 <= threads <= _MAX_THREADS:
+        raise InvalidParams(f"threads is {threads}, outside 1..{_MAX_THREADS}")
+
+
+def _checked_ids(ids: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(ids)
+    if array.shape != (count,) or array.dtype.kind not in "iu":
+        raise InvalidVector(f"ids have dtype {array.dtype} and shape {array.shape}; integers [{count}] are needed")
+    if array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
+        raise InvalidVector(f"id {int(array.max())} is over int64's limit {np.iinfo(np.int64).max}")
+    if int(array.min()) < 0:
+        raise InvalidVector(f"id {int(array.min())} is negative; -1 stands for a missing result, so ids begin at 0")
+    return np.array(array, np.int64)

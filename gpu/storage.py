@@ -1,0 +1,178 @@
+"""An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
+
+    meta.json      {"format": "trinity-index", "version": 1, "metric", "dtype", "dim", "size", "degree", "scale",
+                    "files": {"codes.npy": {"bytes", "sha256"}, …}}
+    codes.npy      encoded vectors as the search reads them      (see `gpu.rows`)
+    full.npy       float32 [N, padded d], for rescoring          (int8 only)
+    centre.npy     float32 [d]
+    graph.npy      uint32 [N, degree]
+    seeds.npy      uint32 [S]
+    ids.npy        int64 [N]                                     (only if the caller gave ids)
+
+The directory appears whole or not at all: it is written beside its place and renamed. Nothing in it is executed or
+unpickled.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.errors import IndexFormatError
+from gpu.index_data import IndexData
+from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape
+
+FORMAT, VERSION = "trinity-index", 1
+MAX_DEGREE = 512
+_META = "meta.json"
+_META_LIMIT = 1 << 20
+
+
+def save(data: IndexData, directory: Path) -> None:
+    """Write an index to a new directory. Raises IndexFormatError if there is something that is not an index."""
+    if directory.exists() and (
+        not directory.is_dir() or (any(directory.iterdir()) and not (directory / _META).exists())
+    ):
+        raise IndexFormatError(f"{directory} exists and is not an index; it will not be replaced")
+    arrays = {
+        "codes.npy": data.rows.codes,
+        "centre.npy": data.rows.centre,
+        "graph.npy": data.graph,
+        "seeds.npy": data.seeds,
+    }
+    if data.rows.full is not None:
+        arrays["full.npy"] = data.rows.full
+    if data.ids is not None:
+        arrays["ids.npy"] = data.ids
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = directory.parent / f".{directory.name}.{uuid4().hex}"
+    fresh.mkdir()
+    try:
+        for name, array in arrays.items():
+            np.save(fresh / name, array, allow_pickle=False)
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "metric": data.rows.metric,
+            "dtype": data.rows.dtype,
+            "dim": data.rows.dim,
+            "size": len(data.graph),
+            "degree": data.graph.shape[1],
+            "scale": data.rows.scale,
+            "files": {
+                name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in arrays
+            },
+        }
+        (fresh / _META).write_text(json.dumps(meta, indent=1) + "\n")
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.rename(fresh, directory)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(fresh)
+
+
+def load(directory: Path) -> IndexData:
+    """Map an index into memory, checking sizes and shapes but not contents. Raises IndexFormatError."""
+    meta = _read_meta(directory)
+    size, degree, dim, dtype = meta["size"], meta["degree"], meta["dim"], meta["dtype"]
+    files = meta["files"]
+    shapes: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
+        "codes.npy": code_shape(size, dim, dtype),
+        "centre.npy": ((dim,), np.float32),
+        "graph.npy": ((size, degree), np.uint32),
+        "seeds.npy": ((-1,), np.uint32),
+    }
+    if dtype == "int8":
+        shapes["full.npy"] = code_shape(size, dim, "float32")
+    if "ids.npy" in files:
+        shapes["ids.npy"] = ((size,), np.int64)
+    if set(files) != set(shapes):
+        raise IndexFormatError(f"{directory / _META} lists {sorted(files)}; an {dtype} index has {sorted(shapes)}")
+    arrays = {name: _map(directory / name, files[name], *shape) for name, shape in shapes.items()}
+    seeds = np.array(arrays["seeds.npy"])
+    if not 1 <= len(seeds) <= size or int(seeds.max()) >= size:
+        raise IndexFormatError(f"{directory / 'seeds.npy'} is damaged: {len(seeds)} seeds for {size} vectors")
+    rows = Rows(
+        meta["metric"],
+        dtype,
+        dim,
+        arrays["codes.npy"],
+        arrays.get("full.npy"),
+        np.array(arrays["centre.npy"]),
+        meta["scale"],
+    )
+    return IndexData(rows, arrays["graph.npy"], seeds, arrays.get("ids.npy"))
+
+
+def verify(directory: Path) -> None:
+    """Compare every file with its checksum, and check the graph's entries. Raises IndexFormatError naming the file."""
+    meta = _read_meta(directory)
+    data = load(directory)
+    for name, facts in meta["files"].items():
+        if _sha256(directory / name) != facts["sha256"]:
+            raise IndexFormatError(f"{directory / name} was altered: its SHA-256 is not the one in {_META}")
+    if int(data.graph.max()) >= len(data.graph):
+        raise IndexFormatError(f"{directory / 'graph.npy'} points to row {int(data.graph.max())} of {len(data.graph)}")
+
+
+def _read_meta(directory: Path) -> dict[str, Any]:
+    path = directory / _META
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_META_LIMIT + 1)
+        meta = json.loads(text) if len(text) <= _META_LIMIT else None
+    except OSError as error:
+        raise IndexFormatError(f"{directory} is not an index: {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise IndexFormatError(f"{path} is damaged: {error}") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise IndexFormatError(f"{path} does not describe a {FORMAT}")
+    if meta.get("version") != VERSION:
+        raise IndexFormatError(
+            f"{path} has version {meta.get('version')}; this program reads version {VERSION}: build it anew"
+        )
+    limits = {"size": (1 << 31) - 1, "degree": MAX_DEGREE, "dim": MAX_DIM}
+    for name, limit in limits.items():
+        if type(meta.get(name)) is not int or not 1 <= meta[name] <= limit:
+            raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}, outside 1..{limit}")
+    if meta.get("metric") not in METRICS or meta.get("dtype") not in DTYPES:
+        raise IndexFormatError(f"{path} is damaged: metric {meta.get('metric')!r}, dtype {meta.get('dtype')!r}")
+    if not isinstance(meta.get("scale"), float) or not 0 < meta["scale"] < float("inf"):
+        raise IndexFormatError(f"{path} is damaged: scale is {meta.get('scale')!r}")
+    files = meta.get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(facts, dict) and isinstance(facts.get("bytes"), int) and isinstance(facts.get("sha256"), str)
+        for facts in files.values()
+    ):
+        raise IndexFormatError(f"{path} is damaged: its list of files cannot be read")
+    return meta
+
+
+def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    try:
+        length = path.stat().st_size
+    except OSError as error:
+        raise IndexFormatError(f"{path} cannot be read: {error.strerror}") from None
+    if length != facts["bytes"]:
+        raise IndexFormatError(f"{path} has {length} bytes, not {facts['bytes']}: it is truncated or was altered")
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise IndexFormatError(f"{path} is not an array: {error}") from None
+    expected = array.shape if shape == (-1,) and array.ndim == 1 else shape
+    if array.shape != expected or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:
+        raise IndexFormatError(f"{path} holds {array.dtype} {array.shape}; {np.dtype(dtype)} {expected} was expected")
+    return array
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
