@@ -105,9 +105,8 @@ class EventStream(Response):
         self.release = release
         self.status_code = 200
         self.background = None
-        self.init_headers(
-            {"content-type": "text/event-stream", "cache-control": "no-cache", "x-request-id": request_id}
-        )
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        self.init_headers(headers | {"x-request-id": request_id})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come; then, or when that fails, `release`."""
@@ -173,6 +172,7 @@ class _Routes:
         return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt)
 
     def _answer_options(self, prefix: str, body: GenerateBody) -> dict[str, Any]:
+        self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         return {
@@ -194,7 +194,6 @@ class _Routes:
         prompt: str | tuple[int, ...] = "",
         messages: tuple[Message, ...] = (),
     ) -> Response:
-        self._check_model(body.model)
         link = self._service.link
         received_ns = link.now_ns()
         request = link.submit(
@@ -299,10 +298,8 @@ class _Routes:
 
     def _check_collection(self, collection: str, k: int, collection_param: str, k_param: str) -> None:
         if collection not in self._settings.collections:
-            loaded = ", ".join(map(repr, self._settings.collections)) or "none"
-            raise UnknownCollection(
-                f"collection {collection[:128]!r} is not loaded; loaded: {loaded}", collection_param
-            )
+            loaded = ", ".join(self._settings.collections) or "none"
+            raise UnknownCollection(f"no collection {collection[:128]!r} is loaded; loaded: {loaded}", collection_param)
         if k > self._settings.max_k:
             raise InvalidRequest(f"k is {k}, the limit is {self._settings.max_k}", k_param)
 

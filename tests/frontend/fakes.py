@@ -1,0 +1,352 @@
+"""Fake workers that speak `runtime.serving.messages` over real ZeroMQ, and a frontend that stands on them.
+
+`Worker` says only what the test tells it to. `Cluster` runs a frontend (link, routes, uvicorn on a loopback port) and
+workers that play what the prompt says, in a thread of its own: `say=5` answers with five words and stops, `hang=2`
+falls silent after two, `fail=2` fails after two, `probe=2` searches after two, `refuse=CODE` is refused by prefill.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import openai
+import uvicorn
+import zmq
+import zmq.asyncio
+
+from runtime.serving.http import Service, Settings, create_app
+from runtime.serving.messages import (
+    Cancel,
+    Failed,
+    Hello,
+    Passage,
+    Prefill,
+    Report,
+    Retrieved,
+    Role,
+    Tokens,
+    ToFrontend,
+    ToWorker,
+    Welcome,
+    decode_to_worker,
+    encode,
+)
+from runtime.serving.requests import Ended
+from runtime.serving.router import Router
+from runtime.serving.worker_link import WorkerLink
+
+WAIT = 20.0  # seconds until a test that hangs fails
+_names = itertools.count(1)
+
+
+def endpoint() -> str:
+    """An abstract ipc name that no other test uses."""
+    return f"ipc://@trinity-test-{os.getpid()}-{next(_names)}"
+
+
+def run(test: Any) -> Any:
+    """Run a coroutine to its end, or fail."""
+    return asyncio.run(asyncio.wait_for(test, WAIT))
+
+
+class Clock:
+    """A clock that stands still until it is told to move, in ns."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+    def forward(self, seconds: float) -> None:
+        self.now += int(seconds * 1e9)
+
+
+class Worker:
+    """One DEALER socket that says what the test says."""
+
+    def __init__(self, to: str, role: Role, name: str, *, epoch: int = 1, slots: int = 4, limit: int = 2048) -> None:
+        self.me = Hello(role, name, epoch, 4711, slots, limit, f"ipc://@{name}-handover" if role == "decode" else "")
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(to)
+
+    async def say(self, message: ToFrontend) -> None:
+        await self.socket.send(encode(message))
+
+    async def say_raw(self, *frames: bytes) -> None:
+        await self.socket.send_multipart(frames)
+
+    async def hear(self) -> ToWorker:
+        return decode_to_worker(await self.socket.recv())
+
+    async def hear_prefill(self) -> Prefill:
+        message = await self.hear()
+        assert isinstance(message, Prefill)
+        return message
+
+    async def hello(self) -> Welcome:
+        await self.say(self.me)
+        message = await self.hear()
+        assert isinstance(message, Welcome)
+        return message
+
+    async def report(self, frontend_epoch: int, **load: Any) -> None:
+        load = {"queued": 0, "running": 0, "free_slots": self.me.slots} | load
+        await self.say(Report(self.me.worker, self.me.epoch, frontend_epoch, **load))
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+PASSAGES = (
+    Passage("with-1", "The with statement", 0.25, "The with statement wraps a block."),
+    Passage("try-2", "The try statement", 0.5, "The try statement handles exceptions."),
+)
+
+
+class Player(Worker):
+    """A worker that plays the prompts' directions. `held` are the requests it holds memory for."""
+
+    def __init__(self, cluster: "Cluster", role: Role, name: str, **options: Any) -> None:
+        super().__init__(cluster.link.endpoint, role, name, **options)
+        self.cluster = cluster
+        self.held: dict[str, asyncio.Task[None]] = {}
+        self.prefills: list[Prefill] = []
+        self.cancels: list[str] = []
+
+    async def live(self) -> None:
+        await self.say(self.me)
+        try:
+            while True:
+                message = await self.hear()
+                if isinstance(message, Welcome):
+                    await self.report(message.frontend_epoch)
+                elif isinstance(message, Cancel):
+                    self.cancels.append(message.request_id)
+                    self.drop(message.request_id)
+                else:
+                    self.prefills.append(message)
+                    self.take(message)
+                self.cluster.changed()
+        finally:
+            for task in list(self.held.values()):
+                task.cancel()
+            self.close()
+
+    def take(self, prefill: Prefill) -> None:
+        self.held[prefill.request_id] = asyncio.create_task(self._play(prefill))
+
+    def drop(self, request_id: str) -> None:
+        task = self.held.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+        self.cluster.changed()
+
+    async def _play(self, prefill: Prefill) -> None:
+        try:
+            await (self._prefill(prefill) if self.me.role == "prefill" else self._decode(prefill))
+        finally:
+            self.held.pop(prefill.request_id, None)
+            self.cluster.changed()
+
+    async def _prefill(self, prefill: Prefill) -> None:
+        plan = _plan(prefill)
+        if "refuse" in plan:
+            await self.say(Failed(prefill.request_id, plan["refuse"], f"refused: {plan['refuse']}", "messages"))
+            return
+        if plan.get("hang") == "prefill":
+            await asyncio.Event().wait()
+        if prefill.retrieval is not None:
+            await self.say(Retrieved(prefill.request_id, PASSAGES[: prefill.retrieval.k]))
+        self.cluster.players[prefill.decode_worker].take(prefill)
+
+    async def _decode(self, prefill: Prefill) -> None:
+        plan, sampling = _plan(prefill), prefill.sampling
+        wanted = int(plan.get("say", "1000000"))
+        stages = {"received": prefill.received_ns, "first_token": prefill.received_ns + 5_000_000}
+        stages["end"] = stages["first_token"] + 10_000_000
+        for count in range(min(wanted, sampling.max_tokens) + 1):
+            if str(count) == plan.get("probe"):
+                await self.say(Retrieved(prefill.request_id, PASSAGES[:1], at_token=count))
+            if str(count) == plan.get("hang"):
+                await asyncio.Event().wait()
+            if str(count) == plan.get("fail"):
+                await self.say(Failed(prefill.request_id, "internal_error", "the fake broke"))
+                return
+            word, last = f"w{count} ", count + 1 == min(wanted, sampling.max_tokens)
+            stopped = any(stop in word for stop in sampling.stop)
+            reason = "stop" if stopped or (last and wanted <= sampling.max_tokens) else "length" if last else None
+            text = "" if stopped else word
+            prompt = (1, 2, 3) if count == 0 else ()
+            usage = {"prompt_tokens": 3, "stages": stages} if reason else {}
+            await self.say(
+                Tokens(prefill.request_id, text, (100 + count,), reason, prompt_token_ids=prompt, **usage)  # type: ignore[arg-type]
+            )
+            if reason is not None:
+                return
+
+
+def _plan(prefill: Prefill) -> dict[str, str]:
+    text = prefill.messages[-1].content if prefill.messages else prefill.prompt
+    words = text.split() if isinstance(text, str) else []
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+class Search:
+    """A search that answers with the same passages, or raises what the test put into `error`."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        self.lacking: list[str] = []
+        self.hangs = False
+
+    async def search(self, **call: Any) -> list[Passage]:
+        self.calls.append(call)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        return list(PASSAGES[: call["k"]])
+
+    def missing(self) -> list[str]:
+        return self.lacking
+
+
+class Metrics:
+    """A metrics source with one line."""
+
+    async def metrics_text(self) -> str:
+        return "# HELP trinity_up one\ntrinity_up 1\n"
+
+
+class Cluster:
+    """A frontend on a loopback port with `prefills` and `decodes` playing workers, in a thread. Use as a context."""
+
+    def __init__(
+        self, *, prefills: int = 1, decodes: int = 1, max_in_flight: int = 64, settings: Settings | None = None
+    ) -> None:
+        self.settings = settings or Settings(model="tiny", collections={"docs": 4})
+        self.search = Search()
+        self.players: dict[str, Player] = {}
+        self.ended: list[Ended] = []
+        self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
+        self._max_in_flight = max_in_flight
+        self._changed = threading.Condition()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ready = threading.Event()
+        self._stop: asyncio.Event
+        self._failure: BaseException | None = None
+        self.link: WorkerLink
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name="cluster")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(WAIT)
+        if self._failure is not None:
+            raise self._failure
+        self.wait(lambda: not any(role in self.link.missing() for role, count in self._counts.items() if count))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    # ---- for tests
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, **options)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; it is looked at whenever a worker or a request changes."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT), "the condition never came true"
+
+    def changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def kill(self, name: str) -> None:
+        """A worker's process dies, without a word."""
+        self._loop.call_soon_threadsafe(self._tasks[name].cancel)
+
+    def on_loop(self, act: Callable[[], Any]) -> Any:
+        """Do something in the frontend's thread."""
+
+        async def acting() -> Any:
+            return act()
+
+        return asyncio.run_coroutine_threadsafe(acting(), self._loop).result(WAIT)
+
+    def held(self) -> list[str]:
+        """Requests that any worker, the link or the router still has."""
+        held = [f"{player.me.worker}:{request}" for player in self.players.values() for request in player.held]
+        return held + ["link"] * len(self.link.requests) + ["router"] * self.link.router.in_flight
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        router = Router(max_in_flight=self._max_in_flight, seed=1)
+        self.link = WorkerLink(endpoint(), router, epoch=77, on_end=self._ended)
+        app = create_app(Service(self.link, self.search, Metrics()), self.settings)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        for role, name in self._cast():
+            self.players[name] = Player(self, role, name)
+            self._tasks[name] = asyncio.create_task(self.players[name].live())
+        link = asyncio.create_task(self.link.run())
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        noticing = asyncio.create_task(self._notice())
+        self._ready.set()
+        await self._stop.wait()
+        server.should_exit = True
+        await serving
+        others = [noticing, link, *self._tasks.values()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self.link.close()
+
+    def _cast(self) -> Iterator[tuple[Role, str]]:
+        for role, count in self._counts.items():
+            for number in range(count):
+                yield role, f"{role}-{number}"
+
+    async def _notice(self) -> None:
+        # What the frontend learns by itself (a worker that is lost, a Hello) notifies nobody: look now and then.
+        while True:
+            self.changed()
+            await asyncio.sleep(0.02)
+
+    def _ended(self, ended: Ended) -> None:
+        self.ended.append(ended)
+        self.changed()

@@ -1,0 +1,208 @@
+"""The official client works against the frontend, unchanged."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.frontend.fakes import Cluster, run
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
+
+
+def ask(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+DOCS = {"retrieval": {"collection": "docs", "k": 2, "every_tokens": 2}}
+
+
+def test_a_chat_is_answered_with_usage_and_finish_reason(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=ask("say=3"), max_tokens=9)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == "w0 w1 w2 "
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
+    assert answer._request_id == answer.id
+
+
+def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="tiny", messages=ask("say=3"), stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 "
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_usage_comes_in_a_last_chunk_when_it_is_asked_for(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=ask("say=3"), stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert last.choices == []
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_completion_is_answered_whole_and_streamed(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="say=2")
+    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == (
+        "text_completion",
+        "w0 w1 ",
+        "stop",
+    )
+    chunks = list(client.completions.create(model="tiny", prompt="say=2", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "w0 w1 "
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_token_ids_go_in_and_come_out(cluster: Cluster, client: openai.OpenAI) -> None:
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    answer = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=3, extra_body=extra)
+    sent = cluster.players["prefill-0"].prefills[-1]
+    assert sent.prompt == (5, 6, 7)
+    assert sent.sampling.ignore_eos
+    assert answer.choices[0].token_ids == [100, 101, 102]  # type: ignore[attr-defined]
+    assert answer.prompt_token_ids == [1, 2, 3]  # type: ignore[attr-defined]
+    chunks = list(client.completions.create(model="tiny", prompt=[5], max_tokens=3, stream=True, extra_body=extra))
+    assert chunks[0].prompt_token_ids == [1, 2, 3]  # type: ignore[attr-defined]
+    assert [chunk.choices[0].token_ids for chunk in chunks[1:]] == [[100], [101], [102]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_ends_at_its_limit_of_tokens(client: openai.OpenAI, name: str) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=ask("go on"), **{name: 4})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("stop", ["w2", ["zebra", "w2"]])
+def test_a_stop_string_ends_the_answer(client: openai.OpenAI, stop: Any) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=ask("go on"), stop=stop)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("w0 w1 ", "stop")
+
+
+def test_sampling_reaches_the_workers_as_it_was_asked(cluster: Cluster, client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model="tiny", messages=ask("say=1"), temperature=0.5, top_p=0.25, seed=-1, stop=["a", "b"], max_tokens=7
+    )
+    sampling = cluster.players["prefill-0"].prefills[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 2**63 - 1)
+    assert (sampling.stop, sampling.max_tokens, sampling.ignore_eos) == (("a", "b"), 7, False)
+
+
+def test_without_a_seed_two_requests_get_different_ones_and_openais_temperature(
+    cluster: Cluster, client: openai.OpenAI
+) -> None:
+    for _ in range(2):
+        client.chat.completions.create(model="tiny", messages=ask("say=1"))
+    first, second = (prefill.sampling for prefill in cluster.players["prefill-0"].prefills[-2:])
+    assert first.seed != second.seed
+    assert (first.temperature, first.top_p) == (1.0, 1.0)
+
+
+def test_roles_and_text_parts_become_turns(cluster: Cluster, client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "say="}, {"type": "text", "text": "1"}]
+    client.chat.completions.create(
+        model="tiny", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    )
+    turns = cluster.players["prefill-0"].prefills[-1].messages
+    assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "say=1")]
+
+
+def test_an_answer_with_retrieval_names_its_passages_and_its_times(client: openai.OpenAI) -> None:
+    answer: Any = client.chat.completions.create(model="tiny", messages=ask("say=3 probe=2"), extra_body=DOCS)
+    assert answer.retrieval == {
+        "collection": "docs",
+        "passages": [
+            {"id": "with-1", "title": "The with statement", "distance": 0.25, "at_token": 0},
+            {"id": "try-2", "title": "The try statement", "distance": 0.5, "at_token": 0},
+            {"id": "with-1", "title": "The with statement", "distance": 0.25, "at_token": 2},
+        ],
+    }
+    assert answer.timings == {"ttft": 0.005, "e2e": 0.015, "tpot": 0.005}
+
+
+def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_with_the_times(
+    client: openai.OpenAI,
+) -> None:
+    chunks: list[Any] = list(
+        client.chat.completions.create(model="tiny", messages=ask("say=3 probe=2"), stream=True, extra_body=DOCS)
+    )
+    brought = [
+        (index, [passage["at_token"] for passage in chunk.retrieval["passages"]])
+        for index, chunk in enumerate(chunks)
+        if hasattr(chunk, "retrieval")
+    ]
+    assert brought == [(0, [0, 0]), (3, [2])]
+    assert chunks[-1].timings == {"ttft": 0.005, "e2e": 0.015, "tpot": 0.005}
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 "
+
+
+@pytest.mark.parametrize("off", [{"retrieval": False}, {"retrieval": None}, {}])
+def test_retrieval_can_be_left_out(cluster: Cluster, client: openai.OpenAI, off: Any) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=ask("say=1"), extra_body=off)
+    assert not hasattr(answer, "retrieval")
+    assert cluster.players["prefill-0"].prefills[-1].retrieval is None
+
+
+def test_models_are_listed_and_looked_up(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "trinity"
+    with pytest.raises(openai.NotFoundError, match="model 'big/one' is not served here, 'tiny' is"):
+        client.models.retrieve("big/one")
+
+
+def test_the_asynchronous_client_streams_many_answers_at_once(cluster: Cluster) -> None:
+    async def one(client: openai.AsyncOpenAI, words: int) -> str:
+        stream = await client.chat.completions.create(model="tiny", messages=ask(f"say={words}"), stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def many() -> None:
+        async with cluster.async_client() as client:
+            answers = await asyncio.gather(*(one(client, words) for words in range(1, 17)))
+        assert answers == ["".join(f"w{word} " for word in range(words)) for words in range(1, 17)]
+
+    run(many())
+
+
+def test_an_error_before_the_first_token_has_its_status_and_its_parameter(client: openai.OpenAI) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(model="tiny", messages=ask("refuse=context_length_exceeded"), stream=stream)
+        assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_an_error_within_a_stream_ends_it_with_an_error_event(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="tiny", messages=ask("fail=2"), stream=True)
+    said = []
+    with pytest.raises(openai.APIError, match="the fake broke"):
+        for chunk in stream:
+            said.append(chunk.choices[0].delta.content)
+    assert said == ["", "w0 ", "w1 "]
+
+
+def test_an_error_within_an_answer_that_is_not_streamed_has_its_status(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="the fake broke"):
+        client.chat.completions.create(model="tiny", messages=ask("fail=2"))
+
+
+def test_nothing_is_left_after_all_of_this(cluster: Cluster) -> None:
+    cluster.wait(lambda: not cluster.held())
