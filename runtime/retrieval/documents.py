@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -32,18 +32,6 @@ class Document:
     id: str
     title: str
     text: str
-
-
-class Documents(Protocol):
-    """Documents by the ids that a search of the collection's index returns."""
-
-    def get(self, rows: Rows) -> list[Document]:
-        """The documents of these rows, in their order. Raises `CollectionError` for a row there is none of."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the file. Closing twice is fine."""
-        ...
 
 
 class DocumentStore:
@@ -143,17 +131,6 @@ class DocumentStore:
             self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
             self._owner = os.getpid()
         return self._connection
-
-
-class Untitled:
-    """The documents of a collection that was built from vectors alone: each is its id, with no title and no text."""
-
-    def get(self, rows: Rows) -> list[Document]:
-        """A document a row, its id the row's number."""
-        return [Document(str(int(row)), "", "") for row in rows]
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 def _insert(writer: sqlite3.Connection, documents: Iterable[Document], limit: int) -> int:

@@ -57,12 +57,21 @@ def load_embedder(name: str, *, threads: int = 1) -> Embedder:
     """
     if threads < 1:
         raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
-    if name == DEFAULT_EMBEDDER:
-        return MiniLM(threads=threads)
-    if match := re.fullmatch(r"hashing-(\d{1,9})", name):
-        return Hashing(int(match[1]))
-    nearest = difflib.get_close_matches(name, [DEFAULT_EMBEDDER, "hashing-256"], n=1, cutoff=0.0)[0]
-    raise ModelError(f"unknown embedder {name!r}; did you mean {nearest!r}?")
+    dim = embedder_dim(name)
+    return MiniLM(threads=threads) if name == MiniLM.name else Hashing(dim)
+
+
+def embedder_dim(name: str) -> int:
+    """The length of the vectors of the embedder of that name, which is not loaded. Raises `ModelError`."""
+    if name == MiniLM.name:
+        return MiniLM.dim
+    match = re.fullmatch(r"hashing-(\d{1,9})", name)
+    if match is None:
+        nearest = difflib.get_close_matches(name, [MiniLM.name, "hashing-256"], n=1, cutoff=0.0)[0]
+        raise ModelError(f"unknown embedder {name!r}; did you mean {nearest!r}?")
+    if not MIN_HASHING_DIM <= int(match[1]) <= MAX_HASHING_DIM:
+        raise ModelError(f"{name}: the dimension must be from {MIN_HASHING_DIM} to {MAX_HASHING_DIM}")
+    return int(match[1])
 
 
 def embedding_text(title: str, text: str) -> str:
@@ -137,8 +146,6 @@ class Hashing:
     """
 
     def __init__(self, dim: int) -> None:
-        if not MIN_HASHING_DIM <= dim <= MAX_HASHING_DIM:
-            raise ModelError(f"hashing-{dim}: the dimension must be from {MIN_HASHING_DIM} to {MAX_HASHING_DIM}")
         self.name = f"hashing-{dim}"
         self.dim = dim
 

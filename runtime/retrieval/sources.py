@@ -21,7 +21,6 @@ MAX_LINE_BYTES = 4 << 20
 MAX_ID_CHARACTERS = 512
 MAX_VECTOR_DIM = 16_384
 VECTOR_DTYPES = ("float32", "float16", "uint8")
-_CHECK_ROWS = 8192  # vectors looked at in one go
 
 Progress = Callable[[str, float], None]  # a stage's name, and the part of it that is done, 0..1
 
@@ -40,7 +39,7 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Document]:
-    """The documents of a .jsonl or .jsonl.gz file: a line each, an object with id (string or integer), text, maybe title.
+    """The documents of a .jsonl or .jsonl.gz file: a line each, with id (string or integer), text, maybe title.
 
     Other fields and blank lines are passed over. Reads one line at a time, of at most 4 MiB.
     """
@@ -61,7 +60,10 @@ def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Doc
 
 
 def read_vectors(path: Path) -> NDArray[Any]:
-    """The vectors of a .npy file, memory-mapped: [n, d] of float32, float16 or uint8, all finite."""
+    """The vectors of a .npy file, memory-mapped: [n, d] of float32, float16 or uint8.
+
+    Whether all values are finite is seen by whoever reads them all: `GraphIndex.build`, `GraphIndex.search`.
+    """
     vectors = _mapped(path)
     if vectors.ndim != 2 or vectors.dtype.name not in VECTOR_DTYPES or not vectors.dtype.isnative:
         raise CollectionError(
@@ -73,7 +75,6 @@ def read_vectors(path: Path) -> NDArray[Any]:
         raise CollectionError(f"{path}: there are no vectors")
     if not 1 <= dim <= MAX_VECTOR_DIM:
         raise CollectionError(f"{path}: vectors have {dim} dimensions, the limits are 1 and {MAX_VECTOR_DIM}")
-    check_finite(vectors, str(path))
     return vectors
 
 
@@ -102,16 +103,6 @@ def read_truth(path: Path, queries: int, k: int) -> NDArray[Any]:
             f"columns or more, not {truth.dtype.name} of shape {list(truth.shape)}"
         )
     return truth
-
-
-def check_finite(vectors: NDArray[Any], name: str) -> None:
-    """Raise `CollectionError` with the row of the first NaN or infinity."""
-    if vectors.dtype.kind != "f":
-        return
-    for begin in range(0, len(vectors), _CHECK_ROWS):
-        finite = np.isfinite(vectors[begin : begin + _CHECK_ROWS]).all(axis=1)
-        if not finite.all():
-            raise CollectionError(f"{name}, row {begin + int(np.argmin(finite))}: a NaN or infinity")
 
 
 def _next_line(stream: BinaryIO | gzip.GzipFile, path: Path, number: int) -> bytes:

@@ -1,0 +1,233 @@
+"""A collection: an index, and the documents its vectors stand for, in one directory that never changes once built.
+
+Collection.build(Path("passages.jsonl"), Path("docs"))
+with Collection.open(Path("docs")) as docs:
+    ids, distances = docs.index.search(load_embedder(docs.embedder_name).embed(["…"]), k=4)
+    passages = docs.documents.get(ids[0])
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from runtime.errors import CollectionError
+from runtime.retrieval.directory import new_directory
+from runtime.retrieval.documents import Document, DocumentStore
+from runtime.retrieval.embedder import (
+    DEFAULT_EMBEDDER,
+    Embedder,
+    Vectors,
+    embedder_dim,
+    embedding_text,
+    load_embedder,
+)
+from runtime.retrieval.manifest import DOCUMENTS, INDEX, Manifest, facts_of, read_manifest, write_manifest
+from runtime.retrieval.sources import DOCUMENT_SUFFIXES, Progress, no_progress, read_documents, read_vectors
+
+Metric = Literal["cosine", "l2", "ip"]
+Dtype = Literal["float32", "float16", "int8"]
+Source = Path | Iterable[Document] | NDArray[Any]
+_EMBED_AT_ONCE = 64  # texts between two words of progress
+
+
+@dataclass(frozen=True)
+class CollectionInfo:
+    """What a collection is, read without opening its index. `index_bytes` and `document_bytes` are sizes on disk."""
+
+    directory: Path
+    size: int
+    dim: int
+    metric: str
+    dtype: str
+    degree: int
+    embedder_name: str | None
+    index_bytes: int
+    document_bytes: int
+
+
+class Collection:
+    """An open collection. Read-only: any number of processes and threads may have it open."""
+
+    def __init__(self, index: GraphIndex, documents: DocumentStore | None, embedder_name: str | None) -> None:
+        """Use `open`."""
+        self.index = index
+        self.documents = documents  # by row, the index's ids; None in a collection of bare vectors
+        self.embedder_name = embedder_name  # None: queries must come as vectors
+        self.metric = index.metric
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Map a collection into memory. Checks the sizes of its files, not their contents: see `verify`.
+
+        Raises `CollectionError` that names what is missing, foreign or damaged.
+        """
+        manifest = read_manifest(directory)
+        with _index_errors():
+            index = GraphIndex.load(directory / INDEX)
+        if (index.size, index.dim, index.metric) != (manifest.size, manifest.dim, manifest.metric):
+            raise CollectionError(f"{directory / INDEX} is not the index that {directory}'s manifest describes")
+        documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
+        if documents is not None and documents.size != manifest.size:
+            documents.close()
+            raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+        return cls(index, documents, manifest.embedder)
+
+    def close(self) -> None:
+        """Let go of the documents' file; the index's memory goes with its last user."""
+        if self.documents is not None:
+            self.documents.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def info(directory: Path) -> CollectionInfo:
+        """What the collection is. Raises `CollectionError` as `open` does."""
+        manifest = read_manifest(directory)
+        return CollectionInfo(
+            directory=directory,
+            size=manifest.size,
+            dim=manifest.dim,
+            metric=manifest.metric,
+            dtype=manifest.dtype,
+            degree=manifest.degree,
+            embedder_name=manifest.embedder,
+            index_bytes=sum(path.stat().st_size for path in (directory / INDEX).iterdir()),
+            document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
+        )
+
+    @staticmethod
+    def verify(directory: Path) -> None:
+        """Read every file and compare its checksum. Raises `CollectionError` that names the damaged file."""
+        for name, facts in read_manifest(directory).files.items():
+            if facts_of(directory / name) != facts:
+                raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
+        with _index_errors():
+            GraphIndex.load(directory / INDEX).verify()
+        Collection.open(directory).close()
+
+    @staticmethod
+    def build(
+        source: Source,
+        out: Path,
+        *,
+        metric: Metric = "cosine",
+        embedder: str | None = None,
+        vectors: NDArray[Any] | None = None,
+        ids: NDArray[np.int64] | None = None,
+        degree: int = 32,
+        dtype: Dtype = "float32",
+        seed: int = 0,
+        threads: int = 1,
+        force: bool = False,
+        progress: Progress = no_progress,
+    ) -> None:
+        """Build a collection at `out`, which appears whole or not at all.
+
+        source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
+        embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
+            so that queries may come as text.
+        vectors: the documents' vectors, row by row, where they are known already.
+        ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
+        degree, dtype, seed: see `GraphIndex.build`. threads: cores to use.
+        force: replace a collection that is at `out`.
+        progress: called with a stage's name and the part of it that is done, 0..1.
+        Raises `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
+        """
+        bare = _bare_vectors(source)
+        if bare is not None and vectors is not None:
+            raise CollectionError("the source is vectors already: give other vectors with documents only")
+        if bare is None and ids is not None:
+            raise CollectionError("documents bring their own ids: give ids with bare vectors only")
+        with new_directory(out, replace=force) as building:
+            if bare is not None:
+                matrix = bare
+            elif vectors is not None:
+                matrix = vectors
+                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                    if len(matrix) != documents.size:
+                        raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
+            else:
+                embedder = embedder or DEFAULT_EMBEDDER
+                model = load_embedder(embedder, threads=threads)  # first: it may be missing, and reading may take long
+                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                    matrix = _embedded(documents, model, progress)
+            _check_embedder(embedder, matrix)
+            with _index_errors():
+                index = GraphIndex.build(
+                    matrix,
+                    metric=metric,
+                    degree=degree,
+                    dtype=dtype,
+                    ids=ids,
+                    seed=seed,
+                    threads=threads,
+                    progress=progress,
+                )
+                index.save(building / INDEX)
+            _seal(building, index, embedder)
+
+
+def _bare_vectors(source: Source) -> NDArray[Any] | None:
+    if isinstance(source, np.ndarray):
+        return source
+    if isinstance(source, Path) and source.name.endswith(".npy"):
+        return read_vectors(source)
+    return None
+
+
+def _documents(source: Source, progress: Progress) -> Iterable[Document]:
+    if not isinstance(source, Path):
+        return source
+    if not source.name.endswith(DOCUMENT_SUFFIXES):
+        raise CollectionError(f"{source}: a source ends in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
+    return read_documents(source, progress)
+
+
+def _embedded(documents: DocumentStore, model: Embedder, progress: Progress) -> Vectors:
+    vectors = np.empty((documents.size, model.dim), np.float32)
+    for begin in range(0, documents.size, _EMBED_AT_ONCE):
+        progress("embed", begin / documents.size)
+        rows = range(begin, min(begin + _EMBED_AT_ONCE, documents.size))
+        vectors[begin : rows.stop] = model.embed([embedding_text(d.title, d.text) for d in documents.get(rows)])
+    progress("embed", 1.0)
+    return vectors
+
+
+def _check_embedder(name: str | None, vectors: NDArray[Any]) -> None:
+    if name is not None and vectors.shape[1:] != (embedder_dim(name),):
+        raise CollectionError(
+            f"vectors of shape {list(vectors.shape)} are not from {name}: its are {embedder_dim(name)} long"
+        )
+
+
+def _seal(building: Path, index: GraphIndex, embedder: str | None) -> None:
+    files = [name for name in (DOCUMENTS, f"{INDEX}/meta.json") if (building / name).exists()]
+    manifest = Manifest(
+        size=index.size,
+        dim=index.dim,
+        metric=index.metric,
+        dtype=index.dtype,
+        degree=index.degree,
+        embedder=embedder,
+        files={name: facts_of(building / name) for name in files},
+    )
+    write_manifest(building, manifest)
+
+
+@contextmanager
+def _index_errors() -> Iterator[None]:
+    """The index's complaints, in this package's words."""
+    try:
+        yield
+    except GpuError as error:
+        raise CollectionError(str(error)) from error

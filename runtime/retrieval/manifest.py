@@ -1,0 +1,109 @@
+"""`collection.json`: what a collection is, and the checksums of its files.
+
+collection.json     this manifest, with a checksum of itself
+documents.sqlite    the documents (not in a collection of bare vectors)
+index/meta.json     the index's own description, which has the checksums of its arrays
+index/*.npy
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from runtime.errors import CollectionError
+
+MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
+_FORMAT, _VERSION = "trinity-collection", 1
+_MAX_BYTES = 1 << 16
+
+
+class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's size and the SHA-256 of its content, in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `collection.json`. `embedder` is null where queries must come as vectors."""
+
+    size: int
+    dim: int
+    metric: str
+    dtype: str
+    degree: int
+    embedder: str | None
+    files: dict[str, FileFacts]
+    format: str = _FORMAT
+    version: int = _VERSION
+    sha256: str = ""  # of this manifest, encoded with this field empty
+
+
+def facts_of(path: Path) -> FileFacts:
+    """A file's size and checksum, from reading all of it. Raises `CollectionError`."""
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileFacts(file.tell(), digest)
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Seal `directory`: nothing in it may change after this."""
+    sealed = msgspec.structs.replace(manifest, sha256=_digest(manifest))
+    (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a collection whose files are there and have their sizes; contents are not read.
+
+    Raises `CollectionError` for a directory that is missing, foreign, of another version, incomplete or damaged.
+    """
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise CollectionError(f"there is no collection at {directory}")
+    if not is_collection(directory):
+        raise CollectionError(f"{directory} is not a collection: {path} is missing or was not written by Trinity")
+    try:
+        manifest = msgspec.json.decode(_bytes(path), type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if manifest.version != _VERSION:
+        raise CollectionError(f"{path} has version {manifest.version}, this Trinity reads {_VERSION}: build it again")
+    if manifest.sha256 != _digest(manifest):
+        raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
+    for name, facts in manifest.files.items():
+        if not (directory / name).is_file():
+            raise CollectionError(f"{directory / name} is missing")
+        if (size := (directory / name).stat().st_size) != facts.bytes:
+            raise CollectionError(f"{directory / name} is damaged: it has {size} bytes, not {facts.bytes}")
+    return manifest
+
+
+def is_collection(directory: Path) -> bool:
+    """Whether Trinity wrote this directory, damaged or not."""
+
+    class Format(msgspec.Struct):
+        format: str
+
+    try:
+        return msgspec.json.decode(_bytes(directory / MANIFEST), type=Format).format == _FORMAT
+    except (CollectionError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))).hexdigest()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise CollectionError(f"{path} is damaged: it is longer than {_MAX_BYTES} bytes")
+    return content
