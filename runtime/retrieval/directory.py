@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,10 @@ def new_directory(out: Path, *, replace: bool) -> Iterator[Path]:
         yield building
         _refuse(out, replace)  # much may have happened since
         _swap(building, out)
+    except (OSError, sqlite3.Error) as error:  # a full disk, mostly
+        raise CollectionError(f"{out} cannot be built: {error}") from error
+    except MemoryError as error:
+        raise CollectionError(f"{out} cannot be built: not enough memory") from error
     finally:
         if building.exists():
             shutil.rmtree(building)

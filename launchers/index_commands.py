@@ -1,0 +1,136 @@
+"""`trinity index build | info | verify` and `trinity search`: collections from the command line.
+
+What is wrong with the input is raised as `TrinityError` (or `GpuError`) and becomes one line in `launchers.main`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import typer
+
+from launchers.progress import BuildProgress
+from runtime.errors import CollectionError
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.embedder import DEFAULT_EMBEDDER
+from runtime.retrieval.recall import recall
+from runtime.retrieval.sources import read_ids, read_truth, read_vectors
+
+index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
+
+
+@index_app.command()
+def build(
+    source: Annotated[Path, typer.Argument(help=".jsonl or .jsonl.gz (id, text, title), or .npy vectors.")],
+    out: Annotated[Path, typer.Option(help="The directory to make.")],
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="What near means.")] = "cosine",
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What turns texts into vectors: {DEFAULT_EMBEDDER} (the default for texts) or hashing-D. "
+            "With vectors: what they came from, so that queries may be texts.",
+            show_default=False,
+        ),
+    ] = None,
+    vectors: Annotated[
+        Path | None, typer.Option(help="The texts' vectors, if known already: .npy, a row a text.")
+    ] = None,
+    ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy of integers. Else: row numbers.")] = None,
+    degree: Annotated[int, typer.Option(help="Edges a node of the graph.")] = 32,
+    dtype: Annotated[
+        Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept; int8 keeps float32 beside.")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the graph's random choices.")] = 0,
+    threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace the collection that is there.")] = False,
+) -> None:
+    """Build a collection. It appears at --out when it is complete, or not at all."""
+    begin = time.monotonic()
+    with BuildProgress(sys.stderr) as progress:
+        matrix = None if vectors is None else read_vectors(vectors)
+        Collection.build(
+            source,
+            out,
+            metric=metric,
+            embedder=embedder,
+            vectors=matrix,
+            ids=None if ids is None else read_ids(ids),
+            degree=degree,
+            dtype=dtype,
+            seed=seed,
+            threads=threads or len(os.sched_getaffinity(0)),
+            force=force,
+            progress=progress,
+        )
+    built = Collection.info(out)
+    print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
+
+
+@index_app.command()
+def info(directory: Directory) -> None:
+    """Show what a collection is."""
+    found = Collection.info(directory)
+    documents = f"yes, {found.document_bytes / 1e6:,.1f} MB" if found.document_bytes else "no"
+    for name, value in {
+        "vectors": f"{found.size:,}",
+        "dimensions": found.dim,
+        "metric": found.metric,
+        "dtype": found.dtype,
+        "degree": found.degree,
+        "index": f"{found.index_bytes / 1e6:,.1f} MB",
+        "documents": documents,
+        "embedder": found.embedder_name or "none: queries come as vectors",
+    }.items():
+        print(f"{name:11} {value}")
+
+
+@index_app.command()
+def verify(directory: Directory) -> None:
+    """Compare every file of a collection with its checksum."""
+    Collection.verify(directory)
+    print(f"{directory}: every file is as it was built")
+
+
+def search(
+    directory: Directory,
+    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, [queries, dimensions].")],
+    k: Annotated[int, typer.Option(help="Nearest vectors to find.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Where to write the ids: .npy, int64 [queries, k].")] = None,
+    truth: Annotated[Path | None, typer.Option(help="The true ids, nearest first: .npy, [queries, k or more].")] = None,
+    top_m: Annotated[int, typer.Option(help="Candidates kept; more finds more and takes longer.")] = 64,
+    search_width: Annotated[int, typer.Option(help="Parents expanded in each extend.")] = 1,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many extends without a change.")] = None,
+    threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1,
+) -> None:
+    """Search a collection for many vectors at once; print queries per second, and recall if the truth is known."""
+    wanted = read_vectors(queries)
+    known = None if truth is None else read_truth(truth, len(wanted), k)
+    with Collection.open(directory) as collection:
+        index = collection.index
+        # The first search compiles, or loads, the machine code: that is no part of the speed.
+        index.search(wanted[:1], k, top_m, search_width, patience, threads)
+        begin = time.perf_counter()
+        ids, _ = index.search(wanted, k, top_m, search_width, patience, threads)
+        seconds = time.perf_counter() - begin
+    if out is not None:
+        _write(out, ids)
+    found = "" if known is None else f", recall@{k} {recall(ids, known):.4f}"
+    print(f"{len(wanted):,} queries in {seconds:.3f} s: {len(wanted) / seconds:,.0f} queries/s{found}")
+
+
+def _write(out: Path, ids: np.ndarray) -> None:
+    """The whole file or none of it."""
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            np.save(file, ids)
+        part.replace(out)
+    except OSError as error:
+        raise CollectionError(f"{out} cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
