@@ -30,8 +30,8 @@ from runtime.serving.messages import (
     Report,
     Retrieved,
     Role,
-    Tokens,
     ToFrontend,
+    Tokens,
     ToWorker,
     Welcome,
     decode_to_worker,
@@ -85,7 +85,8 @@ class Worker:
         await self.socket.send_multipart(frames)
 
     async def hear(self) -> ToWorker:
-        return decode_to_worker(await self.socket.recv())
+        message: ToWorker = decode_to_worker(await self.socket.recv())
+        return message
 
     async def hear_prefill(self) -> Prefill:
         message = await self.hear()
@@ -97,6 +98,12 @@ class Worker:
         message = await self.hear()
         assert isinstance(message, Welcome)
         return message
+
+    async def settle(self) -> None:
+        """Until the frontend has taken in all that was said before: a report to no frontend is answered."""
+        await self.report(0)
+        while not isinstance(await self.hear(), Welcome):
+            pass
 
     async def report(self, frontend_epoch: int, **load: Any) -> None:
         load = {"queued": 0, "running": 0, "free_slots": self.me.slots} | load
@@ -236,6 +243,7 @@ class Cluster:
         self, *, prefills: int = 1, decodes: int = 1, max_in_flight: int = 64, settings: Settings | None = None
     ) -> None:
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
+        self.clock = Clock()
         self.search = Search()
         self.players: dict[str, Player] = {}
         self.ended: list[Ended] = []
@@ -286,9 +294,16 @@ class Cluster:
         with self._changed:
             self._changed.notify_all()
 
-    def kill(self, name: str) -> None:
-        """A worker's process dies, without a word."""
-        self._loop.call_soon_threadsafe(self._tasks[name].cancel)
+    def restart(self, name: str) -> None:
+        """A worker's process dies without a word, and another one of the same name says Hello."""
+
+        def restarting() -> None:
+            old = self.players[name]
+            self._tasks[name].cancel()
+            self.players[name] = Player(self, old.me.role, name, epoch=old.me.epoch + 1)
+            self._tasks[name] = asyncio.create_task(self.players[name].live())
+
+        self.on_loop(restarting)
 
     def on_loop(self, act: Callable[[], Any]) -> Any:
         """Do something in the frontend's thread."""
@@ -316,7 +331,7 @@ class Cluster:
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = Router(max_in_flight=self._max_in_flight, seed=1)
-        self.link = WorkerLink(endpoint(), router, epoch=77, on_end=self._ended)
+        self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended)
         app = create_app(Service(self.link, self.search, Metrics()), self.settings)
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)

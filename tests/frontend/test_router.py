@@ -1,0 +1,297 @@
+"""Where requests are sent: by queue depth, free slots and prefix overlap; never to who is draining or gone."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
+from runtime.serving.messages import Hello, Message, Report, Role
+from runtime.serving.router import (
+    BLOCK_CHARS,
+    BLOCK_TOKENS,
+    PREFIX_BLOCKS,
+    Placement,
+    Router,
+    prefix_blocks,
+)
+
+TEXT = "The with statement is used to wrap the execution of a block. " * 20
+
+
+def hello(role: Role, name: str, slots: int = 4, limit: int = 1000) -> Hello:
+    return Hello(role, name, 1, 1, slots, limit, f"ipc://@{name}")
+
+
+def report(name: str, queued: int = 0, running: int = 0, free: int = 4, draining: bool = False) -> Report:
+    return Report(name, 1, 1, queued, running, free, draining)
+
+
+def router(*names: str, max_in_flight: int = 1000, seed: int = 0) -> Router:
+    """p… are prefill workers, d… decode workers."""
+    made = Router(max_in_flight=max_in_flight, seed=seed)
+    for name in names:
+        made.add(hello("prefill" if name.startswith("p") else "decode", name))
+    return made
+
+
+def test_the_prefill_worker_with_the_shorter_queue_is_taken() -> None:
+    made = router("p0", "p1", "d0")
+    made.report(report("p0", queued=2))
+    made.report(report("p1", queued=1))
+    assert made.place(()).prefill == "p1"
+
+
+def test_requests_given_since_the_last_report_count_as_queue() -> None:
+    made = router("p0", "p1", "d0")
+    assert {made.place(()).prefill, made.place(()).prefill} == {"p0", "p1"}
+
+
+def test_a_request_that_left_its_prefill_worker_counts_no_more() -> None:
+    made = router("p0", "p1", "d0")
+    first = made.place(())
+    made.place(())
+    made.prefilled(first)
+    assert made.place(()).prefill == first.prefill
+
+
+def test_the_worker_that_knows_the_prefix_is_taken_when_queues_are_equal() -> None:
+    for seed in range(8):
+        made = router("p0", "p1", "p2", "d0", seed=seed)
+        first = made.place(prefix_blocks(TEXT))
+        made.finished(first, prefilled=False)
+        again = made.place(prefix_blocks(TEXT + "and then something else"))
+        assert again.prefill == first.prefill
+
+
+def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
+    prefix = prefix_blocks(TEXT)
+    made = router("p0", "p1", "d0")
+    knows = made.place(prefix).prefill
+    other = ({"p0", "p1"} - {knows}).pop()
+    made.report(report(knows, queued=2))
+    assert made.place(prefix).prefill == other
+
+
+def test_a_decode_worker_with_a_free_slot_comes_before_one_without() -> None:
+    made = router("p0", "d1")
+    made.add(hello("decode", "d0", slots=100))
+    made.report(report("d0", running=50, free=0))
+    made.report(report("d1", running=3, free=1))
+    assert made.place(()).decode == "d1"
+
+
+def test_of_decode_workers_with_free_slots_the_least_used_share_is_taken() -> None:
+    made = router("p0", "d1")
+    made.add(hello("decode", "d0", slots=100))
+    made.report(report("d0", running=10, free=90))
+    made.report(report("d1", running=1, free=3))
+    assert made.place(()).decode == "d0"
+
+
+def test_the_placement_names_where_the_decode_worker_takes_hand_overs() -> None:
+    assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0")
+
+
+def test_ties_are_broken_by_the_seed_and_by_nothing_else() -> None:
+    def taken(seed: int) -> list[str]:
+        made = router("p0", "p1", "p2", "p3", "d0", seed=seed)
+        placements = []
+        for _ in range(12):
+            placement = made.place(())
+            made.finished(placement, prefilled=False)
+            placements.append(placement.prefill)
+        return placements
+
+    assert taken(1) == taken(1)
+    assert taken(1) != taken(2)
+    assert set(taken(1)) == {"p0", "p1", "p2", "p3"}
+
+
+def test_a_draining_worker_gets_nothing_new_and_a_role_with_only_such_is_missing() -> None:
+    made = router("p0", "p1", "d0")
+    made.report(report("p0", draining=True))
+    assert {made.place(()).prefill for _ in range(8)} == {"p1"}
+    made.report(report("d0", draining=True))
+    assert made.missing() == ["decode"]
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        made.place(())
+
+
+def test_a_worker_that_was_removed_gets_nothing() -> None:
+    made = router("p0", "p1", "d0")
+    made.remove("p0")
+    assert {made.place(()).prefill for _ in range(8)} == {"p1"}
+    made.remove("p1")
+    assert made.missing() == ["prefill"]
+
+
+def test_beyond_its_bound_the_router_refuses_with_both_numbers() -> None:
+    made = router("p0", "d0", max_in_flight=2)
+    first, _ = made.place(()), made.place(())
+    with pytest.raises(Overloaded, match="2 requests are in flight, the limit is 2"):
+        made.place(())
+    made.finished(first, prefilled=False)
+    made.place(())
+
+
+def test_a_request_goes_to_a_worker_whose_context_holds_it() -> None:
+    made = router("p0", "d0")
+    made.add(hello("decode", "d1", limit=50))
+    assert {made.place((), tokens=51).decode for _ in range(8)} == {"d0"}
+    with pytest.raises(ContextLengthExceeded, match="at least 1001 tokens, the model's context holds 1000"):
+        made.place((), tokens=1001)
+
+
+def test_a_refused_request_counts_nowhere() -> None:
+    made = router("p0")
+    with pytest.raises(Unavailable):
+        made.place(())
+    assert made.in_flight == 0
+    assert [worker.assigned for worker in made.workers()] == [0]
+
+
+def test_what_a_worker_remembers_of_prefixes_is_bounded() -> None:
+    made = Router(max_in_flight=10_000, remembered_blocks=50)
+    made.add(hello("prefill", "p0"))
+    made.add(hello("decode", "d0"))
+    for number in range(100):
+        made.place(prefix_blocks(f"{number} " + TEXT))
+    (prefill, _) = made.workers()
+    assert len(prefill.prefixes) == 50
+    assert prefill.overlap(prefix_blocks("99 " + TEXT)) == 1.0
+
+
+@given(st.text(max_size=2000), st.text(max_size=500), st.text(max_size=500))
+@settings(max_examples=50)
+def test_prompts_share_as_many_blocks_as_they_have_leading_characters_in_common(base: str, one: str, two: str) -> None:
+    first, second = base + one, base + two
+    common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    if common is None:
+        common = min(len(first), len(second))
+    equal = [a == b for a, b in zip(prefix_blocks(first), prefix_blocks(second), strict=False)]
+    assert sum(equal) == min(common // BLOCK_CHARS, PREFIX_BLOCKS)
+    assert equal == sorted(equal, reverse=True)  # a chain: nothing behind a difference is shared
+
+
+def test_blocks_are_made_of_chats_and_of_token_ids_too() -> None:
+    chat = (Message("system", TEXT), Message("user", "one"))
+    other = (Message("system", TEXT), Message("user", "two" * 100))
+    shared = len(f"system\0{TEXT}\0user\0") // BLOCK_CHARS
+    assert prefix_blocks(chat)[:shared] == prefix_blocks(other)[:shared]
+    assert len(prefix_blocks(tuple(range(BLOCK_TOKENS * 3 + 1)))) == 3
+    assert prefix_blocks(()) == prefix_blocks("") == ()
+
+
+@dataclass
+class Known:
+    """What the test believes of one worker."""
+
+    role: Role
+    draining: bool = False
+    assigned: int = 0
+    load: int = 0
+    slots: int = 4
+    free: int = 4
+
+
+@dataclass(eq=False)
+class Held:
+    placement: Placement
+    prefilled: bool = False
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Workers come, go, restart, drain and report; requests come and go. The books always balance."""
+
+    requests = Bundle("requests")
+    LIMIT = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(max_in_flight=self.LIMIT, seed=3, remembered_blocks=64)
+        self.known: dict[str, Known] = {}
+        self.in_flight = 0
+
+    @rule(number=st.integers(0, 2), role=st.sampled_from(["prefill", "decode"]), slots=st.integers(1, 4))
+    def start(self, number: int, role: Role, slots: int) -> None:
+        name = f"{role}-{number}"
+        self.known[name] = Known(role, slots=slots, free=slots)
+        self.router.add(hello(role, name, slots=slots))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        del self.known[name]
+        self.router.remove(name)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), queued=st.integers(0, 5), running=st.integers(0, 5), draining=st.booleans())
+    def report(self, data: st.DataObject, queued: int, running: int, draining: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        known = self.known[name]
+        known.load, known.draining, known.free = queued + running, draining, max(0, known.slots - running)
+        self.router.report(report(name, queued, running, known.free, draining))
+
+    @rule(target=requests, prompt=st.integers(0, 3))
+    def place(self, prompt: int) -> Held | None:
+        ready = {
+            role: {name: known for name, known in self.known.items() if known.role == role and not known.draining}
+            for role in ("prefill", "decode")
+        }
+        try:
+            placement = self.router.place(prefix_blocks(f"{prompt} {TEXT}"))
+        except Overloaded:
+            assert self.in_flight == self.LIMIT
+            return None
+        except Unavailable:
+            assert not all(ready.values())
+            return None
+        self.in_flight += 1
+        prefill, decode = ready["prefill"][placement.prefill], ready["decode"][placement.decode]
+        shortest = min(max(known.load, known.assigned) for known in ready["prefill"].values())
+        assert max(prefill.load, prefill.assigned) <= shortest + 1
+        if any(self.has_room(known) for known in ready["decode"].values()):
+            assert self.has_room(decode)
+        prefill.assigned += 1
+        decode.assigned += 1
+        return Held(placement)
+
+    @staticmethod
+    def has_room(known: Known) -> bool:
+        return known.free > 0 and max(known.load, known.assigned) < known.slots
+
+    @rule(held=requests)
+    def leave_prefill(self, held: Held | None) -> None:
+        if held is not None and not held.prefilled:
+            held.prefilled = True
+            self.router.prefilled(held.placement)
+            self.unassign(held.placement.prefill)
+
+    @rule(held=consumes(requests))
+    def finish(self, held: Held | None) -> None:
+        if held is not None:
+            self.in_flight -= 1
+            self.router.finished(held.placement, prefilled=held.prefilled)
+            self.unassign(held.placement.decode)
+            if not held.prefilled:
+                self.unassign(held.placement.prefill)
+
+    def unassign(self, name: str) -> None:
+        if name in self.known:
+            self.known[name].assigned = max(0, self.known[name].assigned - 1)
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        assert self.router.in_flight == self.in_flight <= self.LIMIT
+        assert {worker.hello.worker: worker.assigned for worker in self.router.workers()} == {
+            name: known.assigned for name, known in self.known.items()
+        }
+        assert all(len(worker.prefixes) <= 64 for worker in self.router.workers())
+
+
+RouterMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRouterMachine = RouterMachine.TestCase

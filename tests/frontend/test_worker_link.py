@@ -1,0 +1,484 @@
+"""The link to the workers: greetings, epochs, deaths, deadlines. Every request ends exactly once."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    TrinityError,
+    Unavailable,
+    UnknownCollection,
+    WorkerLost,
+)
+from runtime.serving.messages import (
+    Cancel,
+    Failed,
+    Hello,
+    Retrieved,
+    Role,
+    Sampling,
+    Tokens,
+    ToWorker,
+    Welcome,
+    encode,
+)
+from runtime.serving.requests import ClientGone, Ended, Piece, Request
+from runtime.serving.router import Router
+from runtime.serving.worker_link import WorkerLink
+from tests.frontend.fakes import PASSAGES, Clock, Worker, endpoint, run
+
+EPOCH = 77
+LOST_AFTER = 10.0
+
+
+class Stand:
+    """A link under a clock that stands still, and the workers that a test connects to it."""
+
+    def __init__(self, max_in_flight: int = 64, at: str = "", kind: type[WorkerLink] = WorkerLink) -> None:
+        self.clock = Clock()
+        self.ended: list[Ended] = []
+        self.router = Router(max_in_flight=max_in_flight, seed=1)
+        self.link = kind(
+            at or endpoint(),
+            self.router,
+            epoch=EPOCH,
+            clock=self.clock,
+            lost_after_ns=int(LOST_AFTER * 1e9),
+            on_end=self.ended.append,
+        )
+        self.workers: list[Worker] = []
+
+    async def worker(self, role: Role, name: str, **options: Any) -> Worker:
+        worker = Worker(self.link.endpoint, role, name, **options)
+        self.workers.append(worker)
+        assert (await worker.hello()).frontend_epoch == EPOCH
+        return worker
+
+    def submit(self, request_id: str = "r1", timeout_s: float = 60.0, **options: Any) -> Request:
+        options = {"prompt": "hello", "sampling": Sampling(max_tokens=8)} | options
+        now = self.clock()
+        return self.link.submit(request_id, received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
+
+    @property
+    def codes(self) -> list[str]:
+        return [ended.code for ended in self.ended]
+
+
+@contextlib.asynccontextmanager
+async def standing(**options: Any) -> AsyncIterator[Stand]:
+    stand = Stand(**options)
+    running = asyncio.create_task(stand.link.run())
+    try:
+        yield stand
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for worker in stand.workers:
+            worker.close()
+        stand.link.close()
+
+
+async def ending(request: Request) -> TrinityError:
+    """What ended the request; pieces before it are thrown away."""
+    try:
+        while True:
+            await request.next()
+    except TrinityError as error:
+        return error
+
+
+def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            assert stand.link.missing() == ["prefill", "decode"]
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            assert stand.link.missing() == []
+            request = stand.submit(prompt=(1, 2, 3))
+            sent = await prefill.hear_prefill()
+            assert (sent.request_id, sent.frontend_epoch, sent.prompt) == ("r1", EPOCH, (1, 2, 3))
+            assert (sent.decode_worker, sent.decode_endpoint) == ("d0", decode.me.endpoint)
+            assert sent.deadline_ns - sent.received_ns == 60 * 10**9
+            pieces: list[Piece] = [Retrieved("r1", PASSAGES)]
+            await prefill.say(pieces[0])  # type: ignore[arg-type]
+            assert await request.next() == pieces[0]
+            await decode.say(Tokens("r1", "a", (5,)))
+            assert await request.next() == Tokens("r1", "a", (5,))
+            await decode.say(Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9}))
+            assert (await request.next()).finish_reason == "stop"  # type: ignore[union-attr]
+            assert stand.ended == [Ended("r1", "stop", 3, 3, {"end": 9})]
+            assert (len(stand.link.requests), stand.router.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_an_error_that_a_worker_reports_ends_the_request_as_that_error_and_the_other_worker_forgets_it() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.say(Failed("r1", "unknown_collection", "no 'x'", "retrieval.collection"))
+            error = await ending(request)
+            assert isinstance(error, UnknownCollection)
+            assert (error.message, error.param) == ("no 'x'", "retrieval.collection")
+            assert await decode.hear() == Cancel("r1")
+            unknown = stand.submit("r2")
+            await decode.say(Failed("r2", "no such code", "?"))
+            assert isinstance(await ending(unknown), InternalError)
+            assert stand.codes == ["unknown_collection", "internal_error"]
+
+    run(test())
+
+
+def test_without_a_worker_of_each_role_nothing_is_accepted() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            with pytest.raises(Unavailable, match="decode"):
+                stand.submit()
+            assert stand.router.in_flight == 0
+
+    run(test())
+
+
+def test_a_prompt_of_token_ids_and_its_answer_must_fit_the_context_together() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0", limit=20)
+            await stand.worker("decode", "d0", limit=20)
+            stand.submit(prompt=tuple(range(12)))
+            with pytest.raises(ContextLengthExceeded, match="at least 21 tokens, the model's context holds 20"):
+                stand.submit("r2", prompt=tuple(range(13)))
+
+    run(test())
+
+
+def test_a_cancelled_request_is_forgotten_by_both_workers_and_late_pieces_are_answered_with_cancel() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            stand.link.cancel(request)
+            stand.link.cancel(request)
+            assert isinstance(await ending(request), ClientGone)
+            assert [await prefill.hear(), await decode.hear()] == [Cancel("r1"), Cancel("r1")]
+            # The hand-over overtook the Cancel: decode goes on with what is over.
+            await decode.say(Tokens("r1", "a", (5,)))
+            assert await decode.hear() == Cancel("r1")
+            assert stand.codes == ["client_closed_request"]
+            assert stand.link.statistics().stale == 1
+
+    run(test())
+
+
+def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_report() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            stand.clock.forward(LOST_AFTER)
+            await prefill.settle()
+            stand.link.tick()
+            assert stand.link.missing() == []
+            stand.clock.forward(0.1)
+            stand.link.tick()
+            assert stand.link.missing() == ["decode"]
+            error = await ending(request)
+            assert isinstance(error, WorkerLost)
+            assert error.message == "decode worker 'd0' was lost: silent for 10.1 s, the limit is 10.0 s"
+            assert await prefill.hear() == Cancel("r1")
+            assert await decode.hear() == Cancel("r1")  # for when it wakes
+            await decode.report(EPOCH)
+            await decode.settle()
+            assert stand.link.missing() == []
+            stand.submit("r2")
+            assert stand.codes == ["worker_lost"]
+
+    run(test())
+
+
+def test_a_prefill_worker_is_not_needed_any_more_once_decode_speaks() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            decode = await stand.worker("decode", "d0")
+            request = stand.submit()
+            await decode.say(Tokens("r1", "a", (5,)))
+            await request.next()
+            stand.link.lost("p0", "killed")
+            await decode.say(Tokens("r1", "b", (6,), "stop", 1))
+            await request.next()
+            assert stand.codes == ["stop"]
+
+    run(test())
+
+
+def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, _ = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            again = await stand.worker("decode", "d0", epoch=2)
+            error = await ending(request)
+            assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was started anew")
+            assert await prefill.hear() == Cancel("r1")
+            stand.link.lost("d0", "the supervisor says so too")
+            await again.hello()
+            assert stand.codes == ["worker_lost"]
+            stand.submit("r2")
+            assert (await prefill.hear_prefill()).request_id == "r2"
+
+    run(test())
+
+
+def test_what_a_process_that_was_replaced_still_says_is_dropped() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            old = await stand.worker("decode", "d0")
+            new = await stand.worker("decode", "d0", epoch=2)
+            request = stand.submit()
+            await old.say(Tokens("r1", "wrong", (5,), "stop"))
+            assert await old.hear() == Welcome(EPOCH)
+            await new.say(Tokens("r1", "right", (5,), "stop"))
+            assert (await request.next()).text == "right"  # type: ignore[union-attr]
+
+    run(test())
+
+
+def test_a_worker_cannot_speak_for_a_request_that_another_one_has() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            workers = {name: await stand.worker("decode", name) for name in ("d0", "d1")}
+            request = stand.submit()
+            mine = workers.pop(request.placement.decode)
+            (other,) = workers.values()
+            await other.say(Tokens("r1", "wrong", (5,)))
+            assert await other.hear() == Cancel("r1")
+            await mine.say(Tokens("r1", "right", (5,), "stop"))
+            assert (await request.next()).text == "right"  # type: ignore[union-attr]
+
+    run(test())
+
+
+def test_a_worker_of_the_frontend_before_is_welcomed_and_introduces_itself() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            worker = Worker(stand.link.endpoint, "prefill", "p0")
+            stand.workers.append(worker)
+            await worker.report(EPOCH - 1)
+            assert await worker.hear() == Welcome(EPOCH)
+            await worker.say(Tokens("of the last frontend", "a", (1,)))
+            assert await worker.hear() == Welcome(EPOCH)
+            assert stand.link.missing() == ["prefill", "decode"]
+            await worker.hello()
+            await worker.hello()
+            assert stand.link.missing() == ["decode"]
+
+    run(test())
+
+
+def test_a_worker_whose_connection_is_gone_is_lost_at_the_next_request_which_another_one_takes() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            first, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            first.close()
+            stand.workers.remove(first)
+            second = await stand.worker("prefill", "p1")
+            # Nothing tells the frontend of the closed connection until it sends; ZeroMQ notices soon after the close.
+            for number in range(10_000):
+                stand.submit(f"r{number}")
+                if stand.link.statistics().lost_workers:
+                    break
+                await decode.settle()
+            assert stand.link.statistics().workers == {"prefill": 1, "decode": 1}
+            assert (await second.hear_prefill()).request_id.startswith("r")
+
+    run(test())
+
+
+def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            early, late = stand.submit("r1", timeout_s=2), stand.submit("r2", timeout_s=3)
+            await decode.say(Tokens("r2", "a", (5, 6)))
+            await decode.settle()
+            stand.clock.forward(2)
+            stand.link.tick()
+            first = await ending(early)
+            assert isinstance(first, DeadlineExceeded)
+            assert first.message == "the request's deadline passed in prefill, after 0 tokens"
+            stand.clock.forward(1)
+            stand.link.tick()
+            assert (await ending(late)).message == "the request's deadline passed in decode, after 2 tokens"
+            assert [await decode.hear(), await decode.hear()] == [Cancel("r1"), Cancel("r2")]
+            assert [type(await prefill.hear()).__name__ for _ in range(4)] == ["Prefill", "Prefill", "Cancel", "Cancel"]
+            assert stand.codes == ["deadline_exceeded"] * 2
+
+    run(test())
+
+
+def test_the_link_ticks_by_itself() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            await stand.worker("decode", "d0")
+            request = stand.submit(timeout_s=1)
+            stand.clock.forward(1)
+            assert isinstance(await ending(request), DeadlineExceeded)
+
+    run(test())
+
+
+def test_requests_in_flight_end_when_the_link_stops() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            await stand.worker("decode", "d0")
+            request = stand.submit()
+        assert isinstance(await ending(request), WorkerLost)
+
+    run(test())
+
+
+@pytest.mark.parametrize("frames", [(b"",), (b"\xc1",), (b"\x80",), (b"x", b"y"), (b"\x93\x01\x02\x03",)])
+def test_a_malformed_message_is_counted_and_changes_nothing(frames: tuple[bytes, ...]) -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            worker = await stand.worker("prefill", "p0")
+            await worker.say_raw(*frames)
+            await worker.settle()
+            assert stand.link.statistics().malformed == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("hello", [{"slots": 0}, {"name": "p" * 1000}])
+def test_a_worker_that_cannot_be_is_refused(hello: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            strange = Worker(stand.link.endpoint, "prefill", **({"name": "p0"} | hello))
+            stand.workers.append(strange)
+            await strange.say(strange.me)
+            await strange.settle()
+            assert stand.link.missing() == ["prefill", "decode"]
+
+    run(test())
+
+
+def test_an_address_in_use_is_an_error_and_leaves_nothing_open() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            with pytest.raises(zmq.ZMQError, match="in use"):
+                Stand(at=stand.link.endpoint)
+
+    run(test())
+
+
+class Wired(WorkerLink):
+    """A link that notes what it would send. A `dead` identity cannot be sent to."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sent: list[tuple[bytes, ToWorker]] = []
+        self.dead: set[bytes] = set()
+
+    def _send_to(self, identity: bytes, message: ToWorker) -> bool:
+        if identity in self.dead:
+            return False
+        self.sent.append((identity, message))
+        return True
+
+
+EVENTS = st.one_of(
+    *[st.tuples(st.just("submit"), st.integers(0, 3))] * 3,
+    st.tuples(st.just("cancel"), st.integers(0, 11)),
+    st.tuples(st.just("tokens"), st.integers(0, 11), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("retrieved"), st.integers(0, 11), st.integers(0, 3)),
+    st.tuples(st.just("failed"), st.integers(0, 11), st.integers(0, 3)),
+    st.tuples(st.just("hello"), st.integers(0, 3), st.integers(1, 3)),
+    st.tuples(st.just("lost"), st.integers(0, 3)),
+    st.tuples(st.just("disconnect"), st.integers(0, 3)),
+    st.tuples(st.just("forward"), st.integers(1, 8)),
+)
+
+
+@given(st.lists(EVENTS, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]]) -> None:
+    async def test() -> None:
+        stand = Stand(max_in_flight=6, kind=Wired)
+        link, names = stand.link, ("p0", "p1", "d0", "d1")
+        assert isinstance(link, Wired)
+
+        def hear(index: int, message: Any) -> None:
+            link._receive([names[index].encode(), message])
+
+        requests: list[Request] = []
+        try:
+            for index in range(4):
+                hear(index, _bytes(_hello(names[index], 1)))
+            for event, *details in events:
+                match event, *details:
+                    case "submit", timeout:
+                        with contextlib.suppress(TrinityError):
+                            requests.append(stand.submit(f"r{len(requests)}", timeout_s=timeout * 3 + 1))
+                    case "cancel", number if number < len(requests):
+                        link.cancel(requests[number])
+                    case "tokens", number, index, last:
+                        hear(index, _bytes(Tokens(f"r{number}", "a", (1,), "stop" if last else None)))
+                    case "retrieved", number, index:
+                        hear(index, _bytes(Retrieved(f"r{number}", PASSAGES)))
+                    case "failed", number, index:
+                        hear(index, _bytes(Failed(f"r{number}", "internal_error", "broken")))
+                    case "hello", index, epoch:
+                        hear(index, _bytes(_hello(names[index], epoch)))
+                        link.dead.discard(names[index].encode())
+                    case "disconnect", index:
+                        link.dead.add(names[index].encode())
+                    case "lost", index:
+                        link.lost(names[index], "killed")
+                    case "forward", seconds:
+                        stand.clock.forward(seconds)
+                        link.tick()
+                open_ids = {request.id for request in requests if not request.ended}
+                ended = Counter(ended.request_id for ended in stand.ended)
+                assert set(ended) == {request.id for request in requests} - open_ids
+                assert set(ended.values()) <= {1}
+                assert len(link.requests) == stand.router.in_flight == len(open_ids)
+            stand.clock.forward(1000)
+            link.tick()
+            assert len(link.requests) == stand.router.in_flight == 0
+            assert len(stand.ended) == len(requests)
+            told = {(name.decode(), sent.request_id) for name, sent in link.sent if isinstance(sent, Cancel)}
+            for request in requests:
+                code = next(ended.code for ended in stand.ended if ended.request_id == request.id)
+                if code in ("client_closed_request", "deadline_exceeded") and not link.dead:
+                    assert {(request.placement.prefill, request.id), (request.placement.decode, request.id)} <= told
+        finally:
+            link.close()
+
+    run(test())
+
+
+def _hello(name: str, epoch: int) -> Hello:
+    return Hello("prefill" if name[0] == "p" else "decode", name, epoch, 1, 4, 100, f"ipc://@{name}")
+
+
+def _bytes(message: Any) -> bytes:
+    encoded: bytes = encode(message)
+    return encoded
