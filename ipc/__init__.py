@@ -1,1 +1,65 @@
-"""What two processes of a node share: memory, rings, doorbells, sessions, and the KV hand-over channel."""
+"""Memory that the processes of a node share: rings with doorbells and sessions, and the KV hand-over channel.
+
+Knows nothing of what vectors mean, of search, or of language models. Linux only.
+"""
+
+from ipc.client import ClientStatistics, RingClient
+from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result
+from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all
+from ipc.errors import (
+    AttachRefused,
+    AttachTimeout,
+    Draining,
+    InvalidArgument,
+    IpcError,
+    MemoryRefused,
+    PeerLost,
+    ProtocolViolation,
+    RingFull,
+    StaleEpoch,
+    UnknownRequest,
+)
+from ipc.handover import HandoverSink, HandoverSource, KvArena, Offer, Outcome
+from ipc.memory import MemoryReference, SharedMemory
+from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
+from ipc.server import RingServer, ServerStatistics
+
+__all__ = [
+    "STAGES",
+    "STATUSES",
+    "AttachRefused",
+    "AttachTimeout",
+    "Cancel",
+    "ClientStatistics",
+    "Draining",
+    "HandoverSink",
+    "HandoverSource",
+    "InvalidArgument",
+    "IpcError",
+    "KvArena",
+    "MemoryReference",
+    "MemoryRefused",
+    "Offer",
+    "Outcome",
+    "PeerLost",
+    "ProtocolViolation",
+    "Request",
+    "Result",
+    "RingClient",
+    "RingConsumer",
+    "RingFull",
+    "RingLayout",
+    "RingProducer",
+    "RingServer",
+    "ServerStatistics",
+    "SharedMemory",
+    "StaleEpoch",
+    "UnknownRequest",
+    "bind",
+    "check_endpoint",
+    "connect",
+    "format_ring",
+    "new_token",
+    "private_endpoint",
+    "receive_all",
+]

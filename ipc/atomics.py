@@ -1,0 +1,204 @@
+"""Acquire loads, release stores and full fences on 64-bit words of shared memory, and the loops built of them.
+
+Words are named by their address (int64), so that a call from Python costs about 0.1 µs and the loops run without the
+GIL. The instructions come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64 and on aarch64.
+An address must stay mapped during the call: `ring.py` takes care of that, nobody else calls the loops.
+
+Everything compiled lives in this one file because numba's on-disk cache is invalidated by a change of the file that
+holds the function, not of the files that it uses.
+
+The loops read a *watch table*, int64 [rings, 5], one row per ring that a process consumes, in its private memory:
+address of slot 0, stride in bytes, slots, position (slots consumed so far), address of the sleeping word.
+A row whose `slots` is 0 is skipped.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+Words = npt.NDArray[np.int64]
+
+WATCH_COLUMNS = 5
+WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WATCH_COLUMNS)
+
+_I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
+
+
+def _intrinsic(function: F) -> F:
+    return cast(F, intrinsic(function))
+
+
+def _compiled(signature: str) -> Callable[[F], F]:
+    # Signatures are given, so that importing compiles (once per machine) and no call ever does.
+    return cast(Callable[[F], F], numba.njit(signature, cache=True, nogil=True))
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+@_intrinsic
+def _load_acquire(_typing: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8, typ=_I64)
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def _store_release(_typing: Any, _address: Any, _value: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _exchange(_typing: Any, _address: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _pointer(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _fence(_typing: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
+def _sched_yield(_typing: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        function = numba.core.cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
+        return builder.call(function, [])
+
+    return types.int32(), generate
+
+
+@_intrinsic
+def _monotonic_ns(_typing: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        timespec = ir.ArrayType(_I64, 2)
+        kind = ir.FunctionType(_I32, [_I32, timespec.as_pointer()])
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        place = numba.core.cgutils.alloca_once(builder, timespec)
+        builder.call(function, [ir.Constant(_I32, 1), place])  # 1: CLOCK_MONOTONIC
+        seconds = builder.extract_value(builder.load(place), 0)
+        nanoseconds = builder.extract_value(builder.load(place), 1)
+        return builder.add(builder.mul(seconds, ir.Constant(_I64, 1_000_000_000)), nanoseconds)
+
+    return types.int64(), generate
+
+
+@_compiled("int64(int64)")
+def load_acquire(address: int) -> int:
+    """The word at `address`; what its writer stored before a release store of it is visible afterwards."""
+    return _load_acquire(address)  # type: ignore[call-arg,no-any-return]
+
+
+@_compiled("void(int64, int64)")
+def store_release(address: int, value: int) -> None:
+    """Store a word after everything this thread stored before."""
+    _store_release(address, value)  # type: ignore[call-arg]
+
+
+@_compiled("int64(int64, int64)")
+def exchange(address: int, value: int) -> int:
+    """Swap a word in one step, sequentially consistent; returns what was there."""
+    return _exchange(address, value)  # type: ignore[call-arg,no-any-return]
+
+
+@_compiled("void()")
+def fence() -> None:
+    """A full fence: no load or store moves over it in either direction."""
+    _fence()  # type: ignore[call-arg]
+
+
+@_compiled("int64(int64, int64, int64, int64, int64, int64, int64)")
+def publish(base: int, stride: int, slots: int, position: int, count: int, writer: int, sleeping: int) -> int:
+    """Make `count` filled slots from `position` on visible, in order. 1: the consumer sleeps and must be rung.
+
+    The sleeping word is taken back here, so only one of many sends rings.
+    """
+    for i in range(position, position + count):
+        # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `_has_news`.
+        _store_release(base + (i % slots) * stride, i + 1)  # type: ignore[call-arg]
+    _store_release(writer, position + count)  # type: ignore[call-arg]
+    # SYNC POINT: sleeping. Publish, fence, look at the flag; `arm` sets the flag, fences, looks at the slot. Without
+    # both fences each side may miss the other and the consumer sleeps over a full slot.
+    _fence()  # type: ignore[call-arg]
+    if _load_acquire(sleeping) == 0:  # type: ignore[call-arg]
+        return 0
+    return _exchange(sleeping, 0)  # type: ignore[call-arg,no-any-return]
+
+
+@_compiled("int64(int64, int64, int64, int64, int64)")
+def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
+    """How many slots from `position` on are published: at most `limit`, and none beyond the end of the slot array."""
+    limit = min(limit, slots - position % slots)
+    count = 0
+    # SYNC POINT: slot sequence, see `publish`.
+    while count < limit and _load_acquire(base + ((position + count) % slots) * stride) == position + count + 1:  # type: ignore[call-arg]
+        count += 1
+    return count
+
+
+@_compiled("boolean(int64[:, ::1], int64)")
+def _has_news(table: Words, row: int) -> bool:
+    slots = table[row, 2]
+    if slots == 0:
+        return False
+    position = table[row, 3]
+    # SYNC POINT: slot sequence, see `publish`.
+    return _load_acquire(table[row, 0] + (position % slots) * table[row, 1]) == position + 1  # type: ignore[call-arg,no-any-return]
+
+
+@_compiled("int64(int64[:, ::1], int64)")
+def spin(table: Words, spin_ns: int) -> int:
+    """Look at all watched rings for up to `spin_ns`; the first row with news, or -1. Yields the core between looks.
+
+    Without the yield the ZeroMQ threads of both processes starve where cores are few.
+    """
+    start = _monotonic_ns()  # type: ignore[call-arg]
+    while True:
+        for row in range(table.shape[0]):
+            if _has_news(table, row):
+                return row
+        if _monotonic_ns() - start >= spin_ns:  # type: ignore[call-arg]
+            return -1
+        _sched_yield()  # type: ignore[call-arg]
+
+
+@_compiled("int64(int64[:, ::1])")
+def arm(table: Words) -> int:
+    """Announce sleep on all watched rings, then look once more: the first row with news, or -1 when sleep is safe."""
+    for row in range(table.shape[0]):
+        if table[row, 2] != 0:
+            _store_release(table[row, 4], 1)  # type: ignore[call-arg]
+    # SYNC POINT: sleeping, see `publish`.
+    _fence()  # type: ignore[call-arg]
+    for row in range(table.shape[0]):
+        if _has_news(table, row):
+            return row
+    return -1
+
+
+@_compiled("void(int64[:, ::1])")
+def disarm(table: Words) -> None:
+    """Awake again: no need to ring."""
+    for row in range(table.shape[0]):
+        if table[row, 2] != 0:
+            _store_release(table[row, 4], 0)  # type: ignore[call-arg]

@@ -1,0 +1,541 @@
+"""A client's side of a session: submit vectors to a pool, poll results."""
+
+import contextlib
+import os
+import select
+import time
+from collections import deque
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from ipc import atomics
+from ipc.descriptors import (
+    CANCEL,
+    MAX_U16,
+    REQUEST_HEADER,
+    RESULT_HEADER,
+    SEARCH,
+    STAGE_CODES,
+    STATUS_CODES,
+    STATUSES,
+    Result,
+)
+from ipc.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
+from ipc.endpoints import connect, new_token, receive_all
+from ipc.errors import (
+    AttachRefused,
+    AttachTimeout,
+    Draining,
+    InvalidArgument,
+    IpcError,
+    PeerLost,
+    ProtocolViolation,
+    RingFull,
+    StaleEpoch,
+)
+from ipc.memory import SharedMemory
+from ipc.ring import CLOSED, DRAINING, OPEN, RingConsumer, RingProducer
+from ipc.server import result_offset
+from ipc.session import (
+    DOORBELLS,
+    EVENTFD,
+    MAX_MESSAGE_BYTES,
+    VERSION,
+    Attach,
+    Attached,
+    Refused,
+    decode_answer,
+    encode,
+)
+
+MAX_SESSION_BYTES = 1 << 32
+PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
+SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
+
+
+class ClientStatistics(msgspec.Struct, frozen=True):
+    """Counters of a client since it was made, over all its sessions.
+
+    `submitted` requests; `returned` results (of them `lost`); `outstanding` now; submissions refused because the ring
+    was `full`; doorbells `rung`; `cancelled` requests; results of a `stale` epoch; sessions `attached`.
+    """
+
+    submitted: int
+    returned: int
+    lost: int
+    outstanding: int
+    full: int
+    rung: int
+    cancelled: int
+    stale: int
+    attached: int
+
+
+class _Session:
+    """One attachment to one life of the pool: rings, doorbells, its pidfd. Made whole or not at all."""
+
+    def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float) -> None:
+        deadline = time.monotonic_ns() + int(timeout_ms * 1e6)
+        with contextlib.ExitStack() as undo:
+            mailbox: FdMailbox | None = None
+            if doorbell == EVENTFD:
+                mailbox = FdMailbox()
+                undo.callback(mailbox.close)
+                bell = mailbox.name
+            else:
+                bell = f"{endpoint[:60]}-{new_token()}"
+                self.sleeper: Sleeper = ZmqSleeper(bell)
+                undo.callback(self.sleeper.close)
+            answer = _ask(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell), deadline)
+            self.answer = answer
+            self.ringer: Ringer
+            if mailbox is not None:
+                left_ms = max((deadline - time.monotonic_ns()) / 1e6, 1.0)
+                ringer_fd, sleeper_fd = mailbox.take(answer.token, 2, left_ms)
+                self.ringer, self.sleeper = EventfdBell(ringer_fd), EventfdBell(sleeper_fd)
+                undo.callback(self.sleeper.close)
+            else:
+                self.ringer = ZmqRinger(answer.bell)
+            undo.callback(self.ringer.close)
+            try:
+                self.pidfd = os.pidfd_open(answer.pid)
+            except OSError as error:
+                raise PeerLost(f"the pool (process {answer.pid}) is gone: {error.strerror}") from error
+            undo.callback(os.close, self.pidfd)
+            self._map(answer)
+            undo.callback(self.memory.close)
+            self.epoll = select.epoll()
+            self.epoll.register(self.sleeper.fileno(), select.EPOLLIN)
+            self.epoll.register(self.pidfd, select.EPOLLIN)
+            undo.pop_all()
+        if mailbox is not None:
+            mailbox.close()
+
+    def _map(self, answer: Attached) -> None:
+        layouts, max_k = (answer.requests, answer.results), answer.max_k
+        dims = [dim for _, dim in answer.collections]
+        if not dims or min(dims) < 1 or 4 * max(dims) != layouts[0].payload_bytes:
+            raise ProtocolViolation(f"dimensions {dims} do not fit payloads of {layouts[0].payload_bytes} bytes")
+        if max_k < 1 or 12 * max_k != layouts[1].payload_bytes:
+            raise ProtocolViolation(f"max_k {max_k} does not fit payloads of {layouts[1].payload_bytes} bytes")
+        split = result_offset(layouts[0])
+        if split + layouts[1].size != answer.memory.size:
+            raise ProtocolViolation(f"rings of {split + layouts[1].size} bytes in a memory of {answer.memory.size}")
+        self.memory = SharedMemory.open(answer.memory, max_size=MAX_SESSION_BYTES, writable=True)
+        try:
+            view = self.memory.view
+            self.requests = RingProducer(view[: layouts[0].size], layouts[0], answer.epoch)
+            self.results = RingConsumer(view[split : split + layouts[1].size], layouts[1], answer.epoch)
+        except BaseException:
+            self.memory.close()
+            raise
+        self.vectors = self.requests.payload(np.float32, 0, max(dims))
+        self.ids = self.results.payload(np.int64, 0, max_k)
+        self.distances = self.results.payload(np.float32, 8 * max_k, max_k)
+        self.table: atomics.Words = np.zeros((1, atomics.WATCH_COLUMNS), np.int64)
+        self.results.place(self.table[0])
+
+    def pool_died(self) -> bool:
+        return any(fd == self.pidfd for fd, _ in self.epoll.poll(0))
+
+    def close(self) -> None:
+        self.requests.close()
+        self.ringer.ring()
+        self.epoll.close()
+        os.close(self.pidfd)
+        self.sleeper.close()
+        self.ringer.close()
+        self.memory.close()
+
+
+def _ask(endpoint: str, attach: Attach, deadline: int) -> Attached:
+    socket = connect(zmq.DEALER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
+    try:
+        socket.send(encode(attach))
+        while (left := deadline - time.monotonic_ns()) > 0:
+            socket.poll(max(left // 1_000_000, 1))
+            for frames in receive_all(socket):
+                try:
+                    answer: Attached | Refused = decode_answer(frames[-1])
+                except msgspec.MsgspecError as error:
+                    raise ProtocolViolation(f"the pool at {endpoint} answers nonsense: {error}") from error
+                if isinstance(answer, Refused):
+                    raise AttachRefused(f"the pool at {endpoint} refuses: {answer.reason}")
+                if answer.version != VERSION:
+                    raise ProtocolViolation(f"the pool speaks version {answer.version}, this client {VERSION}")
+                return answer
+    finally:
+        socket.close()
+    raise AttachTimeout(f"no pool answered at {endpoint}")
+
+
+class RingClient:
+    """Submits searches to the pool at `endpoint` and polls their results. One thread; only `wait` sleeps.
+
+    Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
+    `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
+    the ring before it sleeps.
+
+    Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
+    was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
+    until `reconnect` succeeds.
+
+    asyncio: `loop.add_reader(client.fileno(), wake)`, and whenever there is nothing left to do: `if client.arm():` go
+    back to the loop, else poll again; on wake-up `client.disarm()` and poll. `zmq.Poller` takes `fileno()` too.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        *,
+        doorbell: str = EVENTFD,
+        spin_us: float = 50.0,
+        timeout_ms: float = 5000.0,
+    ) -> None:
+        if doorbell not in DOORBELLS:
+            raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
+        self.endpoint = endpoint
+        self.name = name
+        self._doorbell = doorbell
+        self._spin_ns = int(spin_us * 1000)
+        self._outstanding: dict[int, int] = {}  # request id → enqueue_ns
+        self._ended: deque[Result] = deque()  # read or lost, not yet returned
+        self._unsent_cancels: deque[int] = deque()
+        self._next_id = 1
+        self._lost: str | None = None
+        self._next_peer_check = 0
+        self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
+        self._open = True
+        self._attach(timeout_ms)
+
+    def _attach(self, timeout_ms: float) -> None:
+        self._session = _Session(self.endpoint, self.name, self._doorbell, timeout_ms)
+        answer = self._session.answer
+        self.epoch = answer.epoch
+        self.collections = dict(answer.collections)
+        self.max_k = answer.max_k
+        self.max_top_m = answer.max_top_m
+        self._codes = {name: (code, dim) for code, (name, dim) in enumerate(answer.collections)}
+        self._slots = answer.results.slots
+        self._lost = None
+        self._counts["attached"] += 1
+
+    # ---- requests
+
+    def submit(
+        self,
+        vector: npt.ArrayLike,
+        *,
+        collection: str,
+        stage: str,
+        k: int,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        deadline_ns: int = 0,
+        block_ms: float = 0.0,
+    ) -> int:
+        """Ask for the `k` nearest of `vector` [dim] (copied as float32); returns the request id, rising from 1.
+
+        `stage` 'prefill' or 'decode'; `deadline_ns` in `time.monotonic_ns()`, 0 for none. When as many requests are
+        outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`; nothing was
+        accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range), `Draining`,
+        `PeerLost`.
+        """
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        session = self._session
+        array = np.asarray(vector)
+        code, dim = self._codes.get(collection, (-1, 0))
+        stage_code = STAGE_CODES.get(stage, -1)
+        if (
+            array.shape != (dim,)
+            or stage_code < 0
+            or not 1 <= k <= self.max_k
+            or not 1 <= top_m <= self.max_top_m
+            or not 1 <= search_width <= MAX_U16
+            or not (patience is None or 1 <= patience <= MAX_U16)
+            or deadline_ns < 0
+        ):
+            self._refuse(array.shape, collection, stage, k, top_m, search_width, patience, deadline_ns)
+        state = session.requests.consumer_state
+        if state != OPEN:
+            self._refuse_state(state)
+        slot = self._loan(block_ms)
+        session.vectors[slot, :dim] = array
+        request_id, now = self._next_id, time.monotonic_ns()
+        REQUEST_HEADER.pack_into(
+            session.requests.view,
+            session.requests.header_offset(slot),
+            request_id,
+            self.epoch,
+            SEARCH,
+            stage_code,
+            code,
+            k,
+            top_m,
+            deadline_ns,
+            now,
+            search_width,
+            patience or 0,
+            dim,
+        )
+        self._next_id = request_id + 1
+        self._outstanding[request_id] = now
+        self._counts["submitted"] += 1
+        self._send()
+        return request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
+
+        False: it is not outstanding. If the ring is full, the word goes out with the next submit, poll or wait.
+        """
+        if request_id not in self._outstanding:
+            return False
+        self._counts["cancelled"] += 1
+        self._unsent_cancels.append(request_id)
+        self._flush_cancels()
+        return True
+
+    def _flush_cancels(self) -> None:
+        ring = self._session.requests
+        while self._unsent_cancels and self._lost is None:
+            request_id = self._unsent_cancels[0]
+            if request_id in self._outstanding:
+                if ring.free() < 1:
+                    return
+                offset = ring.header_offset(ring.loan())
+                REQUEST_HEADER.pack_into(ring.view, offset, request_id, self.epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+                self._send()
+            self._unsent_cancels.popleft()
+
+    def _send(self) -> None:
+        if self._session.requests.send():
+            self._counts["rung"] += 1
+            self._session.ringer.ring()
+
+    def _loan(self, block_ms: float) -> int:
+        """A free request slot, with the promise that its result will have one too."""
+        if self._unsent_cancels:
+            self._flush_cancels()
+        if len(self._outstanding) < self._slots:
+            with contextlib.suppress(RingFull):
+                return self._session.requests.loan()
+        end = time.monotonic_ns() + int(block_ms * 1e6)
+        while (left := end - time.monotonic_ns()) > 0:
+            self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots: look often
+            self._absorb()
+            if self._lost is not None:
+                raise PeerLost(self._lost)
+            if len(self._outstanding) < self._slots and self._session.requests.free() > 0:
+                return self._session.requests.loan()
+        self._counts["full"] += 1
+        raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self._slots} slots")
+
+    def _refuse(
+        self,
+        shape: tuple[int, ...],
+        collection: str,
+        stage: str,
+        k: int,
+        top_m: int,
+        search_width: int,
+        patience: int | None,
+        deadline_ns: int,
+    ) -> None:
+        if collection not in self.collections:
+            raise InvalidArgument(f"no collection {collection!r}; there are {sorted(self.collections)}")
+        if shape != (self.collections[collection],):
+            raise InvalidArgument(
+                f"a vector of {collection!r} has {self.collections[collection]} dimensions, got shape {shape}"
+            )
+        if stage not in STAGE_CODES:
+            raise InvalidArgument(f"stage must be one of {tuple(STAGE_CODES)}, got {stage!r}")
+        raise InvalidArgument(
+            f"k {k} must be within 1..{self.max_k}, top_m {top_m} within 1..{self.max_top_m}, search_width "
+            f"{search_width} and patience {patience} within 1..{MAX_U16}, deadline_ns {deadline_ns} not below 0"
+        )
+
+    def _refuse_state(self, state: int) -> None:
+        if state == DRAINING:
+            raise Draining("the pool is draining and takes no new requests")
+        self._lose(_STATE_REASONS.get(state, "the session ended"))
+        raise PeerLost(str(self._lost))
+
+    # ---- results
+
+    def poll(self) -> list[Result]:
+        """All results that are there, in the order in which the pool published them. Never blocks.
+
+        Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for one no
+        correct pool writes (the session is over then, outstanding requests are 'lost').
+        """
+        self._absorb()
+        if not self._ended and self._outstanding:
+            now = time.monotonic_ns()
+            if now >= self._next_peer_check:
+                self._next_peer_check = now + PEER_CHECK_NS
+                self._check_peer()
+        results = list(self._ended)
+        self._ended.clear()
+        self._counts["returned"] += len(results)
+        return results
+
+    def _absorb(self) -> None:
+        """Move what the pool has published from the ring to `_ended`."""
+        if self._unsent_cancels:
+            self._flush_cancels()
+        if self._lost is None:
+            self._read_ring()
+
+    def _read_ring(self) -> None:
+        session = self._session
+        ring = session.results
+        while count := ring.ready(self._slots):
+            for slot in range(ring.first, ring.first + count):
+                fields = RESULT_HEADER.unpack_from(ring.view, ring.header_offset(slot))
+                request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
+                if epoch != self.epoch:
+                    ring.release(1)
+                    self._counts["stale"] += 1
+                    raise StaleEpoch(f"a result of epoch {epoch} in a session of epoch {self.epoch}")
+                enqueue_ns = self._outstanding.pop(request_id, None)
+                if enqueue_ns is None or status >= STATUS_CODES["lost"] or found > self.max_k:
+                    if enqueue_ns is not None:
+                        self._outstanding[request_id] = enqueue_ns
+                    ring.release(1)
+                    reason = f"the pool wrote result {request_id}, status {status}, {found} ids"
+                    self._lose(reason, read=False)
+                    raise ProtocolViolation(reason)
+                ids, distances = session.ids[slot, :found].copy(), session.distances[slot, :found].copy()
+                ring.release(1)
+                self._ended.append(
+                    Result(
+                        request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns
+                    )
+                )
+
+    def _check_peer(self) -> None:
+        if self._lost is not None:
+            return
+        try:
+            state = self._session.requests.consumer_state
+        except ProtocolViolation as error:
+            self._lose(str(error))
+            return
+        if state >= CLOSED:
+            self._lose(_STATE_REASONS[state])
+        elif self._session.pool_died():
+            self._lose(f"the pool (process {self._session.answer.pid}) died")
+
+    def _lose(self, reason: str, *, read: bool = True) -> None:
+        if read:  # what it managed to publish still counts
+            with contextlib.suppress(IpcError):
+                self._read_ring()
+        if self._lost is not None:
+            return
+        self._lost = reason
+        now = time.monotonic_ns()
+        for request_id, enqueue_ns in self._outstanding.items():
+            nothing = np.empty(0, np.int64), np.empty(0, np.float32)
+            self._ended.append(Result(request_id, "lost", *nothing, 0, enqueue_ns, 0, 0, now))
+        self._counts["lost"] += len(self._outstanding)
+        self._outstanding.clear()
+        self._unsent_cancels.clear()
+        with contextlib.suppress(OSError):  # a dead process would keep fileno() readable for ever
+            self._session.epoll.unregister(self._session.pidfd)
+
+    # ---- sleeping
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Sleep until `poll` has something to return, or the time is over. True in the former case."""
+        end = time.monotonic_ns() + int(timeout_ms * 1e6)
+        while True:
+            self._absorb()
+            if self._ended:
+                return True
+            left = end - time.monotonic_ns()
+            if left <= 0 or not self._outstanding:
+                self._check_peer()
+                return bool(self._ended)
+            self._sleep(left)
+
+    def _sleep(self, left_ns: int) -> None:
+        if atomics.spin(self._session.table, min(self._spin_ns, left_ns)) >= 0:
+            return
+        if self.arm():
+            self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
+        self.disarm()
+
+    def fileno(self) -> int:
+        """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""
+        return self._session.epoll.fileno()
+
+    def arm(self) -> bool:
+        """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
+        self._check_peer()
+        if self._ended or atomics.arm(self._session.table) >= 0:
+            self.disarm()
+            return False
+        return True
+
+    def disarm(self) -> None:
+        """Awake again: no need to ring. Call it before polling after each sleep."""
+        atomics.disarm(self._session.table)
+        self._session.sleeper.silence()
+
+    # ---- the session
+
+    @property
+    def lost(self) -> str | None:
+        """Why the session is over, or None while it lasts (as far as was noticed)."""
+        return self._lost
+
+    @property
+    def outstanding(self) -> int:
+        """Requests submitted and not yet read back."""
+        return len(self._outstanding)
+
+    @property
+    def heartbeat_age_ns(self) -> int:
+        """Nanoseconds since the pool last looked after its rings; a live pool does so at least every 100 ms."""
+        return max(time.monotonic_ns() - self._session.requests.heartbeat_ns, 0)
+
+    def reconnect(self, timeout_ms: float = 5000.0) -> None:
+        """Attach anew. What was outstanding ends with status 'lost', `epoch`, `fileno()` and the limits may change.
+
+        Raises what the constructor raises; the client stays lost then, and may try again.
+        """
+        if not self._open:
+            raise PeerLost("the client was closed")
+        if self._lost is None:
+            self._lose("the client reconnected")
+        old = self._session
+        self._attach(timeout_ms)
+        old.close()
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        if self._open:
+            self._open = False
+            if self._lost is None:
+                self._lose("the client was closed")
+            self._session.close()
+
+    def __enter__(self) -> "RingClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> ClientStatistics:
+        """Counters; cheap."""
+        return ClientStatistics(**{**self._counts, "outstanding": len(self._outstanding)})
+
+
+_STATE_REASONS = {CLOSED: "the pool closed the session", 3: "the pool evicted this client: it broke the protocol"}

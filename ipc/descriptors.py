@@ -1,0 +1,81 @@
+"""What a session's slots hold: the 56 header bytes of a request and of a result, and the words for their codes.
+
+```
+request  q id | I epoch | B kind | B stage | H collection | I k | I top_m | q deadline_ns | q enqueue_ns
+         H search_width | H patience (0: none) | I dim | 8 spare          payload: dim float32
+result   q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
+                                                                          payload: count int64 ids, then, from byte
+                                                                          8·max_k on, count float32 distances
+```
+"""
+
+import struct
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+REQUEST_HEADER = struct.Struct("<qIBBHIIqqHHI8x")
+RESULT_HEADER = struct.Struct("<qIB3xIIqqq8x")
+assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
+
+SEARCH, CANCEL = 0, 1  # kinds of request
+
+STAGES = ("prefill", "decode")
+STATUSES = ("ok", "cancelled", "overloaded", "deadline_exceeded", "invalid_request", "stale_epoch", "failed", "lost")
+"""How a request ended. 'lost' is the client's own verdict when the pool died; 'stale_epoch' refuses a descriptor of
+another epoch; the others are the pool's."""
+
+STAGE_CODES = {name: code for code, name in enumerate(STAGES)}
+STATUS_CODES = {name: code for code, name in enumerate(STATUSES)}
+
+MAX_REQUEST_ID = (1 << 62) - 1
+MAX_U16 = (1 << 16) - 1
+MAX_U32 = (1 << 32) - 1
+
+Float32s = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
+
+    (`client`, `request_id`) names it; `deadline_ns` 0 means none; `patience` None means the index's own stopping rule.
+    """
+
+    client: int
+    request_id: int
+    collection: str
+    stage: str
+    k: int
+    top_m: int
+    search_width: int
+    patience: int | None
+    deadline_ns: int
+    enqueue_ns: int
+    receive_ns: int
+    vector: Float32s
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """A client does not want a request's result any more (or is gone). The request still ends with one `publish`."""
+
+    client: int
+    request_id: int
+
+
+class Result(msgspec.Struct, frozen=True, eq=False):
+    """How a request ended: `ids` int64 [count], `distances` float32 [count] (own copies), empty unless status is 'ok'.
+
+    Times are monotonic ns: enqueued by the client, received by the pool, begun (0: never), ended.
+    """
+
+    request_id: int
+    status: str
+    ids: Int64s
+    distances: Float32s
+    extends: int
+    enqueue_ns: int
+    receive_ns: int
+    begin_ns: int
+    end_ns: int

@@ -1,0 +1,88 @@
+"""ZeroMQ sockets as all of Trinity makes them: abstract names that leave no files, this user only, bounded in size.
+
+An endpoint reads `ipc://@trinity-<token>-<what>`; the token is random per node, the name vanishes with its process.
+"""
+
+import os
+import re
+import secrets
+from typing import Any
+
+import zmq
+
+from ipc.errors import InvalidArgument
+
+ZmqSocket = zmq.Socket[bytes]
+
+_NAME_LIMIT = 100  # an abstract socket name has 107 bytes
+_ENDPOINT = re.compile(rf"ipc://@([\x21-\x7e]{{1,{_NAME_LIMIT}}})")
+
+
+def new_token() -> str:
+    """A fresh random token, 16 hex digits: unguessable for the life of a node."""
+    return secrets.token_hex(8)
+
+
+def private_endpoint(token: str, what: str) -> str:
+    """The endpoint of `what` (`pool-0`, `frontend`, …) on the node with this token."""
+    return check_endpoint(f"ipc://@trinity-{token}-{what}")
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The endpoint itself, if it is an abstract ipc name of at most 100 printable ASCII characters.
+
+    Raises `InvalidArgument` for anything else: an endpoint that a peer sends must not make us connect to the network.
+    """
+    if not isinstance(endpoint, str) or _ENDPOINT.fullmatch(endpoint) is None:
+        raise InvalidArgument(f"not an abstract ipc endpoint of at most {_NAME_LIMIT} characters: {endpoint!r:.200}")
+    return endpoint
+
+
+def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
+    """A bound socket that refuses other users' connections and messages over `max_message_bytes`.
+
+    `queue` bounds the messages held in each direction and per peer. Raises `InvalidArgument` if the name is taken.
+    """
+    socket = _socket(kind, max_message_bytes, queue)
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    try:
+        socket.bind(check_endpoint(endpoint))
+    except (zmq.ZMQError, InvalidArgument) as error:
+        socket.close()
+        raise InvalidArgument(f"cannot bind {endpoint}: {error}") from error
+    return socket
+
+
+def connect(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
+    """A socket connected to a bound one of this host (now, or as soon as that one exists)."""
+    socket = _socket(kind, max_message_bytes, queue)
+    try:
+        socket.connect(check_endpoint(endpoint))
+    except (zmq.ZMQError, InvalidArgument) as error:
+        socket.close()
+        raise InvalidArgument(f"cannot connect to {endpoint}: {error}") from error
+    return socket
+
+
+def _socket(kind: int, max_message_bytes: int, queue: int) -> ZmqSocket:
+    context: Any = zmq.Context.instance()
+    socket: ZmqSocket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, queue)
+    socket.setsockopt(zmq.RCVHWM, queue)
+    return socket
+
+
+def receive_all(socket: ZmqSocket, limit: int = 1000) -> list[list[bytes]]:
+    """Up to `limit` messages that wait now, each as its frames. Never blocks.
+
+    A ZeroMQ file descriptor only reports *changes*: read until this returns an empty list before sleeping on one.
+    """
+    messages: list[list[bytes]] = []
+    while len(messages) < limit:
+        try:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            break
+    return messages

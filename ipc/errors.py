@@ -1,0 +1,50 @@
+"""The errors of `ipc`: one family. Messages name the value and the limit."""
+
+# ruff: noqa: N818  (they name what happened; an Error suffix on each would add nothing)
+
+
+class IpcError(Exception):
+    """Base of everything that `ipc` raises on purpose."""
+
+
+class RingFull(IpcError):
+    """No free slot: nothing was accepted. Read results (or wait) and try again."""
+
+
+class Draining(IpcError):
+    """The peer finishes what it has and takes nothing new."""
+
+
+class PeerLost(IpcError):
+    """The peer died, closed the session, or put an end to it; its outstanding requests end with status 'lost'."""
+
+
+class AttachTimeout(PeerLost):
+    """Nobody answered at the endpoint in time."""
+
+
+class AttachRefused(IpcError):
+    """The peer answered, and declined; the message is its reason."""
+
+
+class StaleEpoch(IpcError):
+    """A request, result or hand-over belongs to another life of its process."""
+
+
+class ProtocolViolation(IpcError):
+    """The peer wrote what no correct peer writes: a foreign header, a position or size out of bounds."""
+
+
+class MemoryRefused(IpcError):
+    """Shared memory cannot be opened: gone, unsealed, of another size than announced, or over the limit."""
+
+
+class InvalidArgument(IpcError, ValueError):
+    """The caller passed a value out of its range."""
+
+
+class UnknownRequest(IpcError, KeyError):
+    """No such request is outstanding: it has ended already, or never was."""
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])

@@ -1,0 +1,132 @@
+"""Memory that processes of one user on one host share: sealed memfds, nameless and so never left behind.
+
+A process hands its memory over by telling (pid, fd); the other opens `/proc/PID/fd/FD`, which the kernel allows to the
+same user only. The seals forbid to shrink, grow or unseal it, so a peer cannot make our access fail (SIGBUS), and the
+inode says that the descriptor still means the memory that was announced. Both processes must see the same `/proc`
+(one PID namespace).
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+import msgspec
+import numpy as np
+
+from ipc.errors import InvalidArgument, MemoryRefused
+
+_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; the fcntl module does not have it
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class MemoryReference(msgspec.Struct, frozen=True):
+    """Names shared memory to another process, valid while its creator lives and holds it."""
+
+    pid: int
+    fd: int
+    size: int
+    inode: int
+
+
+class SharedMemory:
+    """A mapping of a sealed memfd. `view` is its memoryview, `address` where it is mapped.
+
+    Use `create` or `open`; `close` gives descriptor and mapping back (the mapping outlives `close` for as long as
+    memoryviews or arrays of it do).
+    """
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self.size = size
+        self.view = memoryview(self._map)
+        self.address = int(np.frombuffer(self.view, np.uint8).ctypes.data)
+
+    @classmethod
+    def create(cls, name: str, size: int, *, peers_write: bool = True) -> "SharedMemory":
+        """`size` bytes of zeros. With `peers_write=False` no other process can ever map it writable.
+
+        `name` only shows in /proc/PID/maps. Raises `InvalidArgument` for a size below 1.
+        """
+        if size < 1:
+            raise InvalidArgument(f"size must be at least 1 byte, got {size}")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            memory = cls(fd, size, writable=True)
+            # Our own writable mapping exists already; FUTURE_WRITE is about everyone's next one.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | (0 if peers_write else _F_SEAL_FUTURE_WRITE))
+        except BaseException:
+            os.close(fd)
+            raise
+        return memory
+
+    @classmethod
+    def open(cls, reference: MemoryReference, *, max_size: int, writable: bool = False) -> "SharedMemory":
+        """Map another process's memory (or one's own). Nothing is mapped before seals, size and identity are checked.
+
+        Raises `MemoryRefused`: the creator is gone or another user's, the memory is not sealed, not of the announced
+        size, over `max_size` bytes, or not the announced one.
+        """
+        if not 1 <= reference.size <= max_size:
+            raise MemoryRefused(f"announced size {reference.size} is not within 1..{max_size} bytes")
+        if reference.pid < 1 or reference.fd < 0:
+            raise MemoryRefused(f"no such descriptor: pid {reference.pid}, fd {reference.fd}")
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        where = f"fd {reference.fd} of process {reference.pid}"
+        try:
+            # O_NONBLOCK: a descriptor that is no memfd (a pipe, say) must not make us wait.
+            fd = os.open(f"/proc/{reference.pid}/fd/{reference.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise MemoryRefused(f"cannot open {where}: {error.strerror}") from error
+        try:
+            cls._check(fd, reference, where)
+            return cls(fd, reference.size, writable=writable)
+        except OSError as error:
+            os.close(fd)
+            raise MemoryRefused(f"cannot map {where}: {error}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def _check(fd: int, reference: MemoryReference, where: str) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:  # not a memfd at all
+            raise MemoryRefused(f"{where} is no memfd") from error
+        if seals & _SEALS != _SEALS:
+            raise MemoryRefused(f"{where} lacks seals: has {seals:#x}, needs {_SEALS:#x}")
+        found = os.fstat(fd)
+        if found.st_size != reference.size:
+            raise MemoryRefused(f"announced size {reference.size} bytes, found {found.st_size}")
+        if found.st_ino != reference.inode:
+            raise MemoryRefused(f"{where} is another memory than the announced one")
+
+    @property
+    def reference(self) -> MemoryReference:
+        """What to send to a process that shall `open` this."""
+        return MemoryReference(os.getpid(), self._fd, self.size, self._inode)
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        # Exported arrays keep the mapping; it goes with the last of them.
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+    def __enter__(self) -> "SharedMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

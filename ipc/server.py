@@ -1,0 +1,531 @@
+"""The pool's side of sessions: hands out rings, reads requests of all clients, publishes results."""
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from ipc import atomics
+from ipc.descriptors import (
+    CANCEL,
+    MAX_REQUEST_ID,
+    MAX_U16,
+    REQUEST_HEADER,
+    RESULT_HEADER,
+    SEARCH,
+    STAGES,
+    STATUS_CODES,
+    Cancel,
+    Request,
+)
+from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
+from ipc.endpoints import bind, new_token, receive_all
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
+from ipc.memory import SharedMemory
+from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, format_ring
+from ipc.session import EVENTFD, MAX_MESSAGE_BYTES, VERSION, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HOUSEKEEPING_NS = 1_000_000  # how often a busy server looks at its session socket and at its clients' lives
+SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
+_PAGE = 4096
+_MAX_NAME = 100
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """Counters of a server since it was made.
+
+    `clients` now; `attached`, `refused`, `lost` (closed or died) and `evicted` (broke the protocol) clients so far;
+    requests `received` and `outstanding`; results `published` and `dropped` (their client was gone); requests refused
+    as `invalid` or `stale`; doorbells `rung`; session messages that were `malformed`.
+    """
+
+    clients: int
+    attached: int
+    refused: int
+    lost: int
+    evicted: int
+    received: int
+    outstanding: int
+    published: int
+    dropped: int
+    invalid: int
+    stale: int
+    rung: int
+    malformed: int
+
+
+class _Client:
+    """One attached client: its rings, its doorbell, its pidfd, and the requests it waits for."""
+
+    def __init__(
+        self,
+        handle: int,
+        name: str,
+        pidfd: int,
+        bell: Ringer,
+        memory: SharedMemory,
+        layouts: tuple[RingLayout, RingLayout],
+        epoch: int,
+        max_dim: int,
+        max_k: int,
+    ) -> None:
+        self.handle = handle
+        self.name = name
+        self.pidfd = pidfd
+        self.bell = bell
+        self.memory = memory
+        split = result_offset(layouts[0])
+        requests, results = memory.view[: layouts[0].size], memory.view[split : split + layouts[1].size]
+        format_ring(requests, layouts[0], epoch)
+        format_ring(results, layouts[1], epoch)
+        self.requests = RingConsumer(requests, layouts[0], epoch)
+        self.results = RingProducer(results, layouts[1], epoch)
+        self.vectors = self.requests.payload(np.float32, 0, max_dim)
+        self.ids = self.results.payload(np.int64, 0, max_k)
+        self.distances = self.results.payload(np.float32, 8 * max_k, max_k)
+        self.outstanding: dict[int, int] = {}  # request id → receive_ns
+        self.last_id = 0
+
+    def close(self) -> None:
+        self.bell.close()
+        os.close(self.pidfd)
+        self.memory.close()
+
+
+def result_offset(requests: RingLayout) -> int:
+    """Where in a session's memory the result ring begins: the first page after the request ring."""
+    return -(-requests.size // _PAGE) * _PAGE
+
+
+class RingServer:
+    """Serves searches to clients through shared memory. One thread; nothing here blocks except `wait`.
+
+    RingServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` name → vector
+    dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a client may have
+    outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status 'invalid_request');
+    `spin_us` how long `wait` looks at the rings before it sleeps.
+
+    A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
+    client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        collections: Mapping[str, int],
+        *,
+        epoch: int,
+        ring_slots: int = 256,
+        max_k: int = 128,
+        max_top_m: int = 1024,
+        max_clients: int = 64,
+        spin_us: float = 50.0,
+    ) -> None:
+        if not collections or min(collections.values()) < 1:
+            raise InvalidArgument(f"at least one collection, dimensions of at least 1; got {dict(collections)}")
+        if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16 or max_clients < 1 or spin_us < 0:
+            raise InvalidArgument(
+                f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}, "
+                f"max_clients {max_clients} at least 1, spin_us {spin_us} at least 0"
+            )
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self._collections = tuple(collections.items())
+        self._max_k = max_k
+        self._max_top_m = max_top_m
+        self._max_clients = max_clients
+        self._max_dim = max(collections.values())
+        self._layouts = (RingLayout(ring_slots, 4 * self._max_dim), RingLayout(ring_slots, 12 * max_k))
+        self._spin_ns = int(spin_us * 1000)
+        self._clients: dict[int, _Client] = {}
+        self._turns: list[_Client] = []
+        self._table: atomics.Words = np.zeros((0, atomics.WATCH_COLUMNS), np.int64)
+        self._cancelled: list[Cancel] = []
+        self._next_handle = 1
+        self._draining = False
+        self._next_housekeeping = 0
+        self._counts = dict.fromkeys(ServerStatistics.__struct_fields__, 0)
+        self._no_ids = np.empty(0, np.int64)
+        self._no_distances = np.empty(0, np.float32)
+
+        self._session = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._bell = EventfdBell()
+        self._zmq_bell_endpoint = f"{endpoint}-bell"
+        self._zmq_bell = ZmqSleeper(self._zmq_bell_endpoint)
+        self._epoll = select.epoll()
+        for fd in (self._bell.fileno(), self._zmq_bell.fileno(), int(self._session.getsockopt(zmq.FD))):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    # ---- requests
+
+    def receive(self, limit: int = 256) -> list[Request]:
+        """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
+
+        Descriptors that cannot be served are answered here (status 'invalid_request' or 'stale_epoch') and do not
+        appear; a client whose descriptors no correct client writes is evicted.
+        """
+        now = time.monotonic_ns()
+        if now >= self._next_housekeeping:
+            self._housekeep(now)
+        requests: list[Request] = []
+        if atomics.spin(self._table, 0) < 0:
+            return requests
+        self._turns.append(self._turns.pop(0))
+        for client in tuple(self._turns):
+            if len(requests) >= limit:
+                break
+            try:
+                self._drain(client, limit - len(requests), now, requests)
+            except ProtocolViolation:
+                self._evict(client)
+        self._counts["received"] += len(requests)
+        return requests
+
+    def cancellations(self) -> list[Cancel]:
+        """Outstanding requests whose client cancelled them, or is gone, since the last call.
+
+        Each still wants its one `publish` (which a gone client's requests swallow). `receive` gives the request first.
+        """
+        cancelled = [c for c in self._cancelled if self._is_outstanding(c)]
+        self._cancelled = []
+        return cancelled
+
+    def _is_outstanding(self, cancel: Cancel) -> bool:
+        client = self._clients.get(cancel.client)
+        return client is None or cancel.request_id in client.outstanding
+
+    def _drain(self, client: _Client, limit: int, now: int, requests: list[Request]) -> None:
+        ring = client.requests
+        while limit > 0:
+            room = client.results.free() - len(client.outstanding)
+            if room <= 0:
+                ring.watch[atomics.WATCH_SLOTS] = 0  # not watched until housekeeping finds room again
+                return
+            count = ring.ready(min(limit, room))
+            if count == 0:
+                return
+            first = ring.first
+            vectors = client.vectors[first : first + count].copy()
+            for i in range(count):
+                fields = REQUEST_HEADER.unpack_from(ring.view, ring.header_offset(first + i))
+                request = self._check(client, fields, vectors[i], now)
+                if request is not None:
+                    requests.append(request)
+            ring.release(count)
+            limit -= count
+
+    def _check(
+        self, client: _Client, fields: tuple[Any, ...], vector: npt.NDArray[np.float32], now: int
+    ) -> Request | None:
+        (request_id, epoch, kind, stage, collection, k, top_m, deadline, enqueue, width, patience, dim) = fields
+        if kind == CANCEL:
+            if request_id in client.outstanding:
+                self._cancelled.append(Cancel(client.handle, request_id))
+            return None
+        if kind != SEARCH or not client.last_id < request_id <= MAX_REQUEST_ID:
+            raise ProtocolViolation(f"request {request_id} of kind {kind} after request {client.last_id}")
+        client.last_id = request_id
+        if epoch != self.epoch:
+            self._counts["stale"] += 1
+            self._write(client, request_id, "stale_epoch", now)
+            return None
+        if (
+            stage >= len(STAGES)
+            or collection >= len(self._collections)
+            or dim != self._collections[collection][1]
+            or not 1 <= k <= self._max_k
+            or not 1 <= top_m <= self._max_top_m
+            or width < 1
+            or deadline < 0
+        ):
+            self._counts["invalid"] += 1
+            self._write(client, request_id, "invalid_request", now)
+            return None
+        client.outstanding[request_id] = now
+        return Request(
+            client.handle,
+            request_id,
+            self._collections[collection][0],
+            STAGES[stage],
+            k,
+            top_m,
+            width,
+            patience or None,
+            deadline,
+            enqueue,
+            now,
+            vector[:dim],
+        )
+
+    # ---- results
+
+    def publish(
+        self,
+        client: int,
+        request_id: int,
+        status: str = "ok",
+        ids: npt.ArrayLike | None = None,
+        distances: npt.ArrayLike | None = None,
+        *,
+        extends: int = 0,
+        begin_ns: int = 0,
+    ) -> bool:
+        """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] copied into its client's ring.
+
+        False: the client is gone, the result was dropped and counted. Raises `UnknownRequest` if the request is not
+        outstanding (every request ends once), `InvalidArgument` for results that do not fit.
+        """
+        found = self._clients.get(client)
+        if found is None:
+            if not 0 < client < self._next_handle:
+                raise UnknownRequest(f"there never was a client {client}")
+            self._counts["dropped"] += 1
+            return False
+        if request_id not in found.outstanding:
+            raise UnknownRequest(f"request {request_id} of client {client} is not outstanding")
+        found_ids = self._no_ids if ids is None else np.asarray(ids)
+        found_distances = self._no_distances if distances is None else np.asarray(distances)
+        if found_ids.shape != found_distances.shape or found_ids.ndim != 1 or len(found_ids) > self._max_k:
+            raise InvalidArgument(
+                f"ids {found_ids.shape} and distances {found_distances.shape} must be of one length up to {self._max_k}"
+            )
+        if status not in STATUS_CODES:
+            raise InvalidArgument(f"status must be one of {tuple(STATUS_CODES)}, got {status!r}")
+        receive_ns = found.outstanding.pop(request_id)
+        try:
+            self._write(found, request_id, status, receive_ns, found_ids, found_distances, extends, begin_ns)
+        except ProtocolViolation:
+            self._evict(found)
+            return False
+        return True
+
+    def _write(
+        self,
+        client: _Client,
+        request_id: int,
+        status: str,
+        receive_ns: int,
+        ids: npt.NDArray[Any] | None = None,
+        distances: npt.NDArray[Any] | None = None,
+        extends: int = 0,
+        begin_ns: int = 0,
+    ) -> None:
+        ring = client.results
+        slot = ring.loan()
+        count = 0
+        if ids is not None and distances is not None:
+            count = len(ids)
+            client.ids[slot, :count] = ids
+            client.distances[slot, :count] = distances
+        RESULT_HEADER.pack_into(
+            ring.view,
+            ring.header_offset(slot),
+            request_id,
+            self.epoch,
+            STATUS_CODES[status],
+            count,
+            extends,
+            receive_ns,
+            begin_ns,
+            time.monotonic_ns(),
+        )
+        self._counts["published"] += 1
+        if ring.send():
+            self._counts["rung"] += 1
+            client.bell.ring()
+
+    # ---- sleeping and sessions
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Sleep until `receive` or `cancellations` may have something, or the time is over. True in the former case.
+
+        Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
+        """
+        end = time.monotonic_ns() + int(timeout_ms * 1e6)
+        if atomics.spin(self._table, min(self._spin_ns, int(timeout_ms * 1e6))) >= 0:
+            return True
+        while True:
+            now = time.monotonic_ns()
+            self._housekeep(now)
+            if self._cancelled:
+                return True
+            if atomics.arm(self._table) < 0 and end > now:
+                self._epoll.poll(min((end - now) / 1e9, SLEEP_MS / 1e3))
+            atomics.disarm(self._table)
+            if atomics.spin(self._table, 0) >= 0:
+                self._silence()
+                return True
+            if time.monotonic_ns() >= end:
+                self._housekeep(time.monotonic_ns())
+                return bool(self._cancelled)
+
+    def fileno(self) -> int:
+        """Readable when a doorbell, a session message or a client's end wants attention; level-triggered.
+
+        To sleep on it in a loop of one's own: `arm()`, poll, `disarm()`.
+        """
+        return self._epoll.fileno()
+
+    def arm(self) -> bool:
+        """Ask to be rung. False: something waits already, do not sleep."""
+        self._housekeep(time.monotonic_ns())
+        if self._cancelled or atomics.arm(self._table) >= 0:
+            self.disarm()
+            return False
+        return True
+
+    def disarm(self) -> None:
+        """Awake again."""
+        atomics.disarm(self._table)
+        self._silence()
+
+    def _silence(self) -> None:
+        self._bell.silence()
+        self._zmq_bell.silence()
+
+    def _housekeep(self, now: int) -> None:
+        self._next_housekeeping = now + HOUSEKEEPING_NS
+        self._silence()
+        while messages := receive_all(self._session):
+            for frames in messages:
+                self._answer(frames)
+        dead = {fd for fd, _ in self._epoll.poll(0)}
+        for client in tuple(self._turns):
+            try:
+                if client.pidfd in dead or client.requests.producer_state == CLOSED:
+                    self._counts["lost"] += 1
+                    self._forget(client, CLOSED)
+                    continue
+                client.requests.beat(now)
+                if client.results.free() > len(client.outstanding):
+                    client.requests.watch[atomics.WATCH_SLOTS] = self._layouts[0].slots
+            except ProtocolViolation:
+                self._evict(client)
+
+    def _answer(self, frames: "Sequence[bytes]") -> None:
+        if len(frames) != 2:
+            self._counts["malformed"] += 1
+            return
+        try:
+            answer: Attached | Refused = self._attach(decode_attach(frames[1]))
+            self._counts["attached"] += 1
+        except msgspec.MsgspecError as error:
+            self._counts["malformed"] += 1
+            answer = Refused(f"malformed message: {error}")
+        except (IpcError, OSError) as error:
+            self._counts["refused"] += 1
+            answer = Refused(str(error))
+        with contextlib.suppress(zmq.ZMQError):  # the asker is gone, or does not read
+            self._session.send_multipart([frames[0], encode(answer)], zmq.NOBLOCK)
+
+    def _attach(self, attach: Attach) -> Attached:
+        if attach.version != VERSION:
+            raise InvalidArgument(f"protocol version {attach.version}, this pool speaks {VERSION}")
+        if len(attach.name) > _MAX_NAME:
+            raise InvalidArgument(f"a name has at most {_MAX_NAME} characters, got {len(attach.name)}")
+        if self._draining:
+            raise InvalidArgument("the pool is draining")
+        if len(self._clients) >= self._max_clients:
+            raise InvalidArgument(f"all {self._max_clients} places for clients are taken")
+        handle, token = self._next_handle, new_token().encode()
+        with contextlib.ExitStack() as undo:
+            pidfd = os.pidfd_open(attach.pid)
+            undo.callback(os.close, pidfd)
+            bell = self._make_bell(attach, token)
+            undo.callback(bell.close)
+            memory = SharedMemory.create("trinity-ring", result_offset(self._layouts[0]) + self._layouts[1].size)
+            undo.callback(memory.close)
+            client = _Client(
+                handle, attach.name, pidfd, bell, memory, self._layouts, self.epoch, self._max_dim, self._max_k
+            )
+            self._epoll.register(pidfd, select.EPOLLIN)
+            undo.pop_all()
+        self._next_handle += 1
+        self._clients[handle] = client
+        self._turns.append(client)
+        self._rebuild_table()
+        return Attached(
+            version=VERSION,
+            epoch=self.epoch,
+            pid=os.getpid(),
+            client=handle,
+            memory=memory.reference,
+            requests=self._layouts[0],
+            results=self._layouts[1],
+            collections=self._collections,
+            max_k=self._max_k,
+            max_top_m=self._max_top_m,
+            token=token,
+            bell=self._zmq_bell_endpoint,
+        )
+
+    def _make_bell(self, attach: Attach, token: bytes) -> Ringer:
+        if attach.doorbell == ZEROMQ:
+            return ZmqRinger(attach.bell)
+        if attach.doorbell != EVENTFD:
+            raise InvalidArgument(f"no such doorbell: {attach.doorbell!r:.100}")
+        bell = EventfdBell()
+        try:
+            send_fds(attach.bell, token, [self._bell.fileno(), bell.fileno()])
+        except BaseException:
+            bell.close()
+            raise
+        return bell
+
+    def _evict(self, client: _Client) -> None:
+        self._counts["evicted"] += 1
+        self._forget(client, EVICTED)
+
+    def _forget(self, client: _Client, state: int) -> None:
+        client.requests.set_state(state)
+        client.bell.ring()
+        self._cancelled += [Cancel(client.handle, request_id) for request_id in client.outstanding]
+        del self._clients[client.handle]
+        self._turns.remove(client)
+        self._rebuild_table()
+        self._epoll.unregister(client.pidfd)
+        client.close()
+
+    def _rebuild_table(self) -> None:
+        self._table = np.zeros((len(self._turns), atomics.WATCH_COLUMNS), np.int64)
+        for row, client in enumerate(self._turns):
+            client.requests.place(self._table[row])
+
+    def drain(self) -> None:
+        """Take no new clients; the attached ones' `submit` raises `Draining`. What is in flight goes on."""
+        self._draining = True
+        for client in self._turns:
+            client.requests.set_state(DRAINING if client.requests.consumer_state == OPEN else CLOSED)
+            client.bell.ring()
+
+    def close(self) -> None:
+        """End all sessions; the clients' outstanding requests end there with status 'lost'. Idempotent."""
+        if self._session.closed:
+            return
+        for client in tuple(self._turns):
+            self._forget(client, CLOSED)
+        self._epoll.close()
+        self._session.close()
+        self._zmq_bell.close()
+        self._bell.close()
+
+    def __enter__(self) -> "RingServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> ServerStatistics:
+        """Counters; cheap."""
+        outstanding = sum(len(client.outstanding) for client in self._turns)
+        return ServerStatistics(**{**self._counts, "clients": len(self._turns), "outstanding": outstanding})

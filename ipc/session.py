@@ -1,0 +1,50 @@
+"""What client and pool say over ZeroMQ to open a session. Everything after that goes through the rings."""
+
+import msgspec
+
+from ipc.memory import MemoryReference
+from ipc.ring import RingLayout
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 16
+
+EVENTFD, ZEROMQ = "eventfd", "zeromq"
+DOORBELLS = (EVENTFD, ZEROMQ)
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A client asks for rings. `bell` is its FdMailbox's name (eventfd) or its doorbell's endpoint (zeromq)."""
+
+    version: int
+    name: str
+    pid: int
+    doorbell: str
+    bell: str
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Here they are: both rings lie in `memory`, requests first. `bell` is the pool's end for a zeromq doorbell."""
+
+    version: int
+    epoch: int
+    pid: int
+    client: int
+    memory: MemoryReference
+    requests: RingLayout
+    results: RingLayout
+    collections: tuple[tuple[str, int], ...]
+    max_k: int
+    max_top_m: int
+    token: bytes
+    bell: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """No rings, and why."""
+
+    reason: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_attach = msgspec.msgpack.Decoder(Attach).decode
+decode_answer = msgspec.msgpack.Decoder(Attached | Refused).decode
