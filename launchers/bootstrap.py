@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  (this file runs before anything has checked)
         sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
     if not arguments:
         sys.exit("usage: python3 -m launchers.bootstrap test | demo [OPTION ...] | COMMAND [OPTION ...]")

@@ -2,7 +2,7 @@
 
 
 class TrinityError(Exception):
-    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives the value and the limit."""
+    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives value and limit."""
 
     code = "internal_error"
     status = 500

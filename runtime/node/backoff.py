@@ -6,7 +6,9 @@ import random
 class Backoff:
     """Doubling delays with jitter; a run of `healthy_s` or longer starts over. Delays in seconds."""
 
-    def __init__(self, source: random.Random, first_s: float = 0.1, most_s: float = 10.0, healthy_s: float = 30.0) -> None:
+    def __init__(
+        self, source: random.Random, first_s: float = 0.1, most_s: float = 10.0, healthy_s: float = 30.0
+    ) -> None:
         self._source = source
         self._first_s = first_s
         self._most_s = most_s

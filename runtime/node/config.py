@@ -117,7 +117,9 @@ def load_config(path: Path) -> NodeConfig:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: the configuration is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise ConfigError(
+            f"{path}: the configuration is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

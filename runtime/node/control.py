@@ -1,4 +1,4 @@
-"""The supervisor's control socket: status, metrics, stop. Asked by `trinity status`, `trinity stop` and the frontend."""
+"""The supervisor's control socket: status, metrics, stop. Asked by the command line and the frontend."""
 
 import os
 import select
@@ -8,11 +8,12 @@ from typing import Literal, Self
 import msgspec
 import zmq
 
-from ipc import private_socket
+from ipc.endpoints import bind, connect
 from runtime.errors import DeadlineExceeded, Unavailable
 from runtime.node.run_dir import NodeInfo
 
 Question = Literal["status", "metrics", "stop"]
+MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -45,8 +46,7 @@ class ControlServer:
     """The answering side, in the supervisor's loop."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = private_socket(zmq.Context.instance(), zmq.ROUTER)
-        self._socket.bind(endpoint)
+        self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=64)
 
     def __enter__(self) -> Self:
         return self
@@ -55,11 +55,11 @@ class ControlServer:
         self._socket.close()
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return int(self._socket.getsockopt(zmq.FD))
 
     def pending(self) -> bool:
         """Whether a question waits: ZeroMQ's fd is edge-triggered, so this is asked before sleeping on it."""
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def serve(self, status: Callable[[], NodeStatus], metrics: Callable[[], str], stop: Callable[[], None]) -> None:
         """Answer every question that waits; what is not a question is dropped."""
@@ -83,12 +83,11 @@ class ControlServer:
 
 def ask(info: NodeInfo, question: Question, timeout_s: float = 5.0) -> bytes:
     """Ask a node's supervisor. Raises `Unavailable` if it does not answer in time."""
-    with private_socket(zmq.Context.instance(), zmq.DEALER) as socket:
-        socket.connect(info.control)
+    with connect(zmq.DEALER, info.control, max_message_bytes=MAX_ANSWER_BYTES) as socket:
         socket.send(question.encode())
         if not socket.poll(int(timeout_s * 1000)):
             raise Unavailable(f"node {info.name!r} (pid {info.pid}) does not answer after {timeout_s:.0f} s")
-        return socket.recv()
+        return bytes(socket.recv())
 
 
 def node_status(info: NodeInfo) -> NodeStatus:

@@ -14,7 +14,9 @@ def listen(http: HttpSection) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"http.host = {http.host!r}: {error.strerror}") from error
     if not ipaddress.ip_address(address[0]).is_loopback and not http.api_keys_file:
-        raise ConfigError(f"http.host = {http.host!r} is open to others: set http.api_keys_file, or listen on 127.0.0.1")
+        raise ConfigError(
+            f"http.host = {http.host!r} is open to others: set http.api_keys_file, or listen on 127.0.0.1"
+        )
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,7 +17,26 @@ from runtime.node.config import Role
 if TYPE_CHECKING:
     from runtime.node.table import WorkerTable
 
-WAIT = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+WAIT = (
+    50e-6,
+    100e-6,
+    250e-6,
+    500e-6,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    10e-3,
+    25e-3,
+    50e-3,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -113,8 +132,9 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         PROBE_STALL,
     ),
     "frontend": (
-        Counter("trinity_http_requests_total", "HTTP requests received"),
-        Counter("trinity_http_errors_total", "HTTP requests answered with an error"),
+        Counter("trinity_requests_finished_total", "Requests that ended with a whole answer"),
+        Counter("trinity_requests_cancelled_total", "Requests whose client went away"),
+        Counter("trinity_requests_failed_total", "Requests that ended with another error"),
         Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended"),
     ),
 }
@@ -136,7 +156,9 @@ class NodeCollector(Collector):
                 yield self._family(metric, names)
         yield from self._node.families()
 
-    def _family(self, metric: Metric, names: Iterable[str]) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
+    def _family(
+        self, metric: Metric, names: Iterable[str]
+    ) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
         if isinstance(metric, Histogram):
             histogram = HistogramMetricFamily(metric.name, metric.help, labels=["worker"])
             for name in names:
@@ -170,7 +192,9 @@ class NodeFigures:
 
     def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         up = GaugeMetricFamily("trinity_worker_up", "1 while the worker is ready", labels=["worker"])
-        age = GaugeMetricFamily("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", labels=["worker"])
+        age = GaugeMetricFamily(
+            "trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", labels=["worker"]
+        )
         restarts = CounterMetricFamily("trinity_worker_restarts_total", "Restarts of the worker", labels=["worker"])
         memory = GaugeMetricFamily("trinity_worker_resident_memory_bytes", "Resident memory", labels=["worker"])
         for name in self.up:

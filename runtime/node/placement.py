@@ -67,7 +67,9 @@ def default_run_dir(name: str) -> Path:
 def _place(role: Role, section: Placed) -> list[WorkerPlan]:
     for key, entries in (("devices", section.devices), ("cores", section.cores)):
         if len(entries) > 1 and len(entries) != section.workers:
-            raise ConfigError(f"{role}.{key} has {len(entries)} entries for {role}.workers = {section.workers}: give 1 or as many")
+            raise ConfigError(
+                f"{role}.{key} has {len(entries)} entries for {role}.workers = {section.workers}: give 1 or as many"
+            )
     if not section.devices:
         raise ConfigError(f'{role}.devices is empty: give at least one, such as "cpu"')
     plans = []
@@ -112,7 +114,9 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
             continue
         for core in worker.cores:
             if core in owner:
-                raise ConfigError(f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins")
+                raise ConfigError(
+                    f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins"
+                )
             owner[core] = worker.name
 
 
@@ -165,6 +169,6 @@ def check_memory(needed_bytes: int) -> None:
     available = psutil.virtual_memory().available
     if needed_bytes > available:
         raise ConfigError(
-            f"the KV slots of prefill and decode need {needed_bytes / 2**30:.1f} GiB; {available / 2**30:.1f} GiB are free: "
+            f"prefill and decode KV needs {needed_bytes / 2**30:.1f} GiB, {available / 2**30:.1f} are free: "
             "lower prefill.slots, decode.slots or model.context_tokens"
         )

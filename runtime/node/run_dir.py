@@ -4,6 +4,7 @@ The directory is private to the user, and locked for as long as its supervisor l
 when the process ends, however it ends, so a stale directory never stops the next start.
 """
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -66,10 +67,8 @@ class RunDir:
         """Remove the directory and let the lock go."""
         for name in ("node.json", ".node.json"):
             (self.path / name).unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
             self.path.rmdir()
-        except OSError:
-            pass  # somebody put a file of their own there: theirs to remove
         os.close(self._fd)
 
 
@@ -77,7 +76,9 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.getuid():
         raise ConfigError(f"node.run_dir: {path} belongs to uid {status.st_uid}, not to you (uid {os.getuid()})")
     if stat.S_IMODE(status.st_mode) & 0o022:
-        raise ConfigError(f"node.run_dir: {path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it")
+        raise ConfigError(
+            f"node.run_dir: {path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it"
+        )
 
 
 def find_node(node: str | Path) -> NodeInfo:

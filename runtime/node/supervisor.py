@@ -184,16 +184,25 @@ class Supervisor:
         child.epoch += 1
         listen_fd = listener.fileno() if child.place.role == "frontend" else -1
         spec = WorkerSpec(
-            plan=self._plan, worker=child.place.name, epoch=child.epoch, table=child.table.reference(),
-            supervisor_pid=os.getpid(), listen_fd=listen_fd,
-        )  # fmt: skip
+            plan=self._plan,
+            worker=child.place.name,
+            epoch=child.epoch,
+            table=child.table.reference,
+            supervisor_pid=os.getpid(),
+            listen_fd=listen_fd,
+        )
         threads = str(child.place.threads)
         child.process = subprocess.Popen(
             [sys.executable, "-m", "runtime.node.worker"],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
             pass_fds=(listen_fd,) if listen_fd >= 0 else (),
-            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                "NUMBA_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+            },
         )
         assert child.process.stdin is not None
         try:
@@ -267,14 +276,7 @@ class Supervisor:
     def status(self) -> NodeStatus:
         """The node as `trinity status` shows it."""
         now = time.monotonic_ns()
-        workers = tuple(
-            WorkerStatus(
-                name=child.place.name, phase=child.phase.value, pid=child.process.pid if child.process else 0,
-                epoch=child.epoch, restarts=child.restarts, heartbeat_age_s=child.table.age_s(now),
-                resident_bytes=_resident_bytes(child), device=child.place.device, cores=child.place.cores,
-            )  # fmt: skip
-            for child in self._children
-        )
+        workers = tuple(_worker_status(child, now) for child in self._children)
         return NodeStatus(info=self._info, stopping=bool(self._stop_signals), workers=workers)
 
     def metrics_text(self) -> str:
@@ -287,6 +289,20 @@ class Supervisor:
             resident_bytes={w.name: w.resident_bytes for w in workers},
         )
         return render(NodeCollector({child.place.name: child.table for child in self._children}, figures))
+
+
+def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
+    return WorkerStatus(
+        name=child.place.name,
+        phase=child.phase.value,
+        pid=child.process.pid if child.process else 0,
+        epoch=child.epoch,
+        restarts=child.restarts,
+        heartbeat_age_s=child.table.age_s(now_ns),
+        resident_bytes=_resident_bytes(child),
+        device=child.place.device,
+        cores=child.place.cores,
+    )
 
 
 def _resident_bytes(child: Child) -> int:

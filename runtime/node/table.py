@@ -14,8 +14,8 @@ import time
 from enum import IntEnum
 
 from ipc import MemoryReference, SharedMemory
-from runtime.node.metrics import METRICS, Histogram, Metric
 from runtime.node.config import Role
+from runtime.node.metrics import METRICS, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 1
@@ -53,13 +53,15 @@ class WorkerTable:
 
     @classmethod
     def open(cls, reference: MemoryReference, role: Role) -> "WorkerTable":
-        table = cls(SharedMemory.open(reference, max_size=1 << 20), role)
+        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role)
         if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
             raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
         return table
 
+    @property
     def reference(self) -> MemoryReference:
-        return self._memory.reference()
+        """What the worker's process opens."""
+        return self._memory.reference
 
     # ---- the worker writes
 
@@ -99,16 +101,16 @@ class WorkerTable:
 
     @property
     def epoch(self) -> int:
-        return self._header[4]
+        return int(self._header[4])
 
     def age_s(self, now_ns: int) -> float:
         """Seconds since the worker's last heartbeat."""
-        return (now_ns - self._header[3]) / 1e9
+        return (now_ns - int(self._header[3])) / 1e9
 
     def read(self, metric: Metric) -> list[float]:
         """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
         offset = self._offsets[metric.name]
-        return self._values[offset : offset + metric.words].tolist()
+        return list(self._values[offset : offset + metric.words])
 
     def close(self) -> None:
         self._header.release()

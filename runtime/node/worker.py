@@ -31,7 +31,7 @@ _LOOPS = {
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is told: the whole plan, its name in it, its epoch, its table, and the listening socket's fd (or -1)."""
+    """What a worker is told: the plan, its name in it, its epoch, its table, and the listening socket's fd (or -1)."""
 
     plan: NodePlan
     worker: str
@@ -49,14 +49,15 @@ class Worker:
         self.place: WorkerPlan = next(worker for worker in spec.plan.workers if worker.name == spec.worker)
         self.name = spec.worker
         self.epoch = spec.epoch
+        self.pid = os.getpid()
         self.table = WorkerTable.open(spec.table, self.place.role)
-        self.table.begin(spec.epoch, os.getpid())
+        self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.stopping = False
         self._listen_fd = spec.listen_fd
 
     def ready(self) -> None:
-        """Everything is loaded: from here on the loop allocates little, so what lives now is kept out of collections."""
+        """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again."""
         gc.collect()
         gc.freeze()
         self.table.beat()
@@ -74,7 +75,7 @@ class Worker:
 
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends, and end at once if that has happened already."""
-    PR_SET_PDEATHSIG = 1  # noqa: N806  (its name in prctl.h)
+    PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -84,7 +85,10 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     die_with(spec.supervisor_pid)
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
     )
     worker = Worker(spec)
 

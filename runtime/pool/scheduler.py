@@ -8,6 +8,7 @@ theirs; beyond that the older query goes first. A share that one queue cannot fi
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -17,7 +18,7 @@ Stage = Literal["prefill", "decode"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Queued(Generic[T]):
     """A waiting query: its stage, its deadline and arrival (monotonic ns), and whatever the caller keeps of it."""
 
@@ -75,19 +76,19 @@ class Scheduler(Generic[T]):
         """A running query of this stage has left its slot."""
         self._running[stage] -= 1
 
-    def remove(self, query: T) -> bool:
-        """Take a waiting query out (it was cancelled, or its client is gone). False if it does not wait."""
+    def remove(self, matches: Callable[[T], bool]) -> T | None:
+        """Take the waiting query that `matches` out (it was cancelled, or its client is gone); None if none does."""
         for i, (_, _, queued) in enumerate(self._prefill):
-            if queued.query == query:
+            if matches(queued.query):
                 self._prefill[i] = self._prefill[-1]
                 self._prefill.pop()
                 heapq.heapify(self._prefill)
-                return True
-        for queued in self._decode:
-            if queued.query == query:
-                self._decode.remove(queued)
-                return True
-        return False
+                return queued.query
+        for i, queued in enumerate(self._decode):
+            if matches(queued.query):
+                del self._decode[i]
+                return queued.query
+        return None
 
     def _choose(self) -> Stage:
         if not self._decode:

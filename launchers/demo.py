@@ -1,0 +1,244 @@
+"""`trinity demo`: a whole node on this machine, asked a few questions about Python's own language reference."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from launchers.demo_check import check_equality
+from launchers.http_client import stream
+from runtime.errors import Unavailable
+from runtime.node.control import node_status, stop_node
+from runtime.node.run_dir import NodeInfo, find_node
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.python_docs import python_documents
+from runtime.serving import smollm
+
+QUESTIONS = (
+    "How does a with statement call __exit__?",
+    "What is the difference between is and == in Python?",
+    "When does a finally clause run?",
+    "What does the yield expression do in a generator?",
+)
+STAGES = ("queue", "embed", "retrieval", "prefill", "handover", "ttft", "tpot", "e2e")
+NAME = "demo"
+
+CONFIG = """\
+# A node of one worker of each kind on the CPU, as `trinity demo` runs it.
+[node]
+name = "{name}"
+
+[http]
+port = {port}
+
+[model]
+name = "{model}"
+context_tokens = 2048
+
+[prefill]
+slots = 4
+
+[decode]
+slots = 8
+
+[pool]
+slots = 32
+
+[[collections]]
+name = "docs"
+path = "{collection}"
+"""
+
+
+def demo(
+    questions: Annotated[
+        int, typer.Option(min=0, max=len(QUESTIONS), help="How many of the built-in questions to ask.")
+    ] = 3,
+    ask: Annotated[list[str] | None, typer.Option(help="A question of your own (may be given more than once).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens an answer may have.")] = 96,
+    every_tokens: Annotated[
+        int, typer.Option(min=0, max=1024, help="Ask the pool again after so many tokens; 0: never.")
+    ] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 0,
+    keep: Annotated[bool, typer.Option(help="Leave the node up and print how to ask it.")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Compare 50 greedy answers with transformers' generate() in one process.")
+    ] = False,
+) -> None:
+    """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
+    console = Console()
+    console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
+    home = cache_directory() / "demo"
+    with _progress(console) as progress:
+        collection = prepare_collection(home, progress)
+        task = progress.add_task("model", total=1.0)
+        smollm.ensure_converted(
+            lambda what, share: progress.update(task, completed=share, description=f"model: {what}")
+        )
+        progress.update(task, completed=1.0, description=f"model: {smollm.NAME}")
+    config = home / "node.toml"
+    config.write_text(CONFIG.format(name=NAME, port=port, model=smollm.NAME, collection=collection))
+    info = start_node(config, home / "node.log", console)
+    try:
+        timings = [
+            _ask(info, question, max_tokens, every_tokens, console)
+            for question in [*(ask or []), *QUESTIONS[:questions]]
+        ]
+        if timings:
+            console.print(_timing_table(timings))
+        if check:
+            check_equality(info.url, smollm.NAME, console)
+    except BaseException:
+        keep = False
+        raise
+    finally:
+        if not keep:
+            stop_node(info, timeout_s=60)
+            console.print("the node has stopped")
+    if keep:
+        _print_how_to_ask(info, config, console)
+
+
+def cache_directory() -> Path:
+    """Trinity's private cache directory of this user."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def prepare_collection(home: Path, progress: Progress) -> Path:
+    """The directory of the reference's index: built once for each version of Python, and loaded after that."""
+    home.mkdir(mode=0o700, exist_ok=True)
+    path = home / f"python-{platform.python_version()}"
+    task = progress.add_task("index", total=1.0)
+    if not path.exists():
+        Collection.build(
+            python_documents(),
+            path,
+            embedder="all-minilm-l6-v2",
+            progress=lambda stage, share: progress.update(task, completed=share, description=f"index: {stage}"),
+        )
+    index = Collection.open(path).index
+    progress.update(task, completed=1.0, description=f"index: {index.size} passages, {index.dim} dimensions")
+    return path
+
+
+def start_node(config: Path, log: Path, console: Console, timeout_s: float = 600.0) -> NodeInfo:
+    """Start `trinity serve` in the background and wait until every worker is ready."""
+    _refuse_second_node()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)],
+            stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    begin = time.monotonic()
+    with console.status("starting the node") as spinner:
+        while True:
+            if process.poll() is not None:
+                raise Unavailable(f"the node did not start; the end of {log}:\n{log.read_text()[-2000:].rstrip()}")
+            if time.monotonic() - begin > timeout_s:
+                process.kill()
+                raise Unavailable(f"the node is not ready after {timeout_s:.0f} s; see {log}")
+            try:
+                info = find_node(NAME)
+                status = node_status(info)
+            except Unavailable:
+                time.sleep(0.1)
+                continue
+            spinner.update("starting the node: " + ", ".join(f"{w.name} {w.phase}" for w in status.workers))
+            if status.ready:
+                break
+            time.sleep(0.1)
+    console.print(f"the node is up after {time.monotonic() - begin:.1f} s at {info.url} (log: {log})\n")
+    return info
+
+
+def _refuse_second_node() -> None:
+    try:
+        info = find_node(NAME)
+    except Unavailable:
+        return
+    raise Unavailable(f"a demo node runs already at {info.url} (pid {info.pid}): `trinity stop {NAME}` stops it")
+
+
+def _ask(
+    info: NodeInfo, question: str, max_tokens: int, every_tokens: int, console: Console
+) -> tuple[str, dict[str, Any]]:
+    """Stream one answer to the console; returns the question and its stage times."""
+    console.rule(f"[bold]{question}", align="left")
+    body = {
+        "model": smollm.NAME,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "retrieval": {"collection": "docs", "k": 4, "every_tokens": every_tokens},
+    }
+    timings: dict[str, Any] = {}
+    for event in stream(info.url, "/v1/chat/completions", body):
+        for passage in event.get("retrieval", {}).get("passages", ()):
+            console.print(
+                f"  [dim]passage[/dim] {passage['id']:24} [dim]{passage['distance']:.3f}[/dim]  {passage['title']}",
+                highlight=False,
+            )
+        for choice in event["choices"]:
+            console.print(choice["delta"].get("content") or "", end="", markup=False, highlight=False, soft_wrap=True)
+        timings |= event.get("timings", {})
+    console.print("\n")
+    return question, timings
+
+
+def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table(title="stage times in milliseconds")
+    table.add_column("question", overflow="ellipsis", no_wrap=True, max_width=36)
+    for stage in STAGES:
+        table.add_column(stage, justify="right")
+    for question, spans in timings:
+        table.add_row(question, *(f"{spans[stage] * 1e3:.1f}" if stage in spans else "–" for stage in STAGES))
+    return table
+
+
+def _print_how_to_ask(info: NodeInfo, config: Path, console: Console) -> None:
+    body = {
+        "model": smollm.NAME,
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "max_tokens": 64,
+        "stream": True,
+        "retrieval": {"collection": "docs", "k": 4},
+    }
+    print(f"""The node stays up at {info.url}. Its configuration is {config}.
+
+With curl:
+
+  curl -N {info.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
+
+With the OpenAI client (python -m pip install openai):
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{info.url}/v1", api_key="none")
+  answer = client.chat.completions.create(
+      model="{smollm.NAME}", max_tokens=64, messages=[{{"role": "user", "content": "{QUESTIONS[0]}"}}],
+      extra_body={{"retrieval": {{"collection": "docs", "k": 4}}}},
+  )
+  print(answer.choices[0].message.content, answer.model_extra["retrieval"])
+
+  trinity status {NAME}     shows its workers
+  trinity stop {NAME}       stops it""")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description:48}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield progress
+    console.print()

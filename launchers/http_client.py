@@ -1,0 +1,64 @@
+"""A small HTTP client for the node's own commands: JSON in, JSON or server-sent events out."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from runtime.errors import TrinityError, Unavailable, error_of
+
+Json = dict[str, Any]
+
+
+def get(url: str, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+    """Status and body of a GET."""
+    with _response(url, "GET", path, None, timeout_s) as response:
+        return response.status, response.read().decode()
+
+
+def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
+    """The JSON answer to a POST. Raises the `TrinityError` that the node answered with."""
+    with _response(url, "POST", path, body, timeout_s) as response:
+        answer = json.loads(response.read())
+        if response.status != 200:
+            raise _error(answer)
+        return dict(answer)
+
+
+def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Iterator[Json]:
+    """The events of a streamed answer as they come. Raises the `TrinityError` that ended it, if one did."""
+    with _response(url, "POST", path, {**body, "stream": True}, timeout_s) as response:
+        if response.status != 200:
+            raise _error(json.loads(response.read()))
+        for line in response:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise _error(event)
+            yield event
+
+
+class _response:  # noqa: N801  (used as a function)
+    def __init__(self, url: str, method: str, path: str, body: Json | None, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+        self._request = (method, path, None if body is None else json.dumps(body).encode())
+
+    def __enter__(self) -> http.client.HTTPResponse:
+        method, path, body = self._request
+        try:
+            self._connection.request(method, path, body, {"Content-Type": "application/json"})
+            return self._connection.getresponse()
+        except OSError as error:
+            self._connection.close()
+            raise Unavailable(f"no answer from {self._connection.host}:{self._connection.port}: {error}") from error
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def _error(answer: Json) -> TrinityError:
+    error = answer.get("error", {})
+    return error_of(str(error.get("code")), str(error.get("message")), error.get("param"))

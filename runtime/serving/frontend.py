@@ -1,0 +1,138 @@
+"""The frontend's process: HTTP in, requests out to the workers, streamed answers back. Its loop is asyncio's."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+import uvloop
+import zmq
+import zmq.asyncio
+
+from ipc.endpoints import connect
+from runtime.errors import Unavailable
+from runtime.node.control import MAX_ANSWER_BYTES
+from runtime.node.placement import read_api_keys
+from runtime.node.worker import Worker
+from runtime.retrieval.async_search import AsyncSearch
+from runtime.retrieval.client import SearchClient
+from runtime.retrieval.retriever import Library
+from runtime.serving.http import Service, Settings, create_app
+from runtime.serving.messages import Passage
+from runtime.serving.model_info import ModelInfo
+from runtime.serving.requests import ClientGone
+from runtime.serving.router import Router
+from runtime.serving.worker_link import WorkerLink
+
+_BEAT_S = 0.1
+_METRICS_S = 5.0
+_SEARCH_S = 10.0
+_END_COUNTERS = {
+    "stop": "trinity_requests_finished_total",
+    "length": "trinity_requests_finished_total",
+    ClientGone.code: "trinity_requests_cancelled_total",
+}
+
+
+class NoSearch:
+    """The search of a node without collections."""
+
+    def missing(self) -> list[str]:
+        return []
+
+    async def search(
+        self, *, collection: str, k: int, query: str | None, vector: Sequence[float] | None
+    ) -> list[Passage]:
+        raise Unavailable("this node has no collections")
+
+
+class SupervisorMetrics:
+    """The node's metrics, asked of its supervisor."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    async def metrics_text(self) -> str:
+        with connect(zmq.DEALER, self._endpoint, max_message_bytes=MAX_ANSWER_BYTES) as plain:
+            socket = zmq.asyncio.Socket(plain)
+            await socket.send(b"metrics")
+            if not await socket.poll(int(_METRICS_S * 1000)):
+                raise Unavailable(f"the supervisor does not answer after {_METRICS_S:.0f} s")
+            return bytes(await socket.recv()).decode()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the worker told when a signal asks it to drain."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._worker.stop()
+        super().handle_exit(sig, frame)
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        # uvicorn would raise the signal again after its own end; this process has an end of its own.
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(kind, self.handle_exit)
+        yield
+
+
+async def _serve(worker: Worker) -> None:
+    plan = worker.plan
+    config = plan.config
+    link = WorkerLink(
+        plan.endpoint("frontend"),
+        Router(max_in_flight=config.http.max_in_flight),
+        epoch=worker.epoch,
+        on_end=lambda ended: worker.table.add(_END_COUNTERS.get(ended.code, "trinity_requests_failed_total")),
+    )
+    library = Library(plan)
+    search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None
+    settings = Settings(
+        model=ModelInfo.read(config.model.name).name if config.model else "",
+        collections=library.dims,
+        api_keys=read_api_keys(config),
+        max_k=config.pool.max_k,
+        request_timeout_s=config.http.request_timeout_s,
+        search_timeout_s=_SEARCH_S,
+    )
+    app = create_app(Service(link, search or NoSearch(), SupervisorMetrics(plan.endpoint("control"))), settings)
+    options = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(config.node.drain_s)
+    )
+    server = _Server(options, worker)
+    serving = asyncio.create_task(server.serve(sockets=[worker.listening_socket()]))
+    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link))]
+    if search is not None:
+        loops.append(asyncio.create_task(search.run()))
+    worker.ready()
+    try:
+        # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
+        done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in loops:
+            task.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        link.close()
+
+
+async def _beat(worker: Worker, link: WorkerLink) -> None:
+    """The loop's sign of life, written by the loop itself."""
+    while True:
+        worker.table.beat()
+        worker.table.set("trinity_requests_in_flight", link.statistics().in_flight)
+        await asyncio.sleep(_BEAT_S)
+
+
+def run(worker: Worker) -> None:
+    """The process: serve until told to stop, then finish what is in flight (the supervisor bounds that)."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    uvloop.run(_serve(worker))
