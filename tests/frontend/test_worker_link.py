@@ -390,7 +390,7 @@ def test_an_address_in_use_is_an_error_and_leaves_nothing_open() -> None:
 
 
 class Wired(WorkerLink):
-    """A link that notes what it would send. A `dead` identity cannot be sent to."""
+    """A link that notes what it tries to send. A `dead` identity cannot be sent to."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -398,26 +398,28 @@ class Wired(WorkerLink):
         self.dead: set[bytes] = set()
 
     def _send_to(self, identity: bytes, message: ToWorker) -> bool:
-        if identity in self.dead:
-            return False
         self.sent.append((identity, message))
-        return True
+        return identity not in self.dead
 
 
+# Requests are named by how long ago they were accepted; a message comes from one of the request's own workers
+# ("prefill", "decode") or from any.
+SENDER = st.sampled_from(["prefill", "decode", "decode", "p0", "d1"])
+RECENT = st.integers(0, 4)
 EVENTS = st.one_of(
     *[st.tuples(st.just("submit"), st.integers(0, 3))] * 3,
-    st.tuples(st.just("cancel"), st.integers(0, 11)),
-    st.tuples(st.just("tokens"), st.integers(0, 11), st.integers(0, 3), st.booleans()),
-    st.tuples(st.just("retrieved"), st.integers(0, 11), st.integers(0, 3)),
-    st.tuples(st.just("failed"), st.integers(0, 11), st.integers(0, 3)),
-    st.tuples(st.just("hello"), st.integers(0, 3), st.integers(1, 3)),
-    st.tuples(st.just("lost"), st.integers(0, 3)),
-    st.tuples(st.just("disconnect"), st.integers(0, 3)),
+    *[st.tuples(st.just("tokens"), RECENT, SENDER, st.booleans())] * 2,
+    st.tuples(st.just("cancel"), RECENT),
+    st.tuples(st.just("retrieved"), RECENT, SENDER),
+    st.tuples(st.just("failed"), RECENT, SENDER),
+    st.tuples(st.just("hello"), st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(1, 3)),
+    st.tuples(st.just("lost"), st.sampled_from(["p0", "p1", "d0", "d1"])),
+    st.tuples(st.just("disconnect"), st.sampled_from(["p0", "p1", "d0", "d1"])),
     st.tuples(st.just("forward"), st.integers(1, 8)),
 )
 
 
-@given(st.lists(EVENTS, max_size=60))
+@given(st.lists(EVENTS, min_size=10, max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]]) -> None:
     async def test() -> None:
@@ -425,36 +427,52 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
         link, names = stand.link, ("p0", "p1", "d0", "d1")
         assert isinstance(link, Wired)
 
-        def hear(index: int, message: Any) -> None:
-            link._receive([names[index].encode(), message])
+        def hear(name: str, message: Any) -> None:
+            link._receive([name.encode(), encode(message)])
+
+        def recent(back: int, sender: str = "") -> tuple[str, str]:
+            """A request's id, and who speaks of it."""
+            if back >= len(requests):
+                return "unknown", "d0"
+            request = requests[-1 - back]
+            return request.id, getattr(request.placement, sender, sender)
 
         requests: list[Request] = []
         try:
-            for index in range(4):
-                hear(index, _bytes(_hello(names[index], 1)))
+            for name in names:
+                hear(name, _hello(name, 1))
             for event, *details in events:
                 match event, *details:
                     case "submit", timeout:
                         with contextlib.suppress(TrinityError):
                             requests.append(stand.submit(f"r{len(requests)}", timeout_s=timeout * 3 + 1))
-                    case "cancel", number if number < len(requests):
-                        link.cancel(requests[number])
-                    case "tokens", number, index, last:
-                        hear(index, _bytes(Tokens(f"r{number}", "a", (1,), "stop" if last else None)))
-                    case "retrieved", number, index:
-                        hear(index, _bytes(Retrieved(f"r{number}", PASSAGES)))
-                    case "failed", number, index:
-                        hear(index, _bytes(Failed(f"r{number}", "internal_error", "broken")))
-                    case "hello", index, epoch:
-                        hear(index, _bytes(_hello(names[index], epoch)))
-                        link.dead.discard(names[index].encode())
-                    case "disconnect", index:
-                        link.dead.add(names[index].encode())
-                    case "lost", index:
-                        link.lost(names[index], "killed")
+                    case "cancel", back if back < len(requests):
+                        link.cancel(requests[-1 - back])
+                    case "tokens", back, sender, last:
+                        request_id, name = recent(back, sender)
+                        hear(name, Tokens(request_id, "a", (1,), "stop" if last else None))
+                    case "retrieved", back, sender:
+                        request_id, name = recent(back, sender)
+                        hear(name, Retrieved(request_id, PASSAGES))
+                    case "failed", back, sender:
+                        request_id, name = recent(back, sender)
+                        hear(name, Failed(request_id, "internal_error", "broken"))
+                    case "hello", name, epoch:
+                        link.dead.discard(name.encode())
+                        hear(name, _hello(name, epoch))
+                    case "disconnect", name:
+                        link.dead.add(name.encode())
+                    case "lost", name:
+                        link.lost(name, "killed")
                     case "forward", seconds:
                         stand.clock.forward(seconds)
                         link.tick()
+                held: Counter[str] = Counter()
+                for request in requests:
+                    if not request.ended:
+                        held.update([request.placement.decode] + [request.placement.prefill] * (not request.prefilled))
+                answering = {worker.hello.worker: worker.assigned for worker in stand.router.workers()}
+                assert held == Counter(answering)
                 open_ids = {request.id for request in requests if not request.ended}
                 ended = Counter(ended.request_id for ended in stand.ended)
                 assert set(ended) == {request.id for request in requests} - open_ids
@@ -467,7 +485,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
             told = {(name.decode(), sent.request_id) for name, sent in link.sent if isinstance(sent, Cancel)}
             for request in requests:
                 code = next(ended.code for ended in stand.ended if ended.request_id == request.id)
-                if code in ("client_closed_request", "deadline_exceeded") and not link.dead:
+                if code in ("client_closed_request", "deadline_exceeded"):
                     assert {(request.placement.prefill, request.id), (request.placement.decode, request.id)} <= told
         finally:
             link.close()
@@ -477,8 +495,3 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
 
 def _hello(name: str, epoch: int) -> Hello:
     return Hello("prefill" if name[0] == "p" else "decode", name, epoch, 1, 4, 100, f"ipc://@{name}")
-
-
-def _bytes(message: Any) -> bytes:
-    encoded: bytes = encode(message)
-    return encoded
