@@ -189,6 +189,7 @@ def _load_network(directory: Path) -> Any:
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
+    from runtime.serving.packed_linear import pack_linears
     from runtime.serving.slot_cache import ATTENTION
 
     logging.disable_progress_bar()  # a worker's log is no terminal
@@ -205,4 +206,6 @@ def _load_network(directory: Path) -> Any:
         raise ModelError(f"cannot load the model in {directory}: {error}") from error
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise ModelError(f"the weights in {directory} lack {len(missing)} tensors, such as {missing[0]}")
-    return network.eval().requires_grad_(False)
+    network.eval().requires_grad_(False)
+    pack_linears(network)
+    return network
