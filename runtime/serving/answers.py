@@ -80,7 +80,7 @@ class Answer:
             choice["token_ids"] = self.token_ids
         answer = self._frame(self._object(), choice) | {"usage": self._usage(self.last)}
         if self.retrieval is not None:
-            answer["retrieval"] = self._passages(self.searches)
+            answer["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
             answer["prompt_token_ids"] = self.prompt_token_ids
         return answer | {"timings": self._timings(self.last)}
@@ -89,7 +89,7 @@ class Answer:
         """The first event: who speaks, and the passages found so far."""
         chunk = self._chunk(self._first_choice())
         if self.retrieval is not None:
-            chunk["retrieval"] = self._passages(self.searches)
+            chunk["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
             chunk["prompt_token_ids"] = self.prompt_token_ids
         return event(chunk)
@@ -97,7 +97,9 @@ class Answer:
     def chunk(self, piece: Piece) -> bytes:
         """The event of one piece; nothing when there is nothing to say (its text may be held back)."""
         if isinstance(piece, Retrieved):
-            return event(self._chunk(self._choice("")) | {"retrieval": self._passages([piece])})
+            if self.retrieval is None:
+                return b""
+            return event(self._chunk(self._choice("")) | {"retrieval": self._passages(self.retrieval, [piece])})
         if not piece.text and piece.finish_reason is None and not self.return_token_ids:
             return b""
         choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
@@ -122,12 +124,11 @@ class Answer:
     def _timings(self, last: Tokens) -> dict[str, float]:
         return spans_seconds(last.stages, len(self.token_ids))
 
-    def _passages(self, searches: Iterable[Retrieved]) -> Json:
-        assert self.retrieval is not None, "only answers with retrieval have passages"
+    def _passages(self, retrieval: Retrieval, searches: Iterable[Retrieved]) -> Json:
         passages = [
             passage_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
         ]
-        return {"collection": self.retrieval.collection, "passages": passages}
+        return {"collection": retrieval.collection, "passages": passages}
 
     def _frame(self, kind: str, choice: Json) -> Json:
         choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]

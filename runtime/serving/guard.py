@@ -39,7 +39,7 @@ class BodyTooSlow(InvalidRequest):
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body, of at most `limit` bytes. Raises BodyTooLarge, BodyTooSlow or starlette's ClientDisconnect."""
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    size = int(declared[:20]) if declared.isdecimal() else 0  # what it says; what comes is counted below
     parts: list[bytes] = []
     received = 0
     try:

@@ -82,9 +82,13 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The HTTP interface's own settings: names, keys, limits, default deadlines. `collections`: name → dimension."""
+    """The HTTP interface's own settings: names, keys, limits, default deadlines.
 
-    model: str
+    `model` is "" on a node that only searches; `collections` gives each collection's dimension. A prompt's bytes count
+    its text as UTF-8. A body that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    """
+
+    model: str = ""
     collections: Mapping[str, int] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20
@@ -256,14 +260,15 @@ class _Routes:
     # ---- the node
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._model_json()]})
+        return _json({"object": "list", "data": [self._model_json()] if self._settings.model else []})
 
     async def one_model(self, model: str) -> Response:
         self._check_model(model)
         return _json(self._model_json())
 
     async def health(self) -> Response:
-        missing = [*self._service.link.missing(), *self._service.search.missing()]
+        workers = self._service.link.missing() if self._settings.model else []
+        missing = [*workers, *self._service.search.missing()]
         if not missing:
             return _json({"status": "ready", "missing": []})
         problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))
@@ -284,8 +289,10 @@ class _Routes:
         return parse(kind, body)
 
     def _check_model(self, model: str) -> None:
-        if model != self._settings.model:
-            raise UnknownModel(f"model {model[:128]!r} is not served here, {self._settings.model!r} is", "model")
+        served = self._settings.model
+        if not served or model != served:
+            instead = f"{served!r} is" if served else "nor is any other"
+            raise UnknownModel(f"model {model[:128]!r} is not served here, {instead}", "model")
 
     def _check_prompt_bytes(self, size: int, param: str) -> None:
         if size > self._settings.max_prompt_bytes:

@@ -1,0 +1,356 @@
+"""Whatever comes in, the answer is OpenAI's error object that says what is wrong and where, and the node serves on."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import InvalidRequest, Unavailable
+from runtime.serving.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
+from runtime.serving.http import Settings
+from tests.frontend.fakes import PASSAGES, WAIT, Cluster
+
+SETTINGS = Settings(
+    model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8, body_timeout_s=0.3
+)
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
+COMPLETION = {"model": "tiny", "prompt": "say=1"}
+SEARCH = {"collection": "docs", "query": "with"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(settings=SETTINGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with cluster.http() as http:
+        yield http
+
+
+def problem(answer: httpx.Response, status: int, code: str, param: str | None = None, says: str = "") -> None:
+    """The answer is this error, in the full format."""
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert says in error["message"]
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/retrieval"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b'{"model": }', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 9000, b'{"a":' * 1500],
+)
+def test_malformed_json_is_refused(http: httpx.Client, path: str, body: bytes) -> None:
+    problem(http.post(path, content=body), 400, "invalid_request", says="the body is not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("[]", "an array"), ("3", "a number"), ("null", "null"), ('"x"', "a string")]
+)
+def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says: str) -> None:
+    answer = http.post("/v1/completions", content=body)
+    problem(answer, 400, "invalid_request", says=f"must be a JSON object, not {says}")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"messages": None}, "messages", "messages is missing"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": "hi"}, "messages", "not 'hi'"),
+        ({"messages": [7]}, "messages[0]", "must be an object, not a number"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "not 'tool'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "not a number"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "others are not supported",
+        ),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0]", "'tool_calls'"),
+        ({"model": None}, "model", "model is missing"),
+        ({"model": 5}, "model", "not 5"),
+        ({"temperature": "hot"}, "temperature", "not 'hot'"),
+        ({"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
+        ({"temperature": -1}, "temperature", "not -1"),
+        ({"temperature": float("nan")}, "temperature", "finite"),
+        ({"temperature": True}, "temperature", "not True"),
+        ({"top_p": 0}, "top_p", "greater than 0, not 0"),
+        ({"top_p": 1.5}, "top_p", "not 1.5"),
+        ({"max_tokens": 0}, "max_tokens", "not 0"),
+        ({"max_tokens": 1.5}, "max_tokens", "not 1.5"),
+        ({"max_tokens": 2**40}, "max_tokens", str(2**40)),
+        ({"max_completion_tokens": "9"}, "max_completion_tokens", "not '9'"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "set one of them"),
+        ({"seed": 2**70}, "seed", str(2**70)),
+        ({"stream": "yes"}, "stream", "not 'yes'"),
+        ({"stop": 3}, "stop", "a string or an array of strings"),
+        ({"stop": ["a"] * 5}, "stop", "5 strings, the limit is 4"),
+        ({"stop": ""}, "stop", "0 characters"),
+        ({"stop": "x" * (MAX_STOP_CHARS + 1)}, "stop", "1025 characters"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "not 1"),
+        ({"retrieval": True}, "retrieval", "false or an object"),
+        ({"retrieval": {}}, "retrieval.collection", "is missing"),
+        ({"retrieval": {"collection": "docs", "kk": 1}}, "retrieval", "did you mean 'k'?"),
+        ({"retrieval": {"collection": "docs", "k": 0}}, "retrieval.k", "not 0"),
+        ({"retrieval": {"collection": "docs", "k": 9}}, "retrieval.k", "k is 9, the limit is 8"),
+        ({"retrieval": {"collection": "docs", "every_tokens": -1}}, "retrieval.every_tokens", "not -1"),
+        ({"ignore_eos": "no"}, "ignore_eos", "not 'no'"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"zzz": 1}, "zzz", "unknown field"),
+        ({"messages": [{"role": "user", "content": "é" * 1001}]}, "messages", "2002 bytes, the limit is 2000"),
+    ],
+)
+def test_a_wrong_chat_body_is_refused_by_the_parameters_name(
+    http: httpx.Client, change: dict[str, Any], param: str, says: str
+) -> None:
+    answer = http.post("/v1/chat/completions", content=json.dumps(CHAT | change))
+    problem(answer, 400, "invalid_request", param, says)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": {}}, "not an object"),
+        ({"prompt": [1, "a"]}, "token ids"),
+        ({"prompt": [1, True]}, "token ids"),
+        ({"prompt": [-1]}, "token ids between 0 and"),
+        ({"prompt": ["a", "b"]}, "2 prompts, the limit is 1"),
+        ({"prompt": "x" * 2001}, "2001 bytes, the limit is 2000"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], says: str) -> None:
+    problem(http.post("/v1/completions", json=COMPLETION | change), 400, "invalid_request", "prompt", says)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2), ("n", True), ("best_of", 3), ("echo", True), ("suffix", "x"), ("logprobs", 0), ("logprobs", True),
+        ("top_logprobs", 3), ("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1), ("top_k", 5), ("min_p", 0.1), ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
+        ("reasoning_effort", "high"), ("stop_token_ids", [2]), ("prompt_logprobs", 1),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, field: str, value: Any) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION | {field: value})
+    problem(answer, 400, "invalid_request", field, f"{field} is not supported")
+
+
+def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
+    harmless = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "suffix": None,
+        "logprobs": None,
+        "logit_bias": {},
+        "stop": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1.0,
+        "top_k": -1,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+    }
+    answer = http.post("/v1/completions", json=COMPLETION | harmless)
+    assert answer.json()["choices"][0]["text"] == "w0 "
+
+
+def test_a_body_needs_no_content_type(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"})
+    assert answer.status_code == 200
+
+
+def test_an_unknown_model_is_not_found(http: httpx.Client) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        answer = http.post(path, json=body | {"model": "gpt-17"})
+        problem(answer, 404, "model_not_found", "model", "'gpt-17' is not served here, 'tiny' is")
+
+
+def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Cluster, http: httpx.Client) -> None:
+    before = len(cluster.players["prefill-0"].prefills)
+    answer = http.post("/v1/chat/completions", json=CHAT | {"retrieval": {"collection": "dogs"}})
+    problem(answer, 404, "unknown_collection", "retrieval.collection", "no collection 'dogs' is loaded; loaded: docs")
+    problem(http.post("/v1/retrieval", json=SEARCH | {"collection": "dogs"}), 404, "unknown_collection", "collection")
+    assert len(cluster.players["prefill-0"].prefills) == before
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
+    problem(answer, 400, "context_length_exceeded", None, "at least 2049 tokens, the model's context holds 2048")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+def test_a_wrong_method_is_refused_and_names_the_right_one(http: httpx.Client, method: str) -> None:
+    answer = http.request(method, "/v1/chat/completions")
+    problem(answer, 405, "method_not_allowed", says=f"{method} /v1/chat/completions")
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/docs", "/openapi.json", "/v1/%2e"]
+)
+def test_an_unknown_path_is_not_found(http: httpx.Client, path: str) -> None:
+    problem(http.get(path), 404, "not_found")
+
+
+# ---- search alone
+
+
+def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Client) -> None:
+    answer = http.post("/v1/retrieval", json=SEARCH | {"k": 2})
+    found = answer.json()
+    assert (found["object"], found["collection"]) == ("retrieval", "docs")
+    assert found["passages"] == [
+        {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
+        for passage in PASSAGES
+    ]
+    assert cluster.search.calls[-1] == {"collection": "docs", "k": 2, "query": "with", "vector": None}
+    http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
+    assert cluster.search.calls[-1] == {"collection": "docs", "k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ('{"collection": "docs"}', "query", "either query (text) or vector"),
+        ('{"collection": "docs", "query": "a", "vector": [1,2,3,4]}', "query", "either"),
+        ('{"collection": "docs", "query": ""}', "query", "query is empty"),
+        ('{"collection": "docs", "vector": [1,2,3]}', "vector", "3 numbers, collection 'docs' has dimension 4"),
+        ('{"collection": "docs", "vector": []}', "vector", "0 numbers"),
+        ('{"collection": "docs", "vector": [1,2,NaN,4]}', "vector", "vector[2] is not a number (NaN)"),
+        ('{"collection": "docs", "vector": [1,2,-Infinity,4]}', "vector", "vector[2] is beyond float32"),
+        ('{"collection": "docs", "vector": [1,2,3,1e39]}', "vector", "vector[3] is beyond float32"),
+        ('{"collection": "docs", "vector": [1,2,3,"4"]}', "vector", "vector[3] must be a number, not a string"),
+        ('{"collection": "docs", "vector": "abc"}', "vector", "not a string"),
+        ('{"collection": "docs", "query": "a", "k": 9}', "k", "k is 9, the limit is 8"),
+        ('{"collection": "docs", "query": "a", "k": 0}', "k", "not 0"),
+        ('{"query": "a"}', "collection", "collection is missing"),
+        ('{"collection": "docs", "query": "a", "top": 3}', "top", "unknown field"),
+    ],
+)
+def test_a_wrong_search_is_refused(http: httpx.Client, body: str, param: str, says: str) -> None:
+    problem(http.post("/v1/retrieval", content=body), 400, "invalid_request", param, says)
+
+
+def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http: httpx.Client) -> None:
+    try:
+        cluster.search.error = Unavailable("no pool answers")
+        answer = http.post("/v1/retrieval", json=SEARCH)
+        problem(answer, 503, "unavailable", says="no pool answers")
+        assert answer.headers["retry-after"] == "1"
+        cluster.search.error = ZeroDivisionError("a secret of the house")
+        answer = http.post("/v1/retrieval", json=SEARCH)
+        problem(answer, 500, "internal_error", says="internal error")
+        assert "secret" not in answer.text
+    finally:
+        cluster.search.error = None
+    assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
+
+
+# ---- bodies that are too large, too slow, or never end
+
+
+def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) -> None:
+    body = json.dumps(COMPLETION | {"user": "x" * 20_000}).encode()
+    answer = http.post("/v1/completions", content=body)
+    problem(answer, 413, "request_too_large", says=f"{len(body)} bytes or more, the limit is 10000")
+
+    def chunks() -> Iterator[bytes]:
+        yield from (body[at : at + 1000] for at in range(0, len(body), 1000))
+
+    answer = http.post("/v1/completions", content=chunks())
+    problem(answer, 413, "request_too_large", says="the limit is 10000")
+
+
+def raw(cluster: Cluster, data: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes or the answer is whole."""
+    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
+        connection.sendall(data)
+        answer = b""
+        while b"\r\n\r\n" not in answer or b"}" not in answer:
+            part = connection.recv(65536)
+            if not part:
+                break
+            answer += part
+        return answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 400 ")]
+)
+def test_a_body_that_claims_to_be_huge_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
+    assert status in raw(cluster, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
+
+
+def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
+    answer = raw(cluster, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + (b"2710\r\n" + b"x" * 10_000 + b"\r\n") * 9)
+    assert b" 413 " in answer
+
+
+def test_a_body_that_does_not_arrive_is_given_up(cluster: Cluster) -> None:
+    answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert b" 408 " in answer
+    assert b"the body did not arrive within 0.3 s; 1 bytes did" in answer
+
+
+def test_a_client_that_goes_away_within_its_body_leaves_nothing(cluster: Cluster, http: httpx.Client) -> None:
+    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+    cluster.wait(lambda: not cluster.held())
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", HEAD + b"Content-Length: -5\r\n\r\n"])
+def test_what_is_not_http_is_refused(cluster: Cluster, http: httpx.Client, data: bytes) -> None:
+    assert b" 400 " in raw(cluster, data)
+    assert http.get("/health").status_code == 200
+
+
+# ---- any JSON at all
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *RetrievalBody.model_fields, "n", "logprobs"})
+
+
+@given(
+    st.sampled_from([(ChatBody, CHAT), (CompletionBody, COMPLETION), (RetrievalBody, SEARCH)]),
+    st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), JSON, min_size=1, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_json_becomes_a_body_or_a_refusal(kind: tuple[Any, dict[str, Any]], change: dict[str, Any]) -> None:
+    model, body = kind
+    with contextlib.suppress(InvalidRequest):
+        parsed = parse(model, json.dumps(body | change).encode())
+        if not isinstance(parsed, RetrievalBody):
+            parsed.sampling(16, 1)

@@ -1,0 +1,324 @@
+"""Clients that go, workers that die, too much at once, too late: everything is freed and the node serves on."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.errors import TrinityError
+from runtime.serving.answers import ChatAnswer
+from runtime.serving.http import Settings
+from tests.frontend.fakes import WAIT, Cluster, run
+
+SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=0.2, max_searches=2)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(settings=SETTINGS, decodes=2, max_in_flight=8) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with cluster.http() as http:
+        yield http
+
+
+def body(text: str, stream: bool = True) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "stream": stream}
+
+
+class Events:
+    """A stream's events, one by one. Keep it while the stream is to stay open: httpx closes what nobody reads."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._lines = (line for line in answer.iter_lines() if line)
+
+    def first(self, count: int) -> list[str]:
+        return [next(self._lines) for _ in range(count)]
+
+    def rest(self) -> list[str]:
+        return list(self._lines)
+
+
+def serves(cluster: Cluster, http: httpx.Client) -> None:
+    """Nothing is left of what was, and the next request is answered."""
+    cluster.wait(lambda: not cluster.held())
+    answer = http.post("/v1/chat/completions", json=body("say=2", stream=False))
+    assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
+    assert cluster.link.requests.all() == []
+
+
+@pytest.mark.parametrize("text", ["hang=3", "go on"])
+def test_a_client_that_leaves_within_its_stream_frees_everything(
+    cluster: Cluster, http: httpx.Client, text: str
+) -> None:
+    request = body(text) | {"max_tokens": 2000}
+    with cluster.http() as leaving, leaving.stream("POST", "/v1/chat/completions", json=request) as answer:
+        Events(answer).first(3)
+    cluster.wait(lambda: [ended.code for ended in cluster.ended] == ["client_closed_request"])
+    serves(cluster, http)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("text", ["hang=prefill", "hang=0"])
+def test_a_client_that_leaves_before_the_first_token_frees_everything(
+    cluster: Cluster, http: httpx.Client, text: str, stream: bool
+) -> None:
+    async def leave() -> None:
+        async with cluster.async_client() as client:
+            asking = asyncio.create_task(client.chat.completions.create(**body(text, stream)))
+            await asyncio.to_thread(
+                cluster.wait, lambda: any("code" in held or "fill" in held for held in cluster.held())
+            )
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+
+    run(leave())
+    cluster.wait(lambda: [ended.code for ended in cluster.ended] == ["client_closed_request"])
+    serves(cluster, http)
+
+
+def test_a_connection_that_is_reset_counts_as_a_client_that_left(cluster: Cluster, http: httpx.Client) -> None:
+    text = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hang=2"}]}'
+    connection = socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT)
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(text) + text
+    )
+    assert b" 200 " in connection.recv(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close with a reset
+    connection.close()
+    cluster.wait(lambda: [ended.code for ended in cluster.ended] == ["client_closed_request"])
+    serves(cluster, http)
+
+
+def test_a_lost_decode_worker_ends_a_stream_with_an_error_event_and_the_next_request_is_served(
+    cluster: Cluster, http: httpx.Client
+) -> None:
+    with http.stream("POST", "/v1/chat/completions", json=body("hang=2")) as answer:
+        events = Events(answer)
+        events.first(3)
+        (name,) = [name for name, player in cluster.players.items() if name.startswith("decode") and player.held]
+        cluster.restart(name)
+        rest = events.rest()
+    assert "worker_lost" in rest[0]
+    assert rest[1:] == ["data: [DONE]"]
+    serves(cluster, http)
+
+
+def test_a_lost_prefill_worker_is_an_http_error_before_the_first_token(cluster: Cluster, http: httpx.Client) -> None:
+    client = cluster.client()
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.chat.completions.create(**body("hang=prefill"))
+        except openai.APIError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    cluster.wait(lambda: bool(cluster.players["prefill-0"].held))
+    cluster.restart("prefill-0")
+    asking.join(WAIT)
+    client.close()
+    (failure,) = failures
+    assert isinstance(failure, openai.InternalServerError)
+    assert (failure.status_code, failure.code) == (503, "worker_lost")
+    cluster.wait(lambda: not cluster.link.missing())
+    serves(cluster, http)
+
+
+def test_a_request_that_is_late_is_an_http_error_before_the_first_token_and_an_event_after_it(
+    cluster: Cluster, http: httpx.Client
+) -> None:
+    def late(held: str) -> None:
+        cluster.wait(lambda: any(held in name for name in cluster.held()))
+        cluster.clock.forward(5)
+
+    with http.stream("POST", "/v1/chat/completions", json=body("hang=2")) as answer:
+        events = Events(answer)
+        events.first(3)
+        late("decode")
+        assert "the request's deadline passed in decode, after 2 tokens" in events.rest()[0]
+    forwarding = threading.Thread(target=late, args=("prefill",))
+    forwarding.start()
+    answer = http.post("/v1/chat/completions", json=body("hang=prefill"))
+    forwarding.join(WAIT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_beyond_the_bound_requests_are_refused_at_once_and_told_to_come_back(
+    cluster: Cluster, http: httpx.Client
+) -> None:
+    with contextlib.ExitStack() as streams:
+        asked = [http.stream("POST", "/v1/chat/completions", json=body("hang=1")) for _ in range(8)]
+        held = [Events(streams.enter_context(stream)) for stream in asked]
+        assert all(len(events.first(2)) == 2 for events in held)
+        answer = http.post("/v1/chat/completions", json=body("say=1"))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert answer.json()["error"]["message"].startswith("8 requests are in flight, the limit is 8")
+    serves(cluster, http)
+
+
+def test_searches_are_bounded_in_number_and_in_time(cluster: Cluster, http: httpx.Client) -> None:
+    cluster.search.hangs = True
+
+    async def flood() -> list[int]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=WAIT, trust_env=False) as client:
+            search = {"collection": "docs", "query": "x"}
+            answers = await asyncio.gather(*(client.post("/v1/retrieval", json=search) for _ in range(5)))
+        return sorted(answer.status_code for answer in answers)
+
+    assert run(flood()) == [503, 503, 503, 504, 504]
+    cluster.search.hangs = False
+    assert http.post("/v1/retrieval", json={"collection": "docs", "query": "x"}).status_code == 200
+
+
+def test_many_requests_of_every_kind_at_once_all_end_and_leave_nothing(cluster: Cluster, http: httpx.Client) -> None:
+    kinds = ["say=3", "fail=1", "refuse=internal_error", "say=5 probe=2", "go on"]
+    docs = {"retrieval": {"collection": "docs"}}
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        asked = body(kinds[number % 5], stream=number % 2 == 0) | {
+            "max_tokens": 7,
+            "extra_body": docs if number % 3 else {},
+        }
+        try:
+            answer = await client.chat.completions.create(**asked)
+            if number % 2:
+                return str(answer.choices[0].finish_reason)
+            return str([chunk.choices[0].finish_reason async for chunk in answer][-1])
+        except openai.APIError as error:
+            return str(error.code)
+
+    async def all_of_them() -> list[str]:
+        gate = asyncio.Semaphore(8)
+        async with cluster.async_client() as client:
+
+            async def gated(number: int) -> str:
+                async with gate:
+                    return await one(client, number)
+
+            return await asyncio.gather(*(gated(number) for number in range(60)))
+
+    wanted = ["stop", "internal_error", "internal_error", "stop", "length"]
+    assert run(all_of_them()) == [wanted[number % 5] for number in range(60)]
+    serves(cluster, http)
+    assert len({ended.request_id for ended in cluster.ended}) == len(cluster.ended) == 61
+
+
+def test_a_fault_of_our_own_within_a_stream_is_an_error_event_without_its_traceback(
+    cluster: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: ChatAnswer) -> bytes:
+        raise ZeroDivisionError("a secret of the house")
+
+    monkeypatch.setattr(ChatAnswer, "closing", broken)
+    answer = http.post("/v1/chat/completions", json=body("say=1"))
+    assert "internal_error" in answer.text
+    assert "secret" not in answer.text
+    cluster.wait(lambda: not cluster.held())
+
+
+# ---- readiness and keys
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "missing"), [(0, 1, ["prefill"]), (1, 0, ["decode"]), (0, 0, ["prefill", "decode"])]
+)
+def test_health_says_which_workers_are_missing_and_requests_are_refused(
+    prefills: int, decodes: int, missing: list[str]
+) -> None:
+    with Cluster(prefills=prefills, decodes=decodes) as cluster, cluster.http() as http:
+        health = http.get("/health")
+        assert (health.status_code, health.json()["missing"]) == (503, missing)
+        assert health.json()["error"]["message"] == f"not ready, missing: {', '.join(missing)}"
+        answer = http.post("/v1/chat/completions", json=body("say=1"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+def test_health_is_ready_with_one_worker_of_each_role_and_a_search(cluster: Cluster, http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ready", "missing": []}
+    cluster.search.lacking = ["pool"]
+    health = http.get("/health")
+    assert (health.status_code, health.json()["missing"]) == (503, ["pool"])
+
+
+def test_a_node_without_a_model_is_ready_without_workers_and_only_searches() -> None:
+    with Cluster(prefills=0, decodes=0, settings=Settings(collections={"docs": 4})) as cluster, cluster.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").json()["data"] == []
+        assert http.post("/v1/retrieval", json={"collection": "docs", "query": "x"}).status_code == 200
+        answer = http.post("/v1/chat/completions", json=body("say=1") | {"model": ""})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_metrics_are_passed_through(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.text == "# HELP trinity_up one\ntrinity_up 1\n"
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Cluster]:
+    with Cluster(settings=Settings(model="tiny", api_keys=("first key", "second-key"))) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("key", ["first key", "second-key"])
+def test_each_key_opens(locked: Cluster, key: str) -> None:
+    with locked.client(key) as client:
+        assert client.completions.create(model="tiny", prompt="say=1").choices[0].text == "w0 "
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(None, "", "Bearer", "Bearer wrong", "Bearer second-ke", "Bearer second-keyy", "Basic second-key"),
+        *("second-key", "Bearer \xe9", "Bearer first key second-key"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/nothing"])
+def test_without_a_right_key_nothing_under_v1_answers(locked: Cluster, header: str | None, path: str) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    with locked.http() as http:
+        answer = http.request("POST", path, headers=headers, content=b"not even JSON")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
+    with locked.http() as http:
+        both = [("Authorization", "Bearer wrong"), ("Authorization", "Bearer second-key")]
+        assert http.get("/v1/models", headers=both).status_code == 401
+
+
+def test_health_and_metrics_need_no_key(locked: Cluster) -> None:
+    with locked.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 200
+
+
+def test_the_client_meets_a_wrong_key_as_an_authentication_error(locked: Cluster) -> None:
+    with locked.client("wrong") as client, pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
+        client.models.list()
+
+
+def test_every_error_class_has_a_status_and_a_code_of_its_own() -> None:
+    def family(root: type[TrinityError]) -> list[type[TrinityError]]:
+        return [root, *(kind for child in root.__subclasses__() for kind in family(child))]
+
+    kinds = family(TrinityError)
+    assert all(400 <= kind.status < 600 for kind in kinds)
+    codes = [kind.code for kind in kinds if "code" in vars(kind)]
+    assert len(codes) == len(set(codes))
