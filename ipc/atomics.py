@@ -1,8 +1,8 @@
 """Acquire loads, release stores and full fences on 64-bit words of shared memory, and the loops built of them.
 
-Words are named by their address (int64), so that a call from Python costs about 0.1 µs and the loops run without the
-GIL. The instructions come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64 and on aarch64.
-An address must stay mapped during the call: `ring.py` takes care of that, nobody else calls the loops.
+Words are named by their address (int64), so that a call from Python costs about 0.1 µs: boxing an array would cost
+more than the work. The instructions come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64 and
+on aarch64. An address must stay mapped during the call: `ring.py` takes care of that, nobody else calls the loops.
 
 Everything compiled lives in this one file because numba's on-disk cache is invalidated by a change of the file that
 holds the function, not of the files that it uses.
@@ -16,17 +16,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
-Words = npt.NDArray[np.int64]
 
 WATCH_COLUMNS = 5
 WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WATCH_COLUMNS)
+_ROW_BYTES = 8 * WATCH_COLUMNS
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
@@ -36,9 +34,26 @@ def _intrinsic(function: F) -> F:
     return cast(F, intrinsic(function))
 
 
-def _compiled(signature: str) -> Callable[[F], F]:
-    # Signatures are given, so that importing compiles (once per machine) and no call ever does.
-    return cast(Callable[[F], F], numba.njit(signature, cache=True, nogil=True))
+_dispatchers: list[Any] = []  # they own the machine code
+
+
+def _compiled(signature: str, *, nogil: bool = False) -> Callable[[F], F]:
+    """Compile (once per machine, cached on disk) and return the compiled function itself.
+
+    Calling it without numba's dispatcher, which would look for an overload each time, takes 80 ns instead of 350.
+    """
+
+    def compile_(function: F) -> F:
+        dispatcher = numba.njit(signature, cache=True, nogil=nogil)(function)
+        _dispatchers.append(dispatcher)
+        (overload,) = dispatcher.overloads.values()
+        return cast(F, overload.entry_point)
+
+    return compile_
+
+
+def _helper(function: F) -> F:
+    return cast(F, numba.njit(function))  # compiled into its callers
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -149,56 +164,68 @@ def publish(base: int, stride: int, slots: int, position: int, count: int, write
 def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
     """How many slots from `position` on are published: at most `limit`, and none beyond the end of the slot array."""
     limit = min(limit, slots - position % slots)
+    address = base + (position % slots) * stride
     count = 0
     # SYNC POINT: slot sequence, see `publish`.
-    while count < limit and _load_acquire(base + ((position + count) % slots) * stride) == position + count + 1:  # type: ignore[call-arg]
+    while count < limit and _load_acquire(address + count * stride) == position + count + 1:  # type: ignore[call-arg]
         count += 1
     return count
 
 
-@_compiled("boolean(int64[:, ::1], int64)")
-def _has_news(table: Words, row: int) -> bool:
-    slots = table[row, 2]
+@_helper
+def _has_news(row: int) -> bool:
+    slots = _load_acquire(row + 16)  # type: ignore[call-arg]
     if slots == 0:
         return False
-    position = table[row, 3]
+    position = _load_acquire(row + 24)  # type: ignore[call-arg]
+    slot = _load_acquire(row) + (position % slots) * _load_acquire(row + 8)  # type: ignore[call-arg]
     # SYNC POINT: slot sequence, see `publish`.
-    return _load_acquire(table[row, 0] + (position % slots) * table[row, 1]) == position + 1  # type: ignore[call-arg,no-any-return]
+    return _load_acquire(slot) == position + 1  # type: ignore[call-arg,no-any-return]
 
 
-@_compiled("int64(int64[:, ::1], int64)")
-def spin(table: Words, spin_ns: int) -> int:
-    """Look at all watched rings for up to `spin_ns`; the first row with news, or -1. Yields the core between looks.
+@_compiled("int64(int64, int64, int64)")
+def look(table: int, rows: int, start: int) -> int:
+    """The first watched ring with news, from row `start` on and around, or -1."""
+    for i in range(rows):
+        row = (start + i) % rows
+        if _has_news(table + row * _ROW_BYTES):
+            return row
+    return -1
+
+
+@_compiled("int64(int64, int64, int64)", nogil=True)
+def spin(table: int, rows: int, spin_ns: int) -> int:
+    """Look at all watched rings for up to `spin_ns`; a row with news, or -1. Yields the core between looks.
 
     Without the yield the ZeroMQ threads of both processes starve where cores are few.
     """
     start = _monotonic_ns()  # type: ignore[call-arg]
     while True:
-        for row in range(table.shape[0]):
-            if _has_news(table, row):
+        for row in range(rows):
+            if _has_news(table + row * _ROW_BYTES):
                 return row
         if _monotonic_ns() - start >= spin_ns:  # type: ignore[call-arg]
             return -1
         _sched_yield()  # type: ignore[call-arg]
 
 
-@_compiled("int64(int64[:, ::1])")
-def arm(table: Words) -> int:
-    """Announce sleep on all watched rings, then look once more: the first row with news, or -1 when sleep is safe."""
-    for row in range(table.shape[0]):
-        if table[row, 2] != 0:
-            _store_release(table[row, 4], 1)  # type: ignore[call-arg]
+@_compiled("int64(int64, int64)")
+def arm(table: int, rows: int) -> int:
+    """Announce sleep on all watched rings, then look once more: a row with news, or -1 when sleep is safe."""
+    for row in range(rows):
+        if _load_acquire(table + row * _ROW_BYTES + 16) != 0:  # type: ignore[call-arg]
+            _store_release(_load_acquire(table + row * _ROW_BYTES + 32), 1)  # type: ignore[call-arg]
     # SYNC POINT: sleeping, see `publish`.
     _fence()  # type: ignore[call-arg]
-    for row in range(table.shape[0]):
-        if _has_news(table, row):
+    for row in range(rows):
+        if _has_news(table + row * _ROW_BYTES):
             return row
     return -1
 
 
-@_compiled("void(int64[:, ::1])")
-def disarm(table: Words) -> None:
+@_compiled("void(int64, int64)")
+def disarm(table: int, rows: int) -> None:
     """Awake again: no need to ring."""
-    for row in range(table.shape[0]):
-        if table[row, 2] != 0:
-            _store_release(table[row, 4], 0)  # type: ignore[call-arg]
+    for row in range(rows):
+        if _load_acquire(table + row * _ROW_BYTES + 16) != 0:  # type: ignore[call-arg]
+            _store_release(_load_acquire(table + row * _ROW_BYTES + 32), 0)  # type: ignore[call-arg]

@@ -11,14 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from ipc import atomics
 from ipc.descriptors import (
     CANCEL,
+    MAX_PARAMETERS,
     MAX_U16,
+    PARAMETERS,
     REQUEST_HEADER,
     RESULT_HEADER,
     SEARCH,
     STAGE_CODES,
+    STAGES,
     STATUS_CODES,
     STATUSES,
     Result,
@@ -37,7 +39,7 @@ from ipc.errors import (
     StaleEpoch,
 )
 from ipc.memory import SharedMemory
-from ipc.ring import CLOSED, DRAINING, OPEN, RingConsumer, RingProducer
+from ipc.ring import CLOSED, EVICTED, OPEN, RingConsumer, RingProducer, Watch
 from ipc.server import result_offset
 from ipc.session import (
     DOORBELLS,
@@ -52,6 +54,10 @@ from ipc.session import (
 )
 
 MAX_SESSION_BYTES = 1 << 32
+_STATE_REASONS = {
+    CLOSED: "the pool closed the session",
+    EVICTED: "the pool evicted this client: it broke the protocol",
+}
 PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 
@@ -132,11 +138,11 @@ class _Session:
         except BaseException:
             self.memory.close()
             raise
-        self.vectors = self.requests.payload(np.float32, 0, max(dims))
-        self.ids = self.results.payload(np.int64, 0, max_k)
-        self.distances = self.results.payload(np.float32, 8 * max_k, max_k)
-        self.table: atomics.Words = np.zeros((1, atomics.WATCH_COLUMNS), np.int64)
-        self.results.place(self.table[0])
+        # One view per slot: making a view costs as much as copying 1.5 KB.
+        self.vectors = list(self.requests.payload(np.float32, 0, max(dims)))
+        self.ids = list(self.results.payload(np.int64, 0, max_k))
+        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
+        self.watch = Watch([self.results])
 
     def pool_died(self) -> bool:
         return any(fd == self.pidfd for fd, _ in self.epoll.poll(0))
@@ -219,7 +225,7 @@ class RingClient:
         self.collections = dict(answer.collections)
         self.max_k = answer.max_k
         self.max_top_m = answer.max_top_m
-        self._codes = {name: (code, dim) for code, (name, dim) in enumerate(answer.collections)}
+        self._parameters: dict[tuple[str, str, int, int, int, int | None], tuple[bytes, int]] = {}
         self._slots = answer.results.slots
         self._lost = None
         self._counts["attached"] += 1
@@ -249,46 +255,53 @@ class RingClient:
         if self._lost is not None:
             raise PeerLost(self._lost)
         session = self._session
+        choice = (collection, stage, k, top_m, search_width, patience)
+        packed, dim = self._parameters.get(choice) or self._learn(choice)
         array = np.asarray(vector)
-        code, dim = self._codes.get(collection, (-1, 0))
-        stage_code = STAGE_CODES.get(stage, -1)
-        if (
-            array.shape != (dim,)
-            or stage_code < 0
-            or not 1 <= k <= self.max_k
-            or not 1 <= top_m <= self.max_top_m
-            or not 1 <= search_width <= MAX_U16
-            or not (patience is None or 1 <= patience <= MAX_U16)
-            or deadline_ns < 0
-        ):
-            self._refuse(array.shape, collection, stage, k, top_m, search_width, patience, deadline_ns)
-        state = session.requests.consumer_state
-        if state != OPEN:
-            self._refuse_state(state)
+        if array.shape != (dim,) or deadline_ns < 0:
+            raise InvalidArgument(
+                f"a vector of {collection!r} has shape ({dim},), got {array.shape}; deadline_ns >= 0, got {deadline_ns}"
+            )
+        if session.requests.consumer_state_hint != OPEN:
+            self._refuse_state()
         slot = self._loan(block_ms)
-        session.vectors[slot, :dim] = array
+        place = session.vectors[slot]
+        (place if dim == len(place) else place[:dim])[:] = array
         request_id, now = self._next_id, time.monotonic_ns()
-        REQUEST_HEADER.pack_into(
-            session.requests.view,
-            session.requests.header_offset(slot),
-            request_id,
-            self.epoch,
-            SEARCH,
-            stage_code,
-            code,
-            k,
-            top_m,
-            deadline_ns,
-            now,
-            search_width,
-            patience or 0,
-            dim,
-        )
+        ring = session.requests
+        REQUEST_HEADER.pack_into(ring.view, ring.header_offset(slot), request_id, deadline_ns, now, packed)
         self._next_id = request_id + 1
         self._outstanding[request_id] = now
         self._counts["submitted"] += 1
         self._send()
         return request_id
+
+    def _learn(self, choice: tuple[str, str, int, int, int, int | None]) -> tuple[bytes, int]:
+        """Check and pack parameters that are used for the first time in this session."""
+        collection, stage, k, top_m, search_width, patience = choice
+        if collection not in self.collections:
+            raise InvalidArgument(f"no collection {collection!r}; there are {sorted(self.collections)}")
+        if stage not in STAGE_CODES:
+            raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
+        if (
+            not 1 <= k <= self.max_k
+            or not 1 <= top_m <= self.max_top_m
+            or not 1 <= search_width <= MAX_U16
+            or not (patience is None or 1 <= patience <= MAX_U16)
+        ):
+            raise InvalidArgument(
+                f"k {k} must be within 1..{self.max_k}, top_m {top_m} within 1..{self.max_top_m}, search_width "
+                f"{search_width} and patience {patience} within 1..{MAX_U16}"
+            )
+        if len(self._parameters) >= MAX_PARAMETERS:
+            self._parameters.clear()
+        dim = self.collections[collection]
+        code = list(self.collections).index(collection)
+        packed = PARAMETERS.pack(
+            self.epoch, SEARCH, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim
+        )
+        self._parameters[choice] = packed, dim
+        return packed, dim
 
     def cancel(self, request_id: int) -> bool:
         """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
@@ -310,7 +323,8 @@ class RingClient:
                 if ring.free() < 1:
                     return
                 offset = ring.header_offset(ring.loan())
-                REQUEST_HEADER.pack_into(ring.view, offset, request_id, self.epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+                packed = PARAMETERS.pack(self.epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0)
+                REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, packed)
                 self._send()
             self._unsent_cancels.popleft()
 
@@ -337,35 +351,11 @@ class RingClient:
         self._counts["full"] += 1
         raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self._slots} slots")
 
-    def _refuse(
-        self,
-        shape: tuple[int, ...],
-        collection: str,
-        stage: str,
-        k: int,
-        top_m: int,
-        search_width: int,
-        patience: int | None,
-        deadline_ns: int,
-    ) -> None:
-        if collection not in self.collections:
-            raise InvalidArgument(f"no collection {collection!r}; there are {sorted(self.collections)}")
-        if shape != (self.collections[collection],):
-            raise InvalidArgument(
-                f"a vector of {collection!r} has {self.collections[collection]} dimensions, got shape {shape}"
-            )
-        if stage not in STAGE_CODES:
-            raise InvalidArgument(f"stage must be one of {tuple(STAGE_CODES)}, got {stage!r}")
-        raise InvalidArgument(
-            f"k {k} must be within 1..{self.max_k}, top_m {top_m} within 1..{self.max_top_m}, search_width "
-            f"{search_width} and patience {patience} within 1..{MAX_U16}, deadline_ns {deadline_ns} not below 0"
-        )
-
-    def _refuse_state(self, state: int) -> None:
-        if state == DRAINING:
-            raise Draining("the pool is draining and takes no new requests")
-        self._lose(_STATE_REASONS.get(state, "the session ended"))
-        raise PeerLost(str(self._lost))
+    def _refuse_state(self) -> None:
+        self._check_peer()
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        raise Draining("the pool is draining and takes no new requests")
 
     # ---- results
 
@@ -397,28 +387,28 @@ class RingClient:
         session = self._session
         ring = session.results
         while count := ring.ready(self._slots):
-            for slot in range(ring.first, ring.first + count):
-                fields = RESULT_HEADER.unpack_from(ring.view, ring.header_offset(slot))
-                request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
-                if epoch != self.epoch:
-                    ring.release(1)
-                    self._counts["stale"] += 1
-                    raise StaleEpoch(f"a result of epoch {epoch} in a session of epoch {self.epoch}")
-                enqueue_ns = self._outstanding.pop(request_id, None)
-                if enqueue_ns is None or status >= STATUS_CODES["lost"] or found > self.max_k:
-                    if enqueue_ns is not None:
-                        self._outstanding[request_id] = enqueue_ns
-                    ring.release(1)
-                    reason = f"the pool wrote result {request_id}, status {status}, {found} ids"
-                    self._lose(reason, read=False)
-                    raise ProtocolViolation(reason)
-                ids, distances = session.ids[slot, :found].copy(), session.distances[slot, :found].copy()
-                ring.release(1)
-                self._ended.append(
-                    Result(
-                        request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns
-                    )
-                )
+            done = 0
+            try:
+                for slot in range(ring.first, ring.first + count):
+                    done += 1
+                    self._ended.append(self._read(session, slot))
+            finally:
+                ring.release(done)
+
+    def _read(self, session: _Session, slot: int) -> Result:
+        fields = RESULT_HEADER.unpack_from(session.results.view, session.results.header_offset(slot))
+        request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
+        if epoch != self.epoch:
+            self._counts["stale"] += 1
+            raise StaleEpoch(f"a result of epoch {epoch} in a session of epoch {self.epoch}")
+        enqueue_ns = self._outstanding.get(request_id)
+        if enqueue_ns is None or status >= STATUS_CODES["lost"] or found > self.max_k:
+            reason = f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked"
+            self._lose(reason, read=False)
+            raise ProtocolViolation(reason)
+        del self._outstanding[request_id]
+        ids, distances = session.ids[slot][:found].copy(), session.distances[slot][:found].copy()
+        return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
 
     def _check_peer(self) -> None:
         if self._lost is not None:
@@ -466,7 +456,7 @@ class RingClient:
             self._sleep(left)
 
     def _sleep(self, left_ns: int) -> None:
-        if atomics.spin(self._session.table, min(self._spin_ns, left_ns)) >= 0:
+        if self._session.watch.spin(min(self._spin_ns, left_ns)):
             return
         if self.arm():
             self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
@@ -479,14 +469,14 @@ class RingClient:
     def arm(self) -> bool:
         """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
         self._check_peer()
-        if self._ended or atomics.arm(self._session.table) >= 0:
-            self.disarm()
+        if self._ended or not self._session.watch.arm():
+            self._session.watch.disarm()
             return False
         return True
 
     def disarm(self) -> None:
         """Awake again: no need to ring. Call it before polling after each sleep."""
-        atomics.disarm(self._session.table)
+        self._session.watch.disarm()
         self._session.sleeper.silence()
 
     # ---- the session
@@ -536,6 +526,3 @@ class RingClient:
     def statistics(self) -> ClientStatistics:
         """Counters; cheap."""
         return ClientStatistics(**{**self._counts, "outstanding": len(self._outstanding)})
-
-
-_STATE_REASONS = {CLOSED: "the pool closed the session", 3: "the pool evicted this client: it broke the protocol"}

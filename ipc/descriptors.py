@@ -1,12 +1,12 @@
 """What a session's slots hold: the 56 header bytes of a request and of a result, and the words for their codes.
 
 ```
-request  q id | I epoch | B kind | B stage | H collection | I k | I top_m | q deadline_ns | q enqueue_ns
-         H search_width | H patience (0: none) | I dim | 8 spare          payload: dim float32
-result   q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
-                                                                          payload: count int64 ids, then, from byte
-                                                                          8·max_k on, count float32 distances
+request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32
+parameters  I epoch | B kind | B stage | H collection | I k | I top_m | H search_width | H patience (0: none) | I dim
+result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
+            payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
+A client sends the same few parameters again and again, so both sides keep them packed and checked by their 24 bytes.
 """
 
 import struct
@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-REQUEST_HEADER = struct.Struct("<qIBBHIIqqHHI8x")
+REQUEST_HEADER = struct.Struct("<qqq24s8x")
+PARAMETERS = struct.Struct("<IBBHIIHHI")
 RESULT_HEADER = struct.Struct("<qIB3xIIqqq8x")
 assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
+assert PARAMETERS.size == 24
 
 SEARCH, CANCEL = 0, 1  # kinds of request
 
@@ -28,6 +30,9 @@ another epoch; the others are the pool's."""
 
 STAGE_CODES = {name: code for code, name in enumerate(STAGES)}
 STATUS_CODES = {name: code for code, name in enumerate(STATUSES)}
+
+MAX_PARAMETERS = 4096
+"""Different parameters that are kept before all are forgotten and learnt anew."""
 
 MAX_REQUEST_ID = (1 << 62) - 1
 MAX_U16 = (1 << 16) - 1

@@ -1,7 +1,5 @@
 """The errors of `ipc`: one family. Messages name the value and the limit."""
 
-# ruff: noqa: N818  (they name what happened; an Error suffix on each would add nothing)
-
 
 class IpcError(Exception):
     """Base of everything that `ipc` raises on purpose."""

@@ -19,6 +19,7 @@ confuse that peer only, and a reader position out of bounds is a `ProtocolViolat
 When full, `loan` raises `RingFull` and nothing is overwritten.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -131,6 +132,11 @@ class _End:
         return self._state(_CONSUMER_STATE, EVICTED)
 
     @property
+    def consumer_state_hint(self) -> int:
+        """`consumer_state`, read without order and unchecked: cheap, and soon right."""
+        return int(self._words[_CONSUMER_STATE // 8])
+
+    @property
     def producer_state(self) -> int:
         """OPEN or CLOSED, as the producer says; any other value is a `ProtocolViolation`."""
         return self._state(_PRODUCER_STATE, CLOSED)
@@ -163,6 +169,11 @@ class RingProducer(_End):
             raise ProtocolViolation(f"reader position {reader} is not within {self._seen_reader}..{self.position}")
         self._seen_reader = reader
         return self._slots - (self.position - reader)
+
+    def room(self, wanted: int) -> int:
+        """`free`, looking at the shared word only if fewer than `wanted` are free by what was seen last."""
+        free = self._slots - (self.position - self._seen_reader)
+        return free if free >= wanted else self.free()
 
     def loan(self) -> int:
         """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
@@ -206,14 +217,24 @@ class RingConsumer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self.watch: atomics.Words = np.zeros(atomics.WATCH_COLUMNS, np.int64)
-        self._heartbeats = 0
-        self.place(self.watch)
+        self._row: memoryview | None = None
 
-    def place(self, row: atomics.Words) -> None:
-        """Keep this ring's row of the watch table (`atomics`) in `row` from now on."""
-        row[:] = (self._base, self._stride, self._slots, self.position, self._address + _SLEEPING)
-        self.watch = row
+    def watch_in(self, row: memoryview) -> None:
+        """Keep this ring's row of a `Watch` up to date from now on."""
+        columns = (self._base, self._stride, self._slots, self.position, self._address + _SLEEPING)
+        for i, word in enumerate(columns):
+            row[i] = word
+        self._row = row
+
+    def pause(self) -> None:
+        """Hide news from the `Watch` until `resume`."""
+        if self._row is not None:
+            self._row[atomics.WATCH_SLOTS] = 0
+
+    def resume(self) -> None:
+        """See `pause`."""
+        if self._row is not None:
+            self._row[atomics.WATCH_SLOTS] = self._slots
 
     @property
     def first(self) -> int:
@@ -227,7 +248,8 @@ class RingConsumer(_End):
     def release(self, count: int) -> None:
         """Give the first `count` ready slots back to the producer; their views must not be read any more."""
         self.position += count
-        self.watch[atomics.WATCH_POSITION] = self.position
+        if self._row is not None:
+            self._row[atomics.WATCH_POSITION] = self.position
         # SYNC POINT: reader position, see `RingProducer.free`.
         atomics.store_release(self._address + _READER, self.position)
 
@@ -237,10 +259,38 @@ class RingConsumer(_End):
 
     def beat(self, now_ns: int) -> None:
         """Leave a sign of life for the producer."""
-        self._heartbeats += 1
         atomics.store_release(self._address + _HEARTBEAT, now_ns)
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap. `used` is what the producer claims to have written and is not yet released."""
         used = min(max(self._word(_WRITER) - self.position, 0), self._slots)
         return RingStatistics(self._slots, self.position, used, 0, 0)
+
+
+class Watch:
+    """All rings that one process consumes, looked at together. Replaces any earlier `Watch` over the same rings."""
+
+    def __init__(self, rings: Sequence[RingConsumer]) -> None:
+        self._rings = list(rings)  # keeps the memory behind the addresses mapped
+        self._rows = len(self._rings)
+        table = np.zeros((max(self._rows, 1), atomics.WATCH_COLUMNS), np.int64)
+        self._table = table
+        self._address = int(table.ctypes.data)
+        for i, ring in enumerate(self._rings):
+            ring.watch_in(memoryview(table[i]))
+
+    def look(self, start: int = 0) -> int:
+        """The index of the first ring with news, from `start` on and around, or -1."""
+        return atomics.look(self._address, self._rows, start)
+
+    def spin(self, spin_ns: int) -> bool:
+        """Look for up to `spin_ns`, without the GIL and yielding the core between looks. True: there is news."""
+        return atomics.spin(self._address, self._rows, spin_ns) >= 0
+
+    def arm(self) -> bool:
+        """Ask the producers to ring. False: there is news already, do not sleep."""
+        return atomics.arm(self._address, self._rows) < 0
+
+    def disarm(self) -> None:
+        """Awake: no need to ring any more."""
+        atomics.disarm(self._address, self._rows)

@@ -5,18 +5,19 @@ import os
 import select
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
 
-from ipc import atomics
 from ipc.descriptors import (
     CANCEL,
+    MAX_PARAMETERS,
     MAX_REQUEST_ID,
     MAX_U16,
+    PARAMETERS,
     REQUEST_HEADER,
     RESULT_HEADER,
     SEARCH,
@@ -29,7 +30,7 @@ from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
 from ipc.endpoints import bind, new_token, receive_all
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
 from ipc.memory import SharedMemory
-from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, format_ring
+from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, Watch, format_ring
 from ipc.session import EVENTFD, MAX_MESSAGE_BYTES, VERSION, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     malformed: int
 
 
+class _Parameters(NamedTuple):
+    """A request's checked parameters, or the status that refuses them. `values`: collection … patience, dim."""
+
+    kind: int
+    refusal: str
+    values: tuple[str, str, int, int, int, int | None, int]
+
+
 class _Client:
     """One attached client: its rings, its doorbell, its pidfd, and the requests it waits for."""
 
@@ -90,9 +99,10 @@ class _Client:
         format_ring(results, layouts[1], epoch)
         self.requests = RingConsumer(requests, layouts[0], epoch)
         self.results = RingProducer(results, layouts[1], epoch)
-        self.vectors = self.requests.payload(np.float32, 0, max_dim)
-        self.ids = self.results.payload(np.int64, 0, max_k)
-        self.distances = self.results.payload(np.float32, 8 * max_k, max_k)
+        # One view per slot: making a view costs as much as copying 1.5 KB.
+        self.vectors = list(self.requests.payload(np.float32, 0, max_dim))
+        self.ids = list(self.results.payload(np.int64, 0, max_k))
+        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
         self.outstanding: dict[int, int] = {}  # request id → receive_ns
         self.last_id = 0
 
@@ -149,7 +159,9 @@ class RingServer:
         self._spin_ns = int(spin_us * 1000)
         self._clients: dict[int, _Client] = {}
         self._turns: list[_Client] = []
-        self._table: atomics.Words = np.zeros((0, atomics.WATCH_COLUMNS), np.int64)
+        self._turn = 0
+        self._watch = Watch([])
+        self._parameters: dict[bytes, _Parameters] = {}
         self._cancelled: list[Cancel] = []
         self._next_handle = 1
         self._draining = False
@@ -163,7 +175,10 @@ class RingServer:
         self._zmq_bell_endpoint = f"{endpoint}-bell"
         self._zmq_bell = ZmqSleeper(self._zmq_bell_endpoint)
         self._epoll = select.epoll()
-        for fd in (self._bell.fileno(), self._zmq_bell.fileno(), int(self._session.getsockopt(zmq.FD))):
+        self._bell_fd = self._bell.fileno()
+        self._zmq_bell_fd = self._zmq_bell.fileno()
+        self._session_fd = int(self._session.getsockopt(zmq.FD))
+        for fd in (self._bell_fd, self._zmq_bell_fd, self._session_fd):
             self._epoll.register(fd, select.EPOLLIN)
 
     # ---- requests
@@ -175,20 +190,23 @@ class RingServer:
         appear; a client whose descriptors no correct client writes is evicted.
         """
         now = time.monotonic_ns()
-        if now >= self._next_housekeeping:
-            self._housekeep(now)
         requests: list[Request] = []
-        if atomics.spin(self._table, 0) < 0:
-            return requests
-        self._turns.append(self._turns.pop(0))
-        for client in tuple(self._turns):
-            if len(requests) >= limit:
+        for _ in range(len(self._turns)):
+            turn = self._watch.look(self._turn)
+            if turn < 0:
                 break
+            client = self._turns[turn]
+            self._turn = turn + 1
             try:
                 self._drain(client, limit - len(requests), now, requests)
             except ProtocolViolation:
-                self._evict(client)
+                self._evict(client)  # the other clients' turn comes with the next call
+                break
+            if len(requests) >= limit:
+                break
         self._counts["received"] += len(requests)
+        if now >= self._next_housekeeping:
+            self._housekeep(now)
         return requests
 
     def cancellations(self) -> list[Cancel]:
@@ -206,66 +224,71 @@ class RingServer:
 
     def _drain(self, client: _Client, limit: int, now: int, requests: list[Request]) -> None:
         ring = client.requests
-        while limit > 0:
-            room = client.results.free() - len(client.outstanding)
-            if room <= 0:
-                ring.watch[atomics.WATCH_SLOTS] = 0  # not watched until housekeeping finds room again
-                return
-            count = ring.ready(min(limit, room))
-            if count == 0:
-                return
-            first = ring.first
-            vectors = client.vectors[first : first + count].copy()
-            for i in range(count):
-                fields = REQUEST_HEADER.unpack_from(ring.view, ring.header_offset(first + i))
-                request = self._check(client, fields, vectors[i], now)
-                if request is not None:
-                    requests.append(request)
-            ring.release(count)
-            limit -= count
+        room = client.results.room(limit + len(client.outstanding)) - len(client.outstanding)
+        if room <= 0:
+            ring.pause()  # until housekeeping finds room again
+            return
+        count = ring.ready(min(limit, room))
+        first = ring.first
+        for slot in range(first, first + count):
+            request_id, deadline, enqueue, packed = REQUEST_HEADER.unpack_from(ring.view, ring.header_offset(slot))
+            parameters = self._parameters.get(packed) or self._learn(packed)
+            if parameters.kind == CANCEL:
+                if request_id in client.outstanding:
+                    self._cancelled.append(Cancel(client.handle, request_id))
+                continue
+            if not client.last_id < request_id <= MAX_REQUEST_ID or parameters.kind != SEARCH:
+                raise ProtocolViolation(f"request {request_id}, kind {parameters.kind}, after request {client.last_id}")
+            client.last_id = request_id
+            if parameters.refusal or deadline < 0:
+                status = parameters.refusal or "invalid_request"
+                self._counts["stale" if status == "stale_epoch" else "invalid"] += 1
+                self._write(client, request_id, status, now, self._no_ids, self._no_distances, 0, 0)
+                continue
+            client.outstanding[request_id] = now
+            vector = client.vectors[slot].copy()
+            collection, stage, k, top_m, width, patience, dim = parameters.values
+            requests.append(
+                Request(
+                    client.handle,
+                    request_id,
+                    collection,
+                    stage,
+                    k,
+                    top_m,
+                    width,
+                    patience,
+                    deadline,
+                    enqueue,
+                    now,
+                    vector if dim == self._max_dim else vector[:dim],
+                )
+            )
+        ring.release(count)
 
-    def _check(
-        self, client: _Client, fields: tuple[Any, ...], vector: npt.NDArray[np.float32], now: int
-    ) -> Request | None:
-        (request_id, epoch, kind, stage, collection, k, top_m, deadline, enqueue, width, patience, dim) = fields
-        if kind == CANCEL:
-            if request_id in client.outstanding:
-                self._cancelled.append(Cancel(client.handle, request_id))
-            return None
-        if kind != SEARCH or not client.last_id < request_id <= MAX_REQUEST_ID:
-            raise ProtocolViolation(f"request {request_id} of kind {kind} after request {client.last_id}")
-        client.last_id = request_id
+    def _learn(self, packed: bytes) -> _Parameters:
+        """Check parameters that come for the first time. Nothing is allocated by what they say."""
+        epoch, kind, stage, collection, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
+        refusal = ""
+        values: tuple[str, str, int, int, int, int | None, int] = ("", "", 0, 0, 0, None, 0)
         if epoch != self.epoch:
-            self._counts["stale"] += 1
-            self._write(client, request_id, "stale_epoch", now)
-            return None
-        if (
-            stage >= len(STAGES)
-            or collection >= len(self._collections)
-            or dim != self._collections[collection][1]
-            or not 1 <= k <= self._max_k
-            or not 1 <= top_m <= self._max_top_m
-            or width < 1
-            or deadline < 0
-        ):
-            self._counts["invalid"] += 1
-            self._write(client, request_id, "invalid_request", now)
-            return None
-        client.outstanding[request_id] = now
-        return Request(
-            client.handle,
-            request_id,
-            self._collections[collection][0],
-            STAGES[stage],
-            k,
-            top_m,
-            width,
-            patience or None,
-            deadline,
-            enqueue,
-            now,
-            vector[:dim],
-        )
+            refusal = "stale_epoch"
+        elif kind == SEARCH:
+            known = stage < len(STAGES) and collection < len(self._collections)
+            if (
+                known
+                and dim == self._collections[collection][1]
+                and 1 <= k <= self._max_k
+                and 1 <= top_m <= self._max_top_m
+                and width >= 1
+            ):
+                values = (self._collections[collection][0], STAGES[stage], k, top_m, width, patience or None, dim)
+            else:
+                refusal = "invalid_request"
+        if len(self._parameters) >= MAX_PARAMETERS:
+            self._parameters.clear()
+        found = self._parameters[packed] = _Parameters(kind, refusal, values)
+        return found
 
     # ---- results
 
@@ -295,9 +318,10 @@ class RingServer:
             raise UnknownRequest(f"request {request_id} of client {client} is not outstanding")
         found_ids = self._no_ids if ids is None else np.asarray(ids)
         found_distances = self._no_distances if distances is None else np.asarray(distances)
-        if found_ids.shape != found_distances.shape or found_ids.ndim != 1 or len(found_ids) > self._max_k:
+        shape = found_ids.shape
+        if shape != found_distances.shape or len(shape) != 1 or shape[0] > self._max_k:
             raise InvalidArgument(
-                f"ids {found_ids.shape} and distances {found_distances.shape} must be of one length up to {self._max_k}"
+                f"ids {shape} and distances {found_distances.shape} must be of one length up to {self._max_k}"
             )
         if status not in STATUS_CODES:
             raise InvalidArgument(f"status must be one of {tuple(STATUS_CODES)}, got {status!r}")
@@ -315,18 +339,16 @@ class RingServer:
         request_id: int,
         status: str,
         receive_ns: int,
-        ids: npt.NDArray[Any] | None = None,
-        distances: npt.NDArray[Any] | None = None,
-        extends: int = 0,
-        begin_ns: int = 0,
+        ids: npt.NDArray[Any],
+        distances: npt.NDArray[Any],
+        extends: int,
+        begin_ns: int,
     ) -> None:
         ring = client.results
         slot = ring.loan()
-        count = 0
-        if ids is not None and distances is not None:
-            count = len(ids)
-            client.ids[slot, :count] = ids
-            client.distances[slot, :count] = distances
+        if count := len(ids):
+            client.ids[slot][:count] = ids
+            client.distances[slot][:count] = distances
         RESULT_HEADER.pack_into(
             ring.view,
             ring.header_offset(slot),
@@ -352,18 +374,17 @@ class RingServer:
         Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
         """
         end = time.monotonic_ns() + int(timeout_ms * 1e6)
-        if atomics.spin(self._table, min(self._spin_ns, int(timeout_ms * 1e6))) >= 0:
+        if self._watch.spin(min(self._spin_ns, int(timeout_ms * 1e6))):
             return True
         while True:
             now = time.monotonic_ns()
             self._housekeep(now)
             if self._cancelled:
                 return True
-            if atomics.arm(self._table) < 0 and end > now:
-                self._epoll.poll(min((end - now) / 1e9, SLEEP_MS / 1e3))
-            atomics.disarm(self._table)
-            if atomics.spin(self._table, 0) >= 0:
-                self._silence()
+            if self._watch.arm() and end > now:
+                self._hear(self._epoll.poll(min((end - now) / 1e9, SLEEP_MS / 1e3)))
+            self._watch.disarm()
+            if self._watch.look() >= 0:
                 return True
             if time.monotonic_ns() >= end:
                 self._housekeep(time.monotonic_ns())
@@ -379,27 +400,36 @@ class RingServer:
     def arm(self) -> bool:
         """Ask to be rung. False: something waits already, do not sleep."""
         self._housekeep(time.monotonic_ns())
-        if self._cancelled or atomics.arm(self._table) >= 0:
-            self.disarm()
+        if self._cancelled or not self._watch.arm():
+            self._watch.disarm()
             return False
         return True
 
     def disarm(self) -> None:
         """Awake again."""
-        atomics.disarm(self._table)
-        self._silence()
+        self._watch.disarm()
+        self._hear(self._epoll.poll(0))
 
-    def _silence(self) -> None:
-        self._bell.silence()
-        self._zmq_bell.silence()
+    def _hear(self, events: list[tuple[int, int]]) -> None:
+        """Silence what rings; sessions and deaths are left to housekeeping, which comes at once then."""
+        for fd, _ in events:
+            if fd == self._bell_fd:
+                self._bell.silence()
+            elif fd == self._zmq_bell_fd:
+                self._zmq_bell.silence()
+            else:
+                self._next_housekeeping = 0
 
     def _housekeep(self, now: int) -> None:
         self._next_housekeeping = now + HOUSEKEEPING_NS
-        self._silence()
-        while messages := receive_all(self._session):
-            for frames in messages:
-                self._answer(frames)
-        dead = {fd for fd, _ in self._epoll.poll(0)}
+        events = self._epoll.poll(0)
+        self._hear(events)
+        dead = {fd for fd, _ in events}
+        if self._session_fd in dead:
+            while messages := receive_all(self._session):
+                for frames in messages:
+                    self._answer(frames)
+            self._next_housekeeping = now + HOUSEKEEPING_NS
         for client in tuple(self._turns):
             try:
                 if client.pidfd in dead or client.requests.producer_state == CLOSED:
@@ -408,7 +438,7 @@ class RingServer:
                     continue
                 client.requests.beat(now)
                 if client.results.free() > len(client.outstanding):
-                    client.requests.watch[atomics.WATCH_SLOTS] = self._layouts[0].slots
+                    client.requests.resume()
             except ProtocolViolation:
                 self._evict(client)
 
@@ -453,7 +483,7 @@ class RingServer:
         self._next_handle += 1
         self._clients[handle] = client
         self._turns.append(client)
-        self._rebuild_table()
+        self._watch_all()
         return Attached(
             version=VERSION,
             epoch=self.epoch,
@@ -492,14 +522,13 @@ class RingServer:
         self._cancelled += [Cancel(client.handle, request_id) for request_id in client.outstanding]
         del self._clients[client.handle]
         self._turns.remove(client)
-        self._rebuild_table()
+        self._watch_all()
         self._epoll.unregister(client.pidfd)
         client.close()
 
-    def _rebuild_table(self) -> None:
-        self._table = np.zeros((len(self._turns), atomics.WATCH_COLUMNS), np.int64)
-        for row, client in enumerate(self._turns):
-            client.requests.place(self._table[row])
+    def _watch_all(self) -> None:
+        self._turn = 0
+        self._watch = Watch([client.requests for client in self._turns])
 
     def drain(self) -> None:
         """Take no new clients; the attached ones' `submit` raises `Draining`. What is in flight goes on."""
