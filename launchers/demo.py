@@ -31,7 +31,16 @@ QUESTIONS = (
     "When does a finally clause run?",
     "What does the yield expression do in a generator?",
 )
-STAGES = ("queue", "embed", "retrieval", "prefill", "handover", "ttft", "tpot", "e2e")
+STAGES = {
+    "queue": "frontend … prefill worker",
+    "embed": "question … its vector",
+    "retrieval": "vector … passages from the pool",
+    "prefill": "first chunk … first token sampled",
+    "handover": "KV offered … pulled by decode",
+    "ttft": "request … first token",
+    "tpot": "each later token",
+    "e2e": "request … last token",
+}
 NAME = "demo"
 
 CONFIG = """\
@@ -199,12 +208,14 @@ def _ask(
 
 
 def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
+    """One column a question, one row a stage."""
     table = Table(title="stage times in milliseconds")
-    table.add_column("question", overflow="ellipsis", no_wrap=True, max_width=36)
-    for stage in STAGES:
-        table.add_column(stage, justify="right")
-    for question, spans in timings:
-        table.add_row(question, *(f"{spans[stage] * 1e3:.1f}" if stage in spans else "–" for stage in STAGES))
+    table.add_column("stage", no_wrap=True)
+    table.add_column("from … to")
+    for number in range(1, len(timings) + 1):
+        table.add_column(f"question {number}" if len(timings) < 4 else f"q{number}", justify="right", no_wrap=True)
+    for stage, meaning in STAGES.items():
+        table.add_row(stage, meaning, *(f"{spans[stage] * 1e3:.1f}" if stage in spans else "–" for _, spans in timings))
     return table
 
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,23 +41,21 @@ def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Iterato
             yield event
 
 
-class _response:  # noqa: N801  (used as a function)
-    def __init__(self, url: str, method: str, path: str, body: Json | None, timeout_s: float) -> None:
-        parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-        self._request = (method, path, None if body is None else json.dumps(body).encode())
-
-    def __enter__(self) -> http.client.HTTPResponse:
-        method, path, body = self._request
-        try:
-            self._connection.request(method, path, body, {"Content-Type": "application/json"})
-            return self._connection.getresponse()
-        except OSError as error:
-            self._connection.close()
-            raise Unavailable(f"no answer from {self._connection.host}:{self._connection.port}: {error}") from error
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
+@contextmanager
+def _response(
+    url: str, method: str, path: str, body: Json | None, timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            yield response
+    except OSError as error:
+        raise Unavailable(f"no answer from {url}: {error}") from error
+    finally:
+        connection.close()
 
 
 def _error(answer: Json) -> TrinityError:

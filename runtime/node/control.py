@@ -13,7 +13,7 @@ from runtime.errors import DeadlineExceeded, Unavailable
 from runtime.node.run_dir import NodeInfo
 
 Question = Literal["status", "metrics", "stop"]
-MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
+_MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -81,18 +81,18 @@ class ControlServer:
             self._socket.send_multipart([identity, answer], flags=zmq.DONTWAIT)
 
 
-def ask(info: NodeInfo, question: Question, timeout_s: float = 5.0) -> bytes:
-    """Ask a node's supervisor. Raises `Unavailable` if it does not answer in time."""
-    with connect(zmq.DEALER, info.control, max_message_bytes=MAX_ANSWER_BYTES) as socket:
+def ask(endpoint: str, question: Question, timeout_s: float = 5.0) -> bytes:
+    """Ask the supervisor at a control endpoint. Raises `Unavailable` if it does not answer in time."""
+    with connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_ANSWER_BYTES) as socket:
         socket.send(question.encode())
         if not socket.poll(int(timeout_s * 1000)):
-            raise Unavailable(f"node {info.name!r} (pid {info.pid}) does not answer after {timeout_s:.0f} s")
+            raise Unavailable(f"the node's supervisor does not answer after {timeout_s:.0f} s")
         return bytes(socket.recv())
 
 
 def node_status(info: NodeInfo) -> NodeStatus:
     """The status of a running node."""
-    return msgspec.json.decode(ask(info, "status"), type=NodeStatus)
+    return msgspec.json.decode(ask(info.control, "status"), type=NodeStatus)
 
 
 def stop_node(info: NodeInfo, timeout_s: float) -> None:
@@ -102,7 +102,7 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
     except ProcessLookupError:
         return
     try:
-        ask(info, "stop")
+        ask(info.control, "stop")
         if not select.select([pidfd], [], [], timeout_s)[0]:
             raise DeadlineExceeded(f"node {info.name!r} (pid {info.pid}) still runs after {timeout_s:.0f} s")
     finally:

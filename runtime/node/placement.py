@@ -58,10 +58,15 @@ def resolve(config: NodeConfig) -> NodePlan:
     return NodePlan(config=config, run_dir=run_dir, token=secrets.token_hex(8), workers=tuple(workers))
 
 
-def default_run_dir(name: str) -> Path:
-    """Where a node of this name keeps `node.json` while it runs: private to the user, emptied by a reboot."""
+def nodes_dir() -> Path:
+    """Where the nodes of this user keep their run directories: private, and emptied by a reboot."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return (Path(base) / "trinity" if base else Path(f"/tmp/trinity-{os.getuid()}")) / name
+    return Path(base) / "trinity" if base else Path(f"/tmp/trinity-{os.getuid()}")
+
+
+def default_run_dir(name: str) -> Path:
+    """Where a node of this name keeps `node.json` while it runs."""
+    return nodes_dir() / name
 
 
 def _place(role: Role, section: Placed) -> list[WorkerPlan]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError, Unavailable
-from runtime.node.placement import default_run_dir
+from runtime.node.placement import default_run_dir, nodes_dir
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -69,6 +69,8 @@ class RunDir:
             (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
             self.path.rmdir()
+            if self.path.parent == nodes_dir():
+                self.path.parent.rmdir()  # empty if this was the last node
         os.close(self._fd)
 
 

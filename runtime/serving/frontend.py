@@ -9,12 +9,9 @@ from types import FrameType
 
 import uvicorn
 import uvloop
-import zmq
-import zmq.asyncio
 
-from ipc.endpoints import connect
 from runtime.errors import Unavailable
-from runtime.node.control import MAX_ANSWER_BYTES
+from runtime.node.control import ask
 from runtime.node.placement import read_api_keys
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
@@ -28,7 +25,6 @@ from runtime.serving.router import Router
 from runtime.serving.worker_link import WorkerLink
 
 _BEAT_S = 0.1
-_METRICS_S = 5.0
 _SEARCH_S = 10.0
 _END_COUNTERS = {
     "stop": "trinity_requests_finished_total",
@@ -56,12 +52,7 @@ class SupervisorMetrics:
         self._endpoint = endpoint
 
     async def metrics_text(self) -> str:
-        with connect(zmq.DEALER, self._endpoint, max_message_bytes=MAX_ANSWER_BYTES) as plain:
-            socket = zmq.asyncio.Socket(plain)
-            await socket.send(b"metrics")
-            if not await socket.poll(int(_METRICS_S * 1000)):
-                raise Unavailable(f"the supervisor does not answer after {_METRICS_S:.0f} s")
-            return bytes(await socket.recv()).decode()
+        return (await asyncio.to_thread(ask, self._endpoint, "metrics")).decode()
 
 
 class _Server(uvicorn.Server):

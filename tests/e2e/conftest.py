@@ -1,0 +1,82 @@
+"""A node that the tests of a file share, and the parts to start one of a test's own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
+
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.python_docs import python_documents
+from tests.e2e.node import RunningNode
+from tests.serving.tiny_model import make_tiny_llama
+
+CONFIG = """
+[node]
+name = "{name}"
+run_dir = "{run_dir}"
+drain_s = 20.0
+
+[http]
+port = 0
+
+[model]
+name = "{model}"
+context_tokens = 2048
+
+[prefill]
+slots = 3
+chunk_tokens = 128
+passage_tokens = 1600
+
+[decode]
+slots = 6
+probe_tokens = 128
+
+[[collections]]
+name = "docs"
+path = "{collection}"
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("collections") / "docs"
+    Collection.build(python_documents()[:200], path, embedder="hashing-128")
+    return path
+
+
+StartNode = Callable[[str], RunningNode]
+
+
+@pytest.fixture(scope="session")
+def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
+    """Start a node with that text appended to its configuration; all are stopped at the end."""
+    started: list[RunningNode] = []
+
+    def start(extra: str = "") -> RunningNode:
+        home = tmp_path_factory.mktemp("node")
+        config = home / "node.toml"
+        run_dir = home / "run"
+        text = CONFIG.format(name=f"test-{len(started)}", run_dir=run_dir, model=model, collection=collection)
+        config.write_text(text + extra)
+        node = RunningNode(config, run_dir)
+        started.append(node)
+        return node
+
+    yield start
+    for node in started:
+        node.stop()
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Iterator[RunningNode]:
+    node = start_node("")
+    yield node
+    node.stop()

@@ -1,0 +1,134 @@
+"""A whole node in processes of its own, for tests: a tiny random Llama and a small index, started by `trinity serve`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runtime.errors import Unavailable
+from runtime.node.control import NodeStatus, node_status
+from runtime.node.run_dir import NodeInfo, find_node
+
+START_S = 90.0
+
+
+class RunningNode:
+    """A started node. `close` stops it and says what it left behind."""
+
+    def __init__(self, config: Path, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.log = config.with_suffix(".log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            eventually(self._is_ready, START_S, f"the node to be ready; log:\n{self.log.read_text()}")
+        except BaseException:
+            self.process.kill()
+            self.process.wait(timeout=30)
+            raise
+        self.info: NodeInfo = find_node(run_dir)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, f"the node ended:\n{self.log.read_text()}"
+        try:
+            status = node_status(find_node(self.run_dir))
+        except Unavailable:
+            return False
+        return status.ready and self_health(status.info.url) == 200
+
+    def status(self) -> NodeStatus:
+        return node_status(self.info)
+
+    def pid(self, worker: str) -> int:
+        return next(w.pid for w in self.status().workers if w.name == worker)
+
+    def wait_ready(self) -> None:
+        eventually(self._is_ready, START_S, "the node to be ready again")
+
+    def kill(self, worker: str) -> None:
+        """kill -9, and wait until the process is gone."""
+        pid = self.pid(worker)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not psutil.pid_exists(pid), 10.0, f"{worker} to be gone")
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter or gauge over all workers."""
+        with urllib.request.urlopen(f"{self.info.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a POST; `body` is sent as it is if it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.info.url + path, data, {"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def pids(self) -> list[int]:
+        return [self.process.pid, *(worker.pid for worker in self.status().workers if worker.pid)]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to stop; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(timeout=60)
+
+
+def self_health(url: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return 0
+
+
+def eventually(condition: Callable[[], bool], within_s: float, what: str) -> None:
+    """Poll until `condition` holds. The bound only ends a test that would hang."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {within_s:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def leftovers(token: str, pids: list[int], run_dir: Path) -> list[str]:
+    """What a node that has ended left behind: processes, abstract sockets, its run directory."""
+    found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
+    found += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
+    return found + ([f"directory {run_dir}"] if run_dir.exists() else [])
+
+
+def token_of(info: NodeInfo) -> str:
+    """What all endpoints of a node have in common."""
+    return info.control.removeprefix("ipc://@").removesuffix("-control")
+
+
+def prompts(count: int) -> Iterator[str]:
+    """Different short questions."""
+    for number in range(count):
+        yield f"question {number}: how does a with statement call __exit__?"

@@ -1,0 +1,94 @@
+"""What a user can do wrong on the command line: one line that says what, a non-zero exit, never a traceback."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import CONFIG
+from tests.e2e.node import RunningNode
+
+
+def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launchers.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def refused(run: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line, non-zero, and it says the words."""
+    assert run.returncode != 0
+    assert "Traceback" not in run.stdout + run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1, run.stderr
+    assert lines[0].startswith("trinity: error: ")
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path, collection: Path) -> Path:
+    path = tmp_path / "node.toml"
+    path.write_text(CONFIG.format(name="cli", run_dir=tmp_path / "run", model=model, collection=collection))
+    return path
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    refused(trinity("serve", "--config", tmp_path / "none.toml"), "none.toml", "No such file")
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one(config: Path) -> None:
+    config.write_text(config.read_text().replace("chunk_tokens", "chunk_tokenz"))
+    refused(trinity("serve", "--config", config), "prefill.chunk_tokenz", "'chunk_tokens'")
+
+
+def test_a_missing_index_is_named(config: Path, collection: Path) -> None:
+    config.write_text(config.read_text().replace(str(collection), "/no/such/index"))
+    refused(trinity("serve", "--config", config), "/no/such/index")
+
+
+def test_a_directory_that_is_no_index_is_named(config: Path, collection: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign").mkdir()
+    config.write_text(config.read_text().replace(str(collection), str(tmp_path / "foreign")))
+    refused(trinity("serve", "--config", config), "foreign")
+
+
+def test_a_missing_model_is_named(config: Path, model: Path) -> None:
+    config.write_text(config.read_text().replace(str(model), "/no/such/model"))
+    refused(trinity("serve", "--config", config), "/no/such/model")
+
+
+def test_a_taken_port_is_named(config: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config.write_text(config.read_text().replace("port = 0", f"port = {port}"))
+        refused(trinity("serve", "--config", config), f"http.port = {port}", "in use")
+
+
+def test_status_and_stop_of_a_node_that_does_not_run_say_so(tmp_path: Path) -> None:
+    refused(trinity("status", tmp_path / "nothing"), "no node runs in")
+    refused(trinity("stop", tmp_path / "nothing"), "no node runs in")
+
+
+def test_status_shows_every_worker(node: RunningNode) -> None:
+    run = trinity("status", node.run_dir)
+    assert run.returncode == 0
+    for worker in ("frontend-0", "prefill-0", "decode-0", "pool-0"):
+        assert worker in run.stdout
+
+
+def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> None:
+    node = RunningNode(config, tmp_path / "run")
+    run = trinity("stop", tmp_path / "run")
+    assert run.returncode == 0
+    assert node.process.wait(timeout=10) == 0
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,105 @@
+"""What happens to a node and its requests when processes die: nothing is lost silently, nothing is left behind."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from launchers.http_client import stream
+from runtime.errors import TrinityError
+from tests.e2e.conftest import StartNode
+from tests.e2e.node import RunningNode, eventually, leftovers, prompts, token_of
+
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 60,
+    "temperature": 0,
+    "ignore_eos": True,
+    "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16},
+}
+
+
+def end_of(node: RunningNode, body: dict[str, Any]) -> str:
+    """How a streamed request ended: its finish reason or its error's code."""
+    try:
+        reasons = [event["choices"][0]["finish_reason"] for event in stream(node.info.url, "/v1/completions", body)]
+    except TrinityError as error:
+        return error.code
+    return str(reasons[-1])
+
+
+@pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
+def test_a_killed_worker_costs_no_more_than_its_own_requests_and_comes_back(node: RunningNode, worker: str) -> None:
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
+    with ThreadPoolExecutor(12) as threads:
+        ends = [threads.submit(end_of, node, body) for body in bodies]
+        eventually(lambda: node.metric("trinity_requests_in_flight") >= 6, 20, "requests in flight")
+        before = node.status()
+        node.kill(worker)
+        found = [end.result(timeout=60) for end in ends]
+    assert set(found) <= {"length", "worker_lost", "unavailable"}, found
+    node.wait_ready()
+    after = {w.name: w for w in node.status().workers}
+    for was in before.workers:
+        assert after[was.name].restarts == was.restarts + (was.name == worker)
+    assert end_of(node, bodies[0]) == "length"
+    for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
+        eventually(lambda gauge=gauge: node.metric(gauge) == 0, 20, f"{gauge} to be 0")  # type: ignore[misc]
+
+
+def test_a_killed_pool_delays_searches_instead_of_failing_them(node: RunningNode) -> None:
+    node.kill("pool-0")
+    status, answer = node.post("/v1/retrieval", {"query": "the with statement", "collection": "docs", "k": 3})
+    assert status == 200
+    assert len(answer["passages"]) == 3
+
+
+def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: RunningNode) -> None:
+    ended = threading.Event()
+
+    def read() -> None:
+        end_of(node, BODY | {"prompt": "x", "max_tokens": 1500})
+        ended.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    eventually(lambda: node.metric("trinity_num_requests_running") >= 1, 20, "a running row")
+    node.kill("frontend-0")
+    assert ended.wait(20), "the client must see the end of its connection"
+    node.wait_ready()
+    eventually(lambda: node.metric("trinity_num_requests_running") == 0, 20, "the row to be dropped")
+    assert end_of(node, BODY | {"prompt": "again"}) == "length"
+
+
+def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: StartNode) -> None:
+    node = start_node("")
+    pids, token = node.pids(), token_of(node.info)
+    with ThreadPoolExecutor(4) as threads:
+        ends = [threads.submit(end_of, node, BODY | {"prompt": prompt}) for prompt in prompts(4)]
+        eventually(lambda: node.metric("trinity_requests_in_flight") == 4, 20, "requests in flight")
+        assert node.stop(signal.SIGINT) == 0
+        assert [end.result(timeout=30) for end in ends] == ["length"] * 4
+    assert leftovers(token, pids, node.run_dir) == []
+
+
+def test_a_killed_supervisor_takes_everything_down_with_it(start_node: StartNode) -> None:
+    node = start_node("")
+    pids, token = node.pids(), token_of(node.info)
+    os.kill(node.process.pid, signal.SIGKILL)
+    node.process.wait(timeout=30)
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 20, "all processes to be gone")
+    left = leftovers(token, pids, node.run_dir)
+    assert left == [f"directory {node.run_dir}"], "only the stale directory: nobody was left to remove it"
+    again = RunningNode(node.config, node.run_dir)
+    assert end_of(again, BODY | {"prompt": "x"}) == "length"
+    assert again.stop() == 0
+    assert not node.run_dir.exists()
+
+
+def test_a_second_node_in_the_same_run_directory_is_refused(node: RunningNode) -> None:
+    with pytest.raises(AssertionError, match="a node already runs in"):
+        RunningNode(node.config, node.run_dir.parent / "elsewhere")

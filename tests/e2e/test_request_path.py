@@ -1,0 +1,230 @@
+"""A request through a whole node: HTTP, router, prefill, pool, hand-over, decode, and back."""
+
+import json
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from launchers.demo_check import greedy, node_tokens, ragged_prompts
+from launchers.http_client import stream
+from runtime import SearchClient
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.embedder import load_embedder
+from tests.e2e.node import RunningNode, eventually, prompts
+
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "How does a with statement call __exit__?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+def test_greedy_tokens_through_the_node_equal_generate_for_50_ragged_prompts(node: RunningNode, model: Path) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    asked = ragged_prompts(reference.config.vocab_size, count=50, longest=300, seed=1)
+    with ThreadPoolExecutor(12) as threads:  # many at once: ragged batches, chunks of several prompts, joins mid-decode
+        found = list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
+    assert found == [greedy(reference, prompt, 10) for prompt in asked]
+
+
+def test_the_openai_client_works_unchanged(node: RunningNode) -> None:
+    with openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "What is a decorator?"}],
+            max_tokens=6,
+            temperature=0,
+            extra_body={"retrieval": {"collection": "docs", "k": 2}, "ignore_eos": True},
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 6
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.model_extra is not None
+        assert len(answer.model_extra["retrieval"]["passages"]) == 2
+        pieces = client.completions.create(model="tiny", prompt="abc", max_tokens=6, temperature=0, stream=True)
+        assert [piece.choices[0].finish_reason for piece in pieces][-1] in ("length", "stop")
+
+
+def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_times(
+    node: RunningNode, collection: Path
+) -> None:
+    status, answer = node.post("/v1/chat/completions", CHAT | {"retrieval": {"collection": "docs", "k": 4}})
+    assert status == 200
+    with Collection.open(collection) as opened:
+        assert opened.documents is not None
+        assert opened.embedder_name is not None
+        vector = load_embedder(opened.embedder_name).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
+        ids, distances = opened.index.search(vector, 4, top_m=128)
+        expected = [document.id for document in opened.documents.get(ids[0])]
+    passages = answer["retrieval"]["passages"]
+    assert [passage["id"] for passage in passages] == expected[: len(passages)]
+    assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
+    assert all(passage["title"] for passage in passages)
+    spans = answer["timings"]
+    assert {"queue", "embed", "retrieval", "prefill", "handover", "ttft", "tpot", "e2e"} == set(spans)
+    assert all(value >= 0 for value in spans.values())
+    assert spans["ttft"] >= spans["embed"] + spans["retrieval"] + spans["prefill"]
+    assert spans["e2e"] >= spans["ttft"]
+
+
+def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_same_tokens(node: RunningNode) -> None:
+    body = CHAT | {"max_tokens": 24, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 8}}
+    before = node.metric("trinity_decode_probes_total")
+    status, answer = node.post("/v1/chat/completions", body)
+    assert status == 200
+    assert node.metric("trinity_decode_probes_total") - before == 2  # after 8 and 16 tokens; the 24th is the last
+    places = [passage["at_token"] for passage in answer["retrieval"]["passages"]]
+    assert places == sorted(places)
+    assert {0} < set(places) <= {0, 8, 16}
+    ids = [passage["id"] for passage in answer["retrieval"]["passages"]]
+    assert len(ids) == len(set(ids))
+    assert answer["usage"]["completion_tokens"] == 24
+    assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
+
+
+def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: RunningNode) -> None:
+    body = CHAT | {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 24}
+    first, second = (node.post("/v1/chat/completions", body)[1]["choices"][0] for _ in range(2))
+    assert first == second
+    text = first["message"]["content"]
+    stop = text[6:8]
+    stopped = node.post("/v1/chat/completions", body | {"stop": [stop]})[1]["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["message"]["content"] == text[: text.index(stop)]
+
+
+def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: RunningNode, collection: Path) -> None:
+    with Collection.open(collection) as opened:
+        assert opened.documents is not None
+        assert opened.embedder_name is not None
+        vector = load_embedder(opened.embedder_name).embed(["the yield expression"])
+        expected = [document.id for document in opened.documents.get(opened.index.search(vector, 5)[0][0])]
+    for question in ({"query": "the yield expression"}, {"vector": vector[0].tolist()}):
+        status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})
+        assert status == 200
+        assert [passage["id"] for passage in answer["passages"]] == expected
+
+
+def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode, collection: Path) -> None:
+    index = Collection.open(collection).index
+    queries = np.random.default_rng(0).normal(size=(20, index.dim)).astype(np.float32)
+    expected, _ = index.search(queries, 8, top_m=64, search_width=4)
+    with SearchClient.connect(node.run_dir) as client:
+        for query, ids in zip(queries, expected, strict=True):
+            assert client.search(query, 8, collection="docs").ids.tolist() == ids.tolist()
+
+
+def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningNode) -> None:
+    cancelled = node.metric("trinity_requests_cancelled_total")
+    body = CHAT | {"max_tokens": 1000, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16}}
+    for _ in range(3):
+        events = stream(node.info.url, "/v1/chat/completions", body)
+        next(events)
+        events.close()
+    eventually(lambda: node.metric("trinity_requests_cancelled_total") == cancelled + 3, 20, "three cancellations")
+    for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
+        eventually(lambda gauge=gauge: node.metric(gauge) == 0, 20, f"{gauge} to be 0")  # type: ignore[misc]
+    assert node.metric("trinity_kv_cache_usage_perc") == 0
+
+
+def test_more_requests_than_slots_all_end_once(node: RunningNode) -> None:
+    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "retrieval": {"collection": "docs", "k": 2}}
+    bodies = [body | {"prompt": prompt, "ignore_eos": True} for prompt in prompts(40)]
+    with ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(lambda body: node.post("/v1/completions", body), bodies))
+    assert [status for status, _ in answers] == [200] * 40
+    assert {answer["usage"]["completion_tokens"] for _, answer in answers} == {8}
+
+
+BAD = {
+    "malformed JSON": (b'{"model": "tiny", ', 400, "invalid_request", None),
+    "a wrong type": (CHAT | {"max_tokens": "many"}, 400, "invalid_request", "max_tokens"),
+    "a misspelt field": (CHAT | {"max_tokenz": 3}, 400, "invalid_request", "max_tokenz"),
+    "an unknown model": (CHAT | {"model": "gpt-9"}, 404, "model_not_found", "model"),
+    "an unknown collection": (
+        CHAT | {"retrieval": {"collection": "nope"}},
+        404,
+        "unknown_collection",
+        "retrieval.collection",
+    ),
+    "k over the limit": (
+        CHAT | {"retrieval": {"collection": "docs", "k": 999}},
+        400,
+        "invalid_request",
+        "retrieval.k",
+    ),
+    "a prompt over the context": (
+        CHAT | {"messages": [{"role": "user", "content": "x" * 4000}]},
+        400,
+        "context_length_exceeded",
+        "messages",
+    ),
+    "an answer over the context": (CHAT | {"max_tokens": 5000}, 400, "context_length_exceeded", "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.replace(" ", "-"))
+def test_bad_input_is_refused_in_openai_format_and_the_node_serves_on(node: RunningNode, case: str) -> None:
+    body, status, code, param = BAD[case]
+    found, answer = node.post("/v1/chat/completions", body)
+    assert (found, answer["error"]["code"], answer["error"]["param"]) == (status, code, param), answer
+    assert answer["error"]["message"]
+    assert node.post("/v1/chat/completions", CHAT | {"max_tokens": 1})[0] == 200
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused(node: RunningNode) -> None:
+    status, answer = node.post("/v1/completions", {"model": "tiny", "prompt": [5, 70_000], "max_tokens": 2})
+    assert status == 400
+    assert "70000" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [[0.0] * 5, [float("nan")] * 128], ids=["wrong-size", "nan"])
+def test_a_bad_vector_is_refused(node: RunningNode, value: list[float]) -> None:
+    body = json.dumps({"vector": value, "k": 1, "collection": "docs"}).encode()
+    status, answer = node.post("/v1/retrieval", body)
+    assert status == 400
+    assert answer["error"]["param"].startswith("vector")
+
+
+def test_metrics_count_what_was_served(node: RunningNode) -> None:
+    before = {name: node.metric(name) for name in ("trinity_generation_tokens_total", "trinity_e2e_request_latency_seconds_count")}
+    node.post("/v1/chat/completions", CHAT)
+    eventually(
+        lambda: node.metric("trinity_generation_tokens_total") == before["trinity_generation_tokens_total"] + 12, 10, "12 tokens"
+    )
+    name = "trinity_e2e_request_latency_seconds_count"
+    assert node.metric(name) == before[name] + 1
+    with urllib.request.urlopen(f"{node.info.url}/metrics", timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/plain")
+
+
+def test_streams_interleave(node: RunningNode) -> None:
+    """Two long answers at once: the second begins before the first has ended."""
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def read(name: str) -> None:
+        for _ in stream(node.info.url, "/v1/chat/completions", CHAT | {"max_tokens": 200}):
+            with lock:
+                order.append(name)
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert min(order.index("a"), order.index("b")) == 0
+    last_of_first = len(order) - 1 - order[::-1].index(order[0])
+    other = "b" if order[0] == "a" else "a"
+    assert order.index(other) < last_of_first
