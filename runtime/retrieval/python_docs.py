@@ -19,8 +19,8 @@ _UNDERLINE = re.compile(r"([*=\-~^])\1{2,}$")
 _ADMONITION = re.compile(r"(Note|See also|Warning|Caution|Important|Hint|Tip|CPython implementation detail)s?:$")
 _SIGNATURE = re.compile(r"(class |exception |async |coroutine )*[\w.]+(\([^)]*\)?|\[.*\]| [^ ]{1,2} .*)?( .*)?$")
 _LITERAL = re.compile(r'""([^"]+)""|"([^"]+)"')
-_TABLE_BORDER = re.compile(r"^\s*[+|][-=+|]+[+|]$\n?", re.MULTILINE)
-_TABLE_ROW = re.compile(r"^(\s*)\|\s*(.*?)\s*\|$", re.MULTILINE)
+_TABLE_BORDER = re.compile(r"^ *[+|][-=+|]+[+|]$\n?", re.MULTILINE)
+_TABLE_ROW = re.compile(r"^( *)\|(.*)\|$", re.MULTILINE)
 _LITERAL_OF_QUOTES = re.compile(r'"(\'\'|"")"')
 
 
@@ -68,11 +68,13 @@ def _sections(topic: str) -> Iterator[_Section]:
             yield section
             section, code_indent = _Section(lines[0]), 0
             continue
-        if block.strip() == "-[ Footnotes ]-":
+        if block.strip() == "-[ Footnotes ]-" or _UNDERLINE.match(
+            block
+        ):  # a bare line parts a page's head from its body
             continue
         indent = len(lines[0]) - len(lines[0].lstrip())
         before = section.blocks[-1] if section.blocks else ""
-        if not code_indent and _introduces_code(before) and indent > _indent(before) and not _is_item(block):
+        if not code_indent and _introduces_code(before) and indent > _indent(before) and not _is_list_or_table(block):
             code_indent = indent
         elif indent < code_indent:
             code_indent = 0
@@ -115,10 +117,14 @@ def _cut(block: str) -> Iterator[str]:
 
 def _prose(block: str) -> str:
     """Free of markup: "literals" lose their quotes, *emphasis* and **strong** their stars, tables their frames."""
-    block = _TABLE_ROW.sub(lambda row: row[1] + re.sub(r"\s+\|\s+", " | ", row[2]), _TABLE_BORDER.sub("", block))
+    block = _TABLE_ROW.sub(_cells, _TABLE_BORDER.sub("", block)).rstrip("\n")
     block = _LITERAL_OF_QUOTES.sub(r"\1", block)
     block = _LITERAL.sub(lambda match: f'"{match[1]}"' if match[1] else match[2], block)
     return re.sub(r"(?<![\w*])(\*{1,2})(\w[^*]*?)(?<!\s)\1(?![\w*])", r"\2", block)
+
+
+def _cells(row: re.Match[str]) -> str:
+    return row[1] + " | ".join(cell.strip() for cell in row[2].split("|") if cell.strip())
 
 
 def _introduces_code(block: str) -> bool:
@@ -129,8 +135,8 @@ def _is_code(block: str) -> bool:
     return "::=" in block or ">>> " in block
 
 
-def _is_item(block: str) -> bool:
-    return bool(re.match(r"\s*([*\-•]|\d+\.|\[\d+\]) ", block))
+def _is_list_or_table(block: str) -> bool:
+    return bool(re.match(r"\s*(([*\-•]|\d+\.|\[\d+\]) |\+--)", block))
 
 
 def _announces(block: str) -> bool:

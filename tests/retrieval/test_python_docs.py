@@ -1,0 +1,74 @@
+"""The corpus that every Python carries: its passages are whole, clean, of one size, and can be found."""
+
+import re
+import statistics
+
+import numpy as np
+import pytest
+
+from runtime.retrieval.documents import Document
+from runtime.retrieval.embedder import embedding_text, load_embedder
+from runtime.retrieval.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
+from tests.retrieval.test_embedder import needs_minilm
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return python_documents()
+
+
+def test_ids_number_the_passages_of_a_topic_and_are_stable(documents: list[Document]) -> None:
+    ids = [document.id for document in documents]
+    assert len(set(ids)) == len(ids)
+    assert [name for name in ids if name.startswith("with#")][:3] == ["with#1", "with#2", "with#3"]
+    assert documents == python_documents()
+
+
+def test_every_passage_has_a_title_and_a_bounded_length(documents: list[Document]) -> None:
+    lengths = [len(document.text.split()) for document in documents]
+    assert all(document.title for document in documents)
+    assert max(lengths) <= MAX_WORDS + 2 * OVERLAP_WORDS
+    assert 80 <= statistics.median(lengths) <= 150
+    assert statistics.quantiles(lengths, n=10)[0] > 40
+
+
+def test_no_passage_comes_twice_though_topics_repeat_each_other(documents: list[Document]) -> None:
+    texts = [document.text for document in documents]
+    assert len(set(texts)) == len(texts)
+    assert not any(
+        document.id.startswith("compound#") and "context manager’s" in document.text for document in documents
+    )
+
+
+def test_markup_is_gone_and_code_is_kept(documents: list[Document]) -> None:
+    whole = "\n\n".join(document.text for document in documents)
+    assert not re.search(r"^(\*{3,}|={3,})$", whole, re.MULTILINE)
+    assert "-[ Footnotes ]-" not in whole
+    assert not re.search(r"^ *\+-+\+-+\+$", whole, re.MULTILINE)
+    assert "The context manager’s __exit__() method is invoked." in whole
+    assert "    if not exit(manager, *sys.exc_info()):" in whole
+    assert '>>> "repr() shows quotes: {!r}; str() doesn' in whole
+
+
+def test_passages_that_follow_each_other_overlap_where_a_block_is_short(documents: list[Document]) -> None:
+    second, third = (d.text for d in documents if d.id in ("with#2", "with#3"))
+    assert second.endswith(third.split("\n\n")[0])
+
+
+@needs_minilm
+@pytest.mark.slow
+def test_questions_find_the_topic_that_answers_them(documents: list[Document]) -> None:
+    # Only the topics that could be mixed up: embedding all of the reference takes half a minute.
+    topics = {"with", "context-managers", "try", "raise", "for", "while", "lambda", "global", "truth", "del"}
+    some = [document for document in documents if document.id.split("#")[0] in topics]
+    embedder = load_embedder("all-minilm-l6-v2")
+    matrix = embedder.embed([embedding_text(document.title, document.text) for document in some])
+    for question, expected in {
+        "How does a with statement call __exit__?": {"with", "context-managers"},
+        "When is the finally clause executed?": {"try"},
+        "What happens to the else clause of a for loop after break?": {"for", "while"},
+        "Which objects are considered false?": {"truth"},
+        "How do I write an anonymous function?": {"lambda"},
+    }.items():
+        best = np.argsort(-(matrix @ embedder.embed([question])[0]))[:2]
+        assert {some[row].id.split("#")[0] for row in best} & expected, question
