@@ -1,16 +1,19 @@
-"""What stands before the routes: API keys, and the size and the time of a body."""
+"""What stands before the routes: API keys, the type, size and time of a body, and the answer to a fault of our own."""
 
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import InvalidRequest, TrinityError, Unauthorized
+from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
 from runtime.serving.answers import error_json, to_json
+
+log = logging.getLogger(__name__)
 
 # A body that is too large is read to its end and thrown away, up to so many times its limit: a client that still sends
 # when the connection closes would see a broken pipe instead of the answer.
@@ -29,6 +32,13 @@ class BodyTooLarge(InvalidRequest):
     status = 413
 
 
+class NotJson(InvalidRequest):
+    """The body is not declared as JSON."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
 class BodyTooSlow(InvalidRequest):
     """The body did not arrive in time."""
 
@@ -37,7 +47,14 @@ class BodyTooSlow(InvalidRequest):
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body, of at most `limit` bytes. Raises BodyTooLarge, BodyTooSlow or starlette's ClientDisconnect."""
+    """The whole body, of at most `limit` bytes.
+
+    Raises NotJson, BodyTooLarge, BodyTooSlow or starlette's ClientDisconnect.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        # Not only for order's sake: a browser sends any other type to us from any web page, without asking first.
+        raise NotJson(f"the body's type is {kind[:64]!r}: send the header 'Content-Type: application/json'")
     declared = request.headers.get("content-length", "")
     size = int(declared[:20]) if declared.isdecimal() else 0  # what it says; what comes is counted below
     parts: list[bytes] = []
@@ -59,7 +76,11 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 class Guard:
-    """ASGI middleware: paths under /v1 need one of the keys as a bearer token. Without keys everything is open."""
+    """ASGI middleware: paths under /v1 need one of the keys as a bearer token. Without keys everything is open.
+
+    An exception that no route foresaw is logged here and answered without its traceback. (The framework's own handler
+    would raise on, and the server would close the connection under a client that means to go on using it.)
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -72,7 +93,21 @@ class Guard:
                 response = error_response(problem, {"WWW-Authenticate": "Bearer"})
                 await response(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            response = error_response(InternalError("internal error; the server's log has more"))
+            await response(scope, receive, send)
 
     def _problem(self, scope: Scope) -> TrinityError | None:
         values = [value for name, value in scope["headers"] if name == b"authorization"]

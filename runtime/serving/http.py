@@ -136,7 +136,6 @@ def create_app(
     app.add_middleware(Guard, keys=settings.api_keys)
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
     routes = _Routes(service, settings, now, seeds or random.Random())
     app.post("/v1/chat/completions")(routes.chat)
     app.post("/v1/completions")(routes.complete)
@@ -352,8 +351,8 @@ def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 2
 
 async def _trinity_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, TrinityError), "registered for this family"
-    if error.status >= 500:
-        log.warning("%s: %s", error.code, error.message)
+    if error.status == 500:
+        log.error("%s: %s", error.code, error.message)
     return error_response(error, {"Retry-After": "1"} if error.status == 503 else None)
 
 
@@ -364,8 +363,3 @@ async def _http_error(http: Request, error: Exception) -> Response:
     wrapped.status = error.status_code
     wrapped.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, wrapped.code)
     return error_response(wrapped, error.headers)
-
-
-async def _unexpected(http: Request, error: Exception) -> Response:
-    """A fault of our own: the server's log gets the traceback (the framework raises on), the client does not."""
-    return error_response(InternalError("internal error; the server's log has more"))

@@ -174,7 +174,7 @@ class Router:
         if not fitting:
             limit = max(worker.hello.limit_tokens for worker in ready)
             raise ContextLengthExceeded(
-                f"prompt and answer need at least {tokens} tokens, the model's context holds {limit}"
+                f"prompt and answer need at least {tokens} tokens, the model's context holds {limit}", "max_tokens"
             )
         return fitting
 

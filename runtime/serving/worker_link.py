@@ -12,7 +12,6 @@ decide what time it is (`tick`).
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ipc.endpoints import bind
 from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
 from runtime.serving.messages import (
     Cancel,
@@ -50,7 +50,7 @@ MAX_WORKERS = 256
 MAX_NAME = 128
 TICK_SECONDS = 0.1
 BURST = 32
-SEND_QUEUE = 10_000  # messages that may wait for one worker; one that lets more gather is taken for lost
+QUEUE = 10_000  # messages that may wait for one worker; one that lets more gather is taken for lost
 
 
 @dataclass(slots=True)
@@ -77,7 +77,8 @@ class LinkStatistics:
 class WorkerLink:
     """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
 
-    `epoch` is this frontend process's own, not 0. `on_end` is told of every request's end, once.
+    `epoch` is this frontend process's own, not 0. `on_end` is told of every request's end, once. Raises
+    `ipc.errors.InvalidArgument` when the endpoint is taken.
     """
 
     def __init__(
@@ -99,21 +100,11 @@ class WorkerLink:
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
         self._lost_workers = self._stale = self._malformed = 0
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.set(zmq.SNDHWM, SEND_QUEUE)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
-        if endpoint.startswith("ipc:"):
-            self._socket.set(zmq.IPC_FILTER_UID, os.getuid())
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError:
-            self.close()
-            raise
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.endpoint = endpoint
+        self._plain = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
+        self._plain.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
+        self._plain.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
+        self._socket = zmq.asyncio.Socket(self._plain)
 
     # ---- for the routes
 
@@ -218,8 +209,8 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close the socket; nothing is waited for."""
-        self._socket.close(linger=0)
-        self._context.term()
+        self._socket.close()
+        self._plain.close()
 
     async def _tick_on(self) -> None:
         while True:
@@ -246,6 +237,8 @@ class WorkerLink:
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         known = self._peers.get(hello.worker)
+        if known is None and len(self._peers) >= MAX_WORKERS:
+            self._forget_lost()
         if len(hello.worker) > MAX_NAME or hello.slots < 1 or (known is None and len(self._peers) >= MAX_WORKERS):
             log.warning("refused a worker: name %.40r, %d slots", hello.worker, hello.slots)
             self._malformed += 1
@@ -264,9 +257,12 @@ class WorkerLink:
         self._send(hello.worker, Welcome(self.epoch))
 
     def _report(self, identity: bytes, report: Report) -> None:
-        peer = self._peers.get(self._names.get(identity, ""))
-        if peer is None or peer.hello.worker != report.worker or peer.hello.epoch != report.epoch:
+        peer = self._peers.get(report.worker)
+        if peer is None or peer.hello.epoch != report.epoch:
             self._stranger(identity)
+            return
+        if peer.identity != identity:
+            self._hello(identity, peer.hello)  # ZeroMQ has reconnected; the worker itself did not notice
             return
         peer.heard_ns = self._clock()
         if report.frontend_epoch != self.epoch:
@@ -297,6 +293,12 @@ class WorkerLink:
                 request.prefilled = True
                 self.router.prefilled(request.placement)
             self.requests.deliver(message)
+
+    def _forget_lost(self) -> None:
+        for name, peer in list(self._peers.items()):
+            if peer.lost:
+                del self._peers[name]
+                self._names.pop(peer.identity, None)
 
     def _stranger(self, identity: bytes) -> None:
         """A worker that this frontend does not know: it served the last one, and has yet to say Hello to this."""

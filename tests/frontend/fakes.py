@@ -17,6 +17,7 @@ from typing import Any, Self
 import httpx
 import openai
 import uvicorn
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -74,9 +75,13 @@ class Worker:
     def __init__(self, to: str, role: Role, name: str, *, epoch: int = 1, slots: int = 4, limit: int = 2048) -> None:
         self.me = Hello(role, name, epoch, 4711, slots, limit, f"ipc://@{name}-handover" if role == "decode" else "")
         self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.connect(to)
+        self.socket = self._connected(to)
+
+    def _connected(self, to: str) -> zmq.asyncio.Socket:
+        made = self.context.socket(zmq.DEALER)
+        made.set(zmq.LINGER, 0)
+        made.connect(to)
+        return made
 
     async def say(self, message: ToFrontend) -> None:
         await self.socket.send(encode(message))
@@ -92,6 +97,11 @@ class Worker:
         message = await self.hear()
         assert isinstance(message, Prefill)
         return message
+
+    def reconnect(self, to: str) -> None:
+        """Come back over another connection, as ZeroMQ does by itself after a broken one."""
+        self.socket.close(linger=0)
+        self.socket = self._connected(to)
 
     async def hello(self) -> Welcome:
         await self.say(self.me)
@@ -277,7 +287,8 @@ class Cluster:
     # ---- for tests
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, **options)
+        headers = {"content-type": "application/json"}
+        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, headers=headers, **options)
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
@@ -322,7 +333,7 @@ class Cluster:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            uvloop.run(self._main())  # the loop of the frontend's process
         except BaseException as failure:
             self._failure = failure
         finally:

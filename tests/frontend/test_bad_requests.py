@@ -179,8 +179,15 @@ def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
     assert answer.json()["choices"][0]["text"] == "w0 "
 
 
-def test_a_body_needs_no_content_type(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"})
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
+def test_a_body_that_a_web_page_could_send_unasked_is_refused(http: httpx.Client, path: str, kind: str) -> None:
+    answer = http.post(path, content=json.dumps(COMPLETION), headers={"content-type": kind})
+    problem(answer, 415, "unsupported_media_type", says="send the header 'Content-Type: application/json'")
+
+
+def test_the_type_of_a_body_may_name_its_charset(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION, headers={"content-type": "Application/JSON; charset=utf-8"})
     assert answer.status_code == 200
 
 
@@ -200,7 +207,7 @@ def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Clu
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
-    problem(answer, 400, "context_length_exceeded", None, "at least 2049 tokens, the model's context holds 2048")
+    problem(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
@@ -299,7 +306,7 @@ def raw(cluster: Cluster, data: bytes) -> bytes:
         return answer
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ipc.errors import InvalidArgument
 from runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -20,6 +20,7 @@ from runtime.errors import (
     UnknownCollection,
     WorkerLost,
 )
+from runtime.serving import worker_link
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -291,6 +292,43 @@ def test_a_worker_of_the_frontend_before_is_welcomed_and_introduces_itself() -> 
     run(test())
 
 
+def test_a_worker_that_comes_back_over_another_connection_has_lost_its_requests_but_not_its_place() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            decode.reconnect(stand.link.endpoint)
+            await decode.report(EPOCH)
+            assert await decode.hear() == Welcome(EPOCH)
+            error = await ending(request)
+            assert error.message == "decode worker 'd0' was lost: its connection was renewed"
+            again = stand.submit("r2")
+            await decode.say(Tokens("r2", "a", (5,), "stop"))
+            assert (await again.next()).text == "a"  # type: ignore[union-attr]
+
+    run(test())
+
+
+def test_workers_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "MAX_WORKERS", 2)
+
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            await stand.worker("prefill", "p1")
+            third = Worker(stand.link.endpoint, "prefill", "p2")
+            stand.workers.append(third)
+            await third.say(third.me)
+            await third.settle()
+            assert stand.link.statistics().workers["prefill"] == 2
+            stand.link.lost("p0", "killed")
+            await third.hello()
+            assert stand.link.statistics().workers["prefill"] == 2
+
+    run(test())
+
+
 def test_a_worker_whose_connection_is_gone_is_lost_at_the_next_request_which_another_one_takes() -> None:
     async def test() -> None:
         async with standing() as stand:
@@ -380,11 +418,14 @@ def test_a_worker_that_cannot_be_is_refused(hello: dict[str, Any]) -> None:
     run(test())
 
 
-def test_an_address_in_use_is_an_error_and_leaves_nothing_open() -> None:
+def test_an_endpoint_in_use_is_an_error_and_is_free_again_after_close() -> None:
     async def test() -> None:
         async with standing() as stand:
-            with pytest.raises(zmq.ZMQError, match="in use"):
-                Stand(at=stand.link.endpoint)
+            taken = stand.link.endpoint
+            with pytest.raises(InvalidArgument, match="in use"):
+                Stand(at=taken)
+        async with standing(at=taken):
+            pass
 
     run(test())
 
