@@ -40,7 +40,10 @@ class LanguageModel:
 
     def __init__(self, network: Any, tokenizer: Tokenizer, info: ModelInfo, kv: torch.Tensor) -> None:
         """Use `load`."""
+        from runtime.serving.slot_cache import SlotCache
+
         self._network = network
+        self._cache = SlotCache(kv)
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
@@ -93,7 +96,7 @@ class LanguageModel:
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         with torch.inference_mode():
-            batch = SlotBatch(self.kv, [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks])
+            batch = SlotBatch(self._cache, [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks])
             output = self._network(
                 input_ids=torch.tensor([tokens], device=self.kv.device),
                 position_ids=batch.positions[None],

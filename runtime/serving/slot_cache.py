@@ -37,26 +37,40 @@ class _Piece:
     mask: torch.Tensor | None
 
 
+class SlotCache:
+    """The tensor `kv` and its views by layer and slot, made once: making them in every step would cost more than some
+    of the attention does."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        self.rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
+            list(zip(layer[0].split(1), layer[1].split(1), strict=True)) for layer in kv
+        ]  # [layer][slot] → K and V, each [1, kv_heads, context, head_dim]
+        # Seen as [slots, context, kv_heads, head_dim], so that tokens can be written by (slot, position).
+        self.by_position = [(layer[0].transpose(1, 2), layer[1].transpose(1, 2)) for layer in kv]
+
+
 class SlotBatch:
     """Where the tokens of one forward pass lie: shared by all layers."""
 
-    def __init__(self, kv: torch.Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
-        """`spans` are (slot, start position, number of tokens), already checked against the shape of `kv`."""
-        self.kv = kv
+    def __init__(self, cache: SlotCache, spans: Sequence[tuple[int, int, int]]) -> None:
+        """`spans` are (slot, start position, number of tokens), already checked against the cache's shape."""
+        self.cache = cache
         self.pieces: list[_Piece] = []
+        device = cache.kv.device
         slots: list[int] = []
         positions: list[int] = []
         for slot, start, count in spans:
             begin, visible = len(positions), start + count
             mask = None
             if start and count > 1:
-                mask = torch.ones(count, visible, dtype=torch.bool, device=kv.device).tril_(start)
+                mask = torch.ones(count, visible, dtype=torch.bool, device=device).tril_(start)
             self.pieces.append(_Piece(slot, begin, begin + count, visible, mask))
             slots += [slot] * count
             positions += range(start, visible)
-        self.slots = torch.tensor(slots, device=kv.device)
-        self.positions = torch.tensor(positions, device=kv.device)
-        self.last = torch.tensor([piece.end - 1 for piece in self.pieces], device=kv.device)
+        self.positions = torch.tensor(positions, device=device)
+        self.places = (torch.tensor(slots, device=device), self.positions)
+        self.last = torch.tensor([piece.end - 1 for piece in self.pieces], device=device)
 
 
 def _attend(
@@ -68,31 +82,32 @@ def _attend(
     *,
     scaling: float,
     slot_batch: SlotBatch,
-    **_: Any,
+    **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention: query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim].
 
     Writes K and V into the slots, then attends. Returns [1, tokens, heads, head_dim].
     """
-    keys, values = slot_batch.kv[module.layer_idx]
-    keys[slot_batch.slots, :, slot_batch.positions] = key[0].transpose(0, 1)
-    values[slot_batch.slots, :, slot_batch.positions] = value[0].transpose(0, 1)
+    layer: int = module.layer_idx
+    keys, values = slot_batch.cache.by_position[layer]
+    keys.index_put_(slot_batch.places, key[0].transpose(0, 1))
+    values.index_put_(slot_batch.places, value[0].transpose(0, 1))
 
     heads, tokens, head_dim = query.shape[1:]
-    kv_heads = keys.shape[1]
-    output = query.new_empty(1, tokens, heads, head_dim)
+    kv_heads = key.shape[1]
+    # A single token sees all there is, so the query heads of a group can stand where several tokens would.
+    folded = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    rows = slot_batch.cache.rows[layer]
+    attended = []
     for piece in slot_batch.pieces:
-        seen_keys = keys[piece.slot : piece.slot + 1, :, : piece.visible]
-        seen_values = values[piece.slot : piece.slot + 1, :, : piece.visible]
-        chunk = query[:, :, piece.begin : piece.end]
+        row_keys, row_values = rows[piece.slot]
+        seen_keys, seen_values = row_keys.narrow(2, 0, piece.visible), row_values.narrow(2, 0, piece.visible)
         if piece.end - piece.begin == 1:
-            # A single token sees all there is, so the query heads of a group can stand where several tokens would.
-            folded = chunk.reshape(1, kv_heads, heads // kv_heads, head_dim)
-            attended = scaled_dot_product_attention(folded, seen_keys, seen_values, scale=scaling)
-            output[:, piece.begin] = attended.reshape(1, heads, head_dim)
+            one = scaled_dot_product_attention(folded.narrow(0, piece.begin, 1), seen_keys, seen_values, scale=scaling)
+            attended.append(one.view(1, heads, head_dim))
         else:
-            attended = scaled_dot_product_attention(
-                chunk,
+            many = scaled_dot_product_attention(
+                query[:, :, piece.begin : piece.end],
                 seen_keys,
                 seen_values,
                 attn_mask=piece.mask,
@@ -100,8 +115,8 @@ def _attend(
                 scale=scaling,
                 enable_gqa=heads != kv_heads,
             )
-            output[:, piece.begin : piece.end] = attended.transpose(1, 2)
-    return output, None
+            attended.append(many[0].transpose(0, 1))
+    return (torch.cat(attended) if len(attended) > 1 else attended[0]).unsqueeze(0), None
 
 
 # No mask function is registered under this name, so transformers builds no mask of its own.

@@ -14,6 +14,7 @@ from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, M
 from runtime.serving.model import Chunk, LanguageModel
 from runtime.serving.model_info import ModelInfo
 from tests.serving.reference import Reference
+from tests.serving.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
@@ -95,6 +96,14 @@ def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
     prompts = ragged_prompts(60, seed=1)
     model.kv.fill_(float("nan"))  # whatever is read without having been written would show
     assert Batcher(model, prompts, answer_tokens=16, seed=2).run() == [reference.generate(p, 16) for p in prompts]
+
+
+def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Path) -> None:
+    directory = make_tiny_llama(tmp_path, seed=3, layers=2, hidden=512)
+    model = LanguageModel.load(directory, slots=4, context_tokens=256)
+    reference = Reference(directory)
+    prompts = ragged_prompts(12, seed=8)
+    assert Batcher(model, prompts, answer_tokens=12, seed=9).run() == [reference.generate(p, 12) for p in prompts]
 
 
 def test_kv_copied_from_another_models_shared_memory_decodes_as_generate_does(

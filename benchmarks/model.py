@@ -1,0 +1,186 @@
+"""The language model alone, against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
+
+Both run the same weights in the same process, turn by turn, with the same number of threads. Reported are:
+prefill (tokens/s by prompt length), decode (ms a step by rows; also with rows of very different lengths, where
+`generate()` pads all to the longest), and the copy of a prompt's KV between two models against one plain copy of as
+many bytes. Greedy tokens of all runs are compared; a difference ends the benchmark with an error.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging
+
+from runtime.serving.model import Chunk, LanguageModel
+from runtime.serving.model_info import model_directory
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of repeated runs."""
+
+    seconds: Sequence[float]
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def paired(runs: Sequence[Callable[[], object]], rounds: int) -> list[Times]:
+    """Time functions turn by turn, so that a noisy neighbour meets all of them; one round first is not counted."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for run, kept in zip(runs, seconds, strict=True):
+            begin = time.perf_counter()
+            run()
+            if number:
+                kept.append(time.perf_counter() - begin)
+    return [Times(kept) for kept in seconds]
+
+
+class Ours:
+    """The slot model, driven as a worker drives it."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def prefill(self, prompts: Sequence[Tokens]) -> Tokens:
+        logits = self.model.forward([Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
+        return [int(token) for token in logits.argmax(-1)]
+
+    def decode(self, prompts: Sequence[Tokens], first: Tokens, steps: int) -> list[Tokens]:
+        answers = [[token] for token in first]
+        for step in range(steps):
+            chunks = [Chunk(slot, len(prompt) + step, answers[slot][-1:]) for slot, prompt in enumerate(prompts)]
+            for answer, token in zip(answers, self.model.forward(chunks).argmax(-1), strict=True):
+                answer.append(int(token))
+        return answers
+
+
+class Theirs:
+    """transformers' own model; ragged prompts are padded on the left, as `generate()` wants it."""
+
+    def __init__(self, directory: Any) -> None:
+        self.network: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def generate(self, prompts: Sequence[Tokens], tokens: int) -> list[Tokens]:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            output = self.network.generate(
+                ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        return [[int(token) for token in row[longest:]] for row in output]
+
+
+def measure_prefill(
+    ours: Ours, theirs: Theirs, lengths: Sequence[int], random: np.random.Generator, rounds: int
+) -> None:
+    print(f"\n{'prefill':24}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}   median ms")
+    for length in lengths:
+        prompts = random_prompts([length], ours.model, random)
+        mine, reference = paired([lambda: ours.prefill(prompts), lambda: theirs.generate(prompts, 1)], rounds)  # noqa: B023
+        check(ours.prefill(prompts), [row[0] for row in theirs.generate(prompts, 1)])
+        print(
+            f"{f'{length} tokens':24}{length / mine.best:12.0f}{length / reference.best:16.0f}"
+            f"{reference.best / mine.best:8.2f}   {mine.median * 1e3:.1f} / {reference.median * 1e3:.1f}"
+        )
+
+
+def measure_decode(
+    ours: Ours, theirs: Theirs, batches: dict[str, list[int]], random: np.random.Generator, rounds: int, steps: int
+) -> None:
+    print(f"\n{'decode':24}{'ours ms/step':>12}{'generate ms/step':>18}{'ratio':>8}   median ms/step")
+    for name, lengths in batches.items():
+        prompts = random_prompts(lengths, ours.model, random)
+        first = ours.prefill(prompts)
+        mine, one, all_steps = paired(
+            [
+                lambda: ours.decode(prompts, first, steps),  # noqa: B023
+                lambda: theirs.generate(prompts, 1),  # noqa: B023
+                lambda: theirs.generate(prompts, 1 + steps),  # noqa: B023
+            ],
+            rounds,
+        )
+        check(ours.decode(prompts, first, steps), theirs.generate(prompts, 1 + steps))
+        best, median = all_steps.best - one.best, all_steps.median - one.median
+        print(
+            f"{name:24}{mine.best / steps * 1e3:12.2f}{best / steps * 1e3:18.2f}{best / mine.best:8.2f}"
+            f"   {mine.median / steps * 1e3:.1f} / {median / steps * 1e3:.1f}"
+        )
+
+
+def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[int], rounds: int) -> None:
+    print(f"\n{'KV copy':24}{'ours ms':>12}{'plain copy ms':>16}{'ratio':>8}   MB")
+    source = memoryview(model.kv.numpy()).cast("B").toreadonly()
+    for tokens in lengths:
+        count = model.info.kv_bytes_per_token * tokens
+        plain = np.ones(count, np.uint8), np.zeros(count, np.uint8)
+        ours, one = paired(
+            [lambda: target.copy_kv(source, 0, 1, tokens), lambda: np.copyto(plain[1], plain[0])],  # noqa: B023
+            rounds * 4,
+        )
+        print(
+            f"{f'{tokens} tokens':24}{ours.best * 1e3:12.2f}{one.best * 1e3:16.2f}{ours.best / one.best:8.2f}"
+            f"   {count / 1e6:.1f}"
+        )
+
+
+def random_prompts(lengths: Sequence[int], model: LanguageModel, random: np.random.Generator) -> list[Tokens]:
+    """Prompts of ordinary tokens."""
+    return [random.integers(3, model.info.vocabulary, length).tolist() for length in lengths]
+
+
+def check(ours: object, theirs: object) -> None:
+    """End the benchmark if two greedy runs differ: the speed of a wrong answer is worth nothing."""
+    if ours != theirs:
+        raise SystemExit(f"greedy tokens differ:\n  ours     {ours}\n  generate {theirs}")
+
+
+def main() -> None:
+    """Run all and print the tables."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    options.add_argument("--model", default="smollm2-135m-instruct", help="known name, or a directory with a Llama")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--steps", type=int, default=8, help="decode steps a round")
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+
+    logging.disable_progress_bar()
+    random = np.random.default_rng(given.seed)
+    model = LanguageModel.load(given.model, slots=16, context_tokens=1024, threads=given.threads)
+    target = LanguageModel.load(given.model, slots=2, context_tokens=1024, threads=given.threads)
+    ours, theirs = Ours(model), Theirs(model_directory(given.model))
+    print(
+        f"{model.info.name}: {model.info.layers} layers, float32, {given.threads} thread(s), seed {given.seed}; "
+        f"best of {given.rounds}, medians ours / generate\n"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    measure_prefill(ours, theirs, [32, 128, 512, 1000], random, given.rounds)
+    batches = {f"{rows} rows of 200": [200] * rows for rows in (1, 2, 4, 8, 16)}
+    batches["8 rows of 20..900"] = [20, 900, 40, 300, 30, 150, 60, 80]
+    measure_decode(ours, theirs, batches, random, given.rounds, given.steps)
+    measure_copy(model, target, [128, 512, 1000], given.rounds)
+
+
+if __name__ == "__main__":
+    main()
