@@ -15,6 +15,8 @@ import msgspec
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement import default_run_dir, nodes_dir
 
+_TRIES = 100  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
+
 
 class NodeInfo(msgspec.Struct, frozen=True):
     """What other processes of the user need to talk to a node. `pools` are the endpoints of its vector-pool workers."""
@@ -36,25 +38,29 @@ class RunDir:
 
     @classmethod
     def acquire(cls, path: Path) -> "RunDir":
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(f"node.run_dir: cannot use {path}: {error.strerror}") from error
-        try:
-            _check_private(path, os.fstat(fd))
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The directory may have been removed by a node that stopped between our open and our lock.
-            if not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
+        """Make the directory and lock it. Raises `ConfigError`."""
+        missing: OSError | None = None
+        for _ in range(_TRIES):
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = _open(path)
+            except FileNotFoundError as error:  # removed under our hands by a node that stops
+                missing = error
+                continue
+            except OSError as error:
+                raise ConfigError(f"node.run_dir: cannot use {path}: {error.strerror}") from error
+            try:
+                _check_private(path, os.fstat(fd))
+                if _lock(fd, fcntl.LOCK_EX):
+                    if _is_at(path, fd):
+                        return cls(path, fd)
+                elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
+                    raise ConfigError(f"a node already runs in {path}; stop it, or give this one another node.name")
+            except BaseException:
                 os.close(fd)
-                return cls.acquire(path)
-        except BlockingIOError as error:
+                raise
             os.close(fd)
-            raise ConfigError(f"a node already runs in {path}; stop it, or give this one another node.name") from error
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(path, fd)
+        raise ConfigError(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
 
     def write(self, info: NodeInfo) -> None:
         """Publish the node: whole or not at all."""
@@ -84,23 +90,44 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 def find_node(node: str | Path) -> NodeInfo:
-    """The running node of that name or in that run directory. Raises `Unavailable` if there is none."""
+    """The running node of that name or in that run directory.
+
+    Raises `Unavailable` if there is none, `ConfigError` if the directory is not this user's alone: what it says could
+    be anybody's then.
+    """
     path = Path(node) if isinstance(node, Path) or "/" in node else default_run_dir(node)
     try:
+        fd = _open(path)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no node runs in {path}") from error
+    try:
+        _check_private(path, os.fstat(fd))
         info = msgspec.json.decode((path / "node.json").read_bytes(), type=NodeInfo)
+        if _lock(fd, fcntl.LOCK_SH):
+            raise Unavailable(f"no node runs in {path} (one of pid {info.pid} died there)")
     except (OSError, msgspec.DecodeError) as error:
         raise Unavailable(f"no node runs in {path}") from error
-    if not _is_locked(path):
-        raise Unavailable(f"no node runs in {path} (one of pid {info.pid} died there)")
+    finally:
+        os.close(fd)
     return info
 
 
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    """Whether the lock could be had. It goes with the descriptor."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+        return False
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the locked directory is still the one of that name, and not one that a stopping node has removed."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
