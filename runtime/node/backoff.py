@@ -19,6 +19,6 @@ class Backoff:
         """The delay after a run of `ran_s` seconds: between a half and the whole of the doubled step."""
         if ran_s >= self._healthy_s:
             self._failures = 0
-        step = min(self._most_s, self._first_s * 2.0**self._failures)
+        step = min(self._most_s, self._first_s * 2.0 ** min(self._failures, 64))
         self._failures += 1
         return step * (0.5 + 0.5 * self._source.random())
