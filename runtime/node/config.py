@@ -16,7 +16,7 @@ from msgspec import Meta
 from runtime.errors import ConfigError
 
 Role = Literal["pool", "prefill", "decode", "frontend"]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -88,7 +88,7 @@ class PoolSection(Placed, frozen=True):
     max_k: Annotated[int, Meta(ge=1, le=1024)] = 128
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 64
-    search_width: Annotated[int, Meta(ge=1, le=64)] = 4
+    search_width: Annotated[int, Meta(ge=1, le=32)] = 4
 
 
 class CollectionSection(_Section, frozen=True):
@@ -142,7 +142,10 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     replace = msgspec.structs.replace
 
     def under(path: str) -> str:
-        return str(folder / Path(path).expanduser()) if path else ""
+        try:
+            return str(folder / Path(path).expanduser()) if path else ""
+        except RuntimeError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     http = replace(config.http, api_keys_file=under(config.http.api_keys_file))
     collections = tuple(replace(c, path=under(c.path)) for c in config.collections)

@@ -11,8 +11,8 @@ def listen(http: HttpSection) -> socket.socket:
     """A listening socket. Raises `ConfigError` if the port is taken, or if strangers could ask without a key."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"http.host = {http.host!r}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label that no host name can have
+        raise ConfigError(f"http.host = {http.host!r}: {getattr(error, 'strerror', error)}") from error
     if not ipaddress.ip_address(address[0]).is_loopback and not http.api_keys_file:
         raise ConfigError(
             f"http.host = {http.host!r} is open to others: set http.api_keys_file, or listen on 127.0.0.1"

@@ -110,14 +110,14 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
             raise ConfigError(
                 f"{worker.role}.cores: {worker.name} asks for cores {missing}; this process may use {sorted(allowed)}"
             )
-        cores = len(worker.cores) or len(allowed)
+        cores = len(set(worker.cores)) or len(allowed)
         if worker.threads > cores:
             raise ConfigError(f"{worker.role}.threads = {worker.threads}: {worker.name} has {cores} cores")
     owner: dict[int, str] = {}
     for worker in workers:
         if worker.role != "pool":
             continue
-        for core in worker.cores:
+        for core in sorted(set(worker.cores)):
             if core in owner:
                 raise ConfigError(
                     f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins"
@@ -164,7 +164,7 @@ def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
         return ()
     try:
         text = Path(config.http.api_keys_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
     return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
