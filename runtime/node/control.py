@@ -102,7 +102,12 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
     except ProcessLookupError:
         return
     try:
-        ask(info.control, "stop")
+        try:
+            ask(info.control, "stop")
+        except Unavailable:
+            if not select.select([pidfd], [], [], 0)[0]:
+                raise
+            return  # it ended by itself before it could answer
         if not select.select([pidfd], [], [], timeout_s)[0]:
             raise DeadlineExceeded(f"node {info.name!r} (pid {info.pid}) still runs after {timeout_s:.0f} s")
     finally:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,7 +33,8 @@ from runtime.node.worker import EXIT_CONFIG, WorkerSpec
 
 _STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
 _POLL_S = 0.1
-_FAILED_STARTS = 3  # a worker that never got ready is not tried more often
+_FAILED_STARTS = 3  # a worker that never got ready is not tried more often; one that was once, for as long as it takes
+_COMMAND = (sys.executable, "-m", "runtime.node.worker")
 
 log = logging.getLogger("supervisor")
 
@@ -62,16 +63,26 @@ class Child:
     restarts: int = 0
     started: float = 0.0
     due: float = 0.0
-    was_ready: bool = False
+    was_ready: bool = False  # in any of its lives
     exit_code: int | None = None
     failed_starts: int = 0
 
 
 class Supervisor:
-    """Runs one node in this process. `run` returns the exit code once the node has stopped."""
+    """Runs one node in this process. `run` returns the exit code once the node has stopped.
 
-    def __init__(self, plan: NodePlan, clock: Callable[[], float] = time.monotonic, seed: int | None = None) -> None:
+    `command` is what runs a worker: it finds its `WorkerSpec` on its standard input, one line of JSON.
+    """
+
+    def __init__(
+        self,
+        plan: NodePlan,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
         self._plan = plan
+        self._command = list(command)
         self._clock = clock
         random_source = random.Random(seed)
         self._children = [
@@ -166,7 +177,7 @@ class Supervisor:
                 continue
             if child.phase is Phase.STARTING:
                 if child.table.epoch == child.epoch and child.table.state is State.READY:
-                    child.phase, child.was_ready, child.failed_starts = Phase.READY, True, 0
+                    child.phase, child.was_ready = Phase.READY, True
                 elif self._clock() - child.started > node.start_s:
                     log.error("%s is not ready after node.start_s = %.0f s: killed", child.place.name, node.start_s)
                     child.process.kill()
@@ -193,7 +204,7 @@ class Supervisor:
         )
         threads = str(child.place.threads)
         child.process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.node.worker"],
+            self._command,
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
             pass_fds=(listen_fd,) if listen_fd >= 0 else (),
@@ -210,7 +221,7 @@ class Supervisor:
             child.process.stdin.close()
         except BrokenPipeError:
             pass  # it died already: `_reap` will see it
-        child.phase, child.started, child.was_ready = Phase.STARTING, self._clock(), False
+        child.phase, child.started = Phase.STARTING, self._clock()
 
     # ---- stopping
 
@@ -238,8 +249,11 @@ class Supervisor:
         for role in _STOP_ORDER:
             group = [child for child in self._children if child.place.role == role]
             for child in group:
+                starting = child.phase is Phase.STARTING
                 child.phase = Phase.STOPPED if child.process is None else Phase.DRAINING
-                if child.process is not None:
+                if child.process is not None and starting:
+                    child.process.kill()  # it holds nothing yet, and may be far from looking at signals
+                elif child.process is not None:
                     child.process.terminate()
             while any(child.process for child in group):
                 self._wait(control)

@@ -49,6 +49,7 @@ class WorkerTable:
         words = _HEADER_WORDS + sum(metric.words for metric in METRICS[role])
         table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role)
         table._header[0], table._header[1] = _MAGIC, _VERSION
+        table.beat()  # until a worker takes it over, its heartbeat is as old as the table
         return table
 
     @classmethod
