@@ -17,6 +17,7 @@ from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _NEVER_NS = 1 << 62
+_SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class Pool:
         limits = config.pool
         self._worker, self._table = worker, worker.table
         indexes = {c.name: Collection.open(Path(c.path)).index for c in config.collections}
-        self._engine: Engine = CpuEngine(indexes, slots=limits.slots, max_top_m=limits.max_top_m, max_k=limits.max_k)
+        self._engine: Engine = CpuEngine(
+            indexes,
+            slots=limits.slots,
+            max_top_m=limits.max_top_m,
+            max_k=limits.max_k,
+            max_search_width=max(limits.search_width, _SEARCH_WIDTH),
+        )
         self._warm_up(indexes)
         self._scheduler: Scheduler[Request] = Scheduler(limits.slots, limits.reserve, limits.queue)
         self._running: dict[int, Running] = {}  # slot → query
@@ -149,6 +156,7 @@ class Pool:
         self._table.set("trinity_pool_queue_prefill", waiting["prefill"])
         self._table.set("trinity_pool_queue_decode", waiting["decode"])
         self._table.set("trinity_pool_active_slots", len(self._running))
+        self._table.set("trinity_pool_clients", self._server.statistics().clients)
 
     def _leave(self, slot: int) -> None:
         self._scheduler.finished(self._running.pop(slot).stage)
@@ -158,6 +166,10 @@ class Pool:
         self._table.add("trinity_pool_queries_refused_total")
         self._server.publish(request.client, request.request_id, status)
 
+    def drain(self) -> None:
+        """Take nothing new: clients of a node with several pools turn to the others."""
+        self._server.drain()
+
     def close(self) -> None:
         self._server.close()
 
@@ -166,6 +178,10 @@ def run(worker: Worker) -> None:
     """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
     pool = Pool(worker)
     worker.ready()
-    while not worker.stopping or pool.busy:
+    while not worker.stopping:
+        pool.step()
+    pool.drain()
+    pool.step()  # with what was asked before the clients could know
+    while pool.busy:
         pool.step()
     pool.close()
