@@ -17,10 +17,9 @@ import numpy.typing as npt
 import zmq
 
 from ipc import (
-    AttachRefused,
-    AttachTimeout,
     Draining,
     InvalidArgument,
+    IpcError,
     PeerLost,
     ProtocolViolation,
     Result,
@@ -80,7 +79,7 @@ class _Query:
     k: int
     stage: Stage
     collection: str
-    top_m: int
+    top_m: int | None
     search_width: int
     patience: int | None
     deadline_ns: int
@@ -113,7 +112,7 @@ class _Pool:
                 self.client = RingClient(self._endpoint, self._name, timeout_ms=timeout_ms)
             elif not self.asked:  # what it lost must have been read first
                 self.client.reconnect(timeout_ms)
-        except (AttachTimeout, AttachRefused, PeerLost):
+        except IpcError:  # nobody there, refused, or dead half way through
             self._retry_ns = now_ns + _RETRY_NS
         return self.live
 
@@ -172,11 +171,11 @@ class SearchClient:
         expires = deadline_ns or time.monotonic_ns() + _WAIT_NS
         query = _Query(
             ticket=next(self._tickets),
-            vector=np.array(vector, dtype=np.float32),
+            vector=_as_vector(vector),
             k=k,
             stage=stage,
             collection=collection,
-            top_m=top_m or min(max(self._defaults.top_m, k), self._defaults.max_top_m),
+            top_m=top_m,
             search_width=search_width or self._defaults.search_width,
             patience=patience,
             deadline_ns=deadline_ns,
@@ -222,6 +221,7 @@ class SearchClient:
                 return
         if ticket in self._where:
             pool, request_id = self._where[ticket]
+            pool.asked[request_id].attempts = _MAX_ATTEMPTS  # nor is it asked again if the pool dies
             if pool.client is not None:
                 pool.client.cancel(request_id)
 
@@ -285,7 +285,8 @@ class SearchClient:
                 continue
             try:
                 request_id = pool.client.submit(
-                    query.vector, collection=query.collection, stage=query.stage, k=query.k, top_m=query.top_m,
+                    query.vector, collection=query.collection, stage=query.stage, k=query.k,
+                    top_m=query.top_m or min(max(self._defaults.top_m, query.k), pool.client.max_top_m),
                     search_width=query.search_width, patience=query.patience, deadline_ns=query.deadline_ns,
                 )  # fmt: skip
             except RingFull as error:
@@ -316,16 +317,21 @@ class SearchClient:
         return ended
 
     def _unpark(self, now: int) -> None:
+        taken = True  # until a query finds no pool, or no room in any: the others would find none either
         for _ in range(len(self._parked)):
             query = self._parked.popleft()
             if now >= query.expires_ns:
                 self._fail(query, WorkerLost("no pool took the query before its deadline"))
                 continue
             try:
-                if not self._send(query):
-                    self._parked.append(query)
+                taken = taken and self._send(query)
+            except Overloaded:
+                taken = False
             except TrinityError as error:
                 self._fail(query, error)
+                continue
+            if not taken:
+                self._parked.append(query)
 
     def _end(self, query: _Query, result: Result, now: int) -> None:
         del self._where[query.ticket]
@@ -352,6 +358,13 @@ class SearchClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _as_vector(vector: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    try:
+        return np.array(vector, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"not a vector of numbers: {error}", "vector") from error
 
 
 def _poll(client: RingClient) -> list[Result]:
