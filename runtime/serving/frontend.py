@@ -99,7 +99,7 @@ async def _serve(worker: Worker) -> None:
     )
     server = _Server(options, worker)
     serving = asyncio.create_task(server.serve(sockets=[worker.listening_socket()]))
-    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link))]
+    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server))]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     worker.ready()
@@ -115,10 +115,12 @@ async def _serve(worker: Worker) -> None:
         link.close()
 
 
-async def _beat(worker: Worker, link: WorkerLink) -> None:
+async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
     """The loop's sign of life, written by the loop itself."""
     while True:
         worker.table.beat()
+        if worker.stopping:
+            server.should_exit = True  # a signal that came before the server listened to signals counts too
         worker.table.set("trinity_requests_in_flight", link.statistics().in_flight)
         await asyncio.sleep(_BEAT_S)
 
