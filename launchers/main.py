@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from ipc import IpcError
 from launchers.demo import demo
 from launchers.index_commands import index_app, search
 from launchers.status import show_status
+from runtime import preflight
 from runtime.errors import TrinityError
 from runtime.node.config import load_config
 from runtime.node.control import stop_node
@@ -40,14 +42,32 @@ def serve(
 ) -> None:
     """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
     logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING if quiet else logging.INFO,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S",
-    )  # fmt: skip
+        stream=sys.stderr,
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+
+    log = logging.getLogger("trinity")
 
     def announce(info: NodeInfo) -> None:
-        logging.getLogger("supervisor").info("node %r serves at %s", info.name, info.url)
+        log.info("node %r serves at %s", info.name, info.url)
 
-    raise typer.Exit(Supervisor(resolve(load_config(config))).run(announce))
+    plan = resolve(load_config(config))
+    preflight.check(plan, _logged_once(log))
+    raise typer.Exit(Supervisor(plan).run(announce))
+
+
+def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
+    """A progress callback for logs: a line for each phase, none for its steps."""
+    phases: set[str] = set()
+
+    def progress(phase: str, share: float) -> None:
+        if phase not in phases:
+            log.info("%s", phase)
+        phases.add(phase)
+
+    return progress
 
 
 @app.command()

@@ -5,8 +5,6 @@ import secrets
 from pathlib import Path
 
 import msgspec
-import psutil
-
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, Placed, Role
 
@@ -130,17 +128,6 @@ def _check_limits(config: NodeConfig) -> None:
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
         if value > pool.max_top_m:
             raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
-    if config.model is None:
-        return
-    context = config.model.context_tokens
-    limits = {
-        "prefill.chunk_tokens": config.prefill.chunk_tokens,
-        "prefill.passage_tokens": config.prefill.passage_tokens,
-        "decode.probe_tokens": config.decode.probe_tokens,
-    }
-    for key, value in limits.items():
-        if value > context:
-            raise ConfigError(f"{key} = {value} is over model.context_tokens = {context}")
 
 
 def _check_collections(config: NodeConfig) -> None:
@@ -167,13 +154,3 @@ def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
     return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
-
-
-def check_memory(needed_bytes: int) -> None:
-    """Refuse a plan whose KV storage does not fit into the memory that is free now."""
-    available = psutil.virtual_memory().available
-    if needed_bytes > available:
-        raise ConfigError(
-            f"prefill and decode KV needs {needed_bytes / 2**30:.1f} GiB, {available / 2**30:.1f} are free: "
-            "lower prefill.slots, decode.slots or model.context_tokens"
-        )

