@@ -1,0 +1,1 @@
+"""Tests of the node: configuration, placement, run directory, control, supervisor, metrics."""

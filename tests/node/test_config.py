@@ -1,0 +1,96 @@
+"""A configuration is refused with its key, its value and what would be right, before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig, load_config, parse_config
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown section": ({"pol": {}}, "pol: unknown key; did you mean 'pool'?"),
+    "an unknown key": ({"pool": {"worker": 2}}, "pool.worker: unknown key; did you mean 'workers'?"),
+    "a key like no other": ({"http": {"zzz": 1}}, "http.zzz: unknown key; known here: host, port"),
+    "an unknown key of a collection": (
+        {"collections": [{"name": "a", "path": "b"}, {"name": "a", "pth": "b"}]},
+        "collections[1].pth: unknown key; did you mean 'path'?",
+    ),
+    "a text for a number": ({"node": {"drain_s": "5"}}, "node.drain_s = '5': expected `float`, got `str`"),
+    "a truth value for a number": ({"http": {"port": True}}, "http.port = True: expected `int`, got `bool`"),
+    "a fraction for a whole number": ({"pool": {"slots": 2.5}}, "pool.slots = 2.5: expected `int`, got `float`"),
+    "a value for a section": ({"pool": 3}, "pool = 3: expected `object`, got `int`"),
+    "a table for a list": ({"collections": {"name": "a"}}, "collections: expected `array`, got `object`"),
+    "a number for a list": ({"pool": {"cores": [0]}}, "pool.cores[0] = 0: expected `array`, got `int`"),
+    "a core below zero": ({"pool": {"cores": [[0], [-1]]}}, "pool.cores[1][0] = -1: expected `int` >= 0"),
+    "a port over the last": ({"http": {"port": 65_536}}, "http.port = 65536: expected `int` <= 65535"),
+    "no slots": ({"decode": {"slots": 0}}, "decode.slots = 0: expected `int` >= 1"),
+    "a share over one": ({"pool": {"reserve": 1.5}}, "pool.reserve = 1.5: expected `float` <= 1.0"),
+    "a share that is no number": ({"pool": {"reserve": float("nan")}}, "pool.reserve = nan"),
+    "an endless time": ({"node": {"start_s": float("inf")}}, "node.start_s = inf"),
+    "a search width that no engine has": ({"pool": {"search_width": 33}}, "pool.search_width = 33"),
+    "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
+    "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
+    "a model without a name": ({"model": {}}, "model.name: required key is missing"),
+    "a collection without a path": ({"collections": [{"name": "a"}]}, "collections[0].path: required key is missing"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused_with_its_key_and_what_is_expected(case: str) -> None:
+    raw, message = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    assert caught.value.message.startswith(message), caught.value.message
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text("")
+    assert load_config(path) == NodeConfig()
+
+
+def test_relative_paths_are_relative_to_the_file_and_packaged_names_are_not_paths(tmp_path: Path) -> None:
+    text = """
+    node.run_dir = "run"
+    http.api_keys_file = "keys"
+    model.name = "./llama"
+    collections = [{name = "a", path = "data/a"}, {name = "b", path = "/b"}]
+    """
+    path = tmp_path / "node.toml"
+    path.write_text(text)
+    config = load_config(path)
+    assert config.model is not None
+    assert config.node.run_dir == str(tmp_path / "run")
+    assert config.http.api_keys_file == str(tmp_path / "keys")
+    assert Path(config.model.name) == tmp_path / "llama"
+    assert [collection.path for collection in config.collections] == [str(tmp_path / "data/a"), "/b"]
+    path.write_text('model.name = "smollm2-135m-instruct"')
+    packaged = load_config(path).model
+    assert packaged is not None
+    assert packaged.name == "smollm2-135m-instruct"
+
+
+UNREADABLE = {
+    "not TOML": (b"[node\n", "not valid TOML"),
+    "not UTF-8": (b"[node]\nname = '\xff'\n", "not UTF-8 text: invalid start byte at byte 15"),
+    "a home of nobody": (b"node.run_dir = '~nobody-of-that-name/x'", "~nobody-of-that-name/x"),
+    "a wrong value": (b"http.port = -1", "http.port = -1"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_file_that_cannot_be_used_is_refused_with_its_path(case: str, tmp_path: Path) -> None:
+    content, reason = UNREADABLE[case]
+    path = tmp_path / "node.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.message.startswith(f"{path}: ")
+    assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "reason"), [("missing.toml", "No such file"), (".", "Is a directory")])
+def test_a_path_that_is_no_file_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(tmp_path / name)

@@ -1,0 +1,149 @@
+"""Tables that workers write, and the Prometheus text that the supervisor makes of them."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+
+from ipc import MemoryRefused, SharedMemory
+from runtime.node.config import Role
+from runtime.node.metrics import METRICS, POOL_LATENCY, Histogram, NodeCollector, NodeFigures, render
+from runtime.node.table import State, WorkerTable
+
+ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
+ALL = [metric for role in ROLES for metric in METRICS[role]]
+
+
+@pytest.fixture
+def table() -> Iterator[WorkerTable]:
+    made = WorkerTable.create("pool", "pool-0")
+    yield made
+    made.close()
+
+
+def figures(*names: str) -> NodeFigures:
+    return NodeFigures(
+        up=dict.fromkeys(names, True),
+        heartbeat_age_s=dict.fromkeys(names, 0.5),
+        restarts=dict.fromkeys(names, 2),
+        resident_bytes=dict.fromkeys(names, 1 << 20),
+    )
+
+
+def parsed(tables: dict[str, WorkerTable]) -> dict[str, Family]:
+    text = render(NodeCollector(tables, figures(*tables)))
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def samples(family: Family, suffix: str = "") -> dict[str, float]:
+    """By worker, or for buckets by `le`."""
+    found = [sample for sample in family.samples if sample.name == family.name + suffix]
+    return {sample.labels.get("le", sample.labels["worker"]): sample.value for sample in found}
+
+
+def test_every_name_is_used_once_over_all_roles() -> None:
+    names = [metric.name for metric in ALL]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
+def test_names_follow_prometheus(metric: object) -> None:
+    name, kind = metric.name, metric.kind  # type: ignore[attr-defined]
+    assert name.startswith("trinity_")
+    assert name.endswith("_total") == (kind == "counter")
+    assert not name.endswith(("_count", "_sum", "_bucket", "_ms", "_us", "_milliseconds", "_kb", "_mb"))
+    assert metric.help  # type: ignore[attr-defined]
+    if isinstance(metric, Histogram):
+        assert name.endswith(("_seconds", "_extends"))
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert all(math.isfinite(edge) and edge > 0 for edge in metric.buckets)
+
+
+def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
+    other = WorkerTable.create("pool", "pool-1")
+    worker = WorkerTable.open(table.reference, "pool")
+    worker.begin(epoch=1, pid=42)
+    worker.add("trinity_pool_queries_decode_total", 3)
+    worker.add("trinity_pool_queries_decode_total")
+    worker.set("trinity_pool_clients", 7)
+    found = parsed({"pool-0": table, "pool-1": other})
+    assert samples(found["trinity_pool_queries_decode"], "_total") == {"pool-0": 4, "pool-1": 0}
+    assert samples(found["trinity_pool_clients"]) == {"pool-0": 7, "pool-1": 0}
+    assert samples(found["trinity_worker_up"]) == {"pool-0": 1, "pool-1": 1}
+    assert samples(found["trinity_worker_restarts"], "_total") == {"pool-0": 2, "pool-1": 2}
+    worker.close()
+    other.close()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
+    made = WorkerTable.create(role, f"{role}-0")
+    found = parsed({f"{role}-0": made})
+    assert {metric.name.removesuffix("_total") for metric in METRICS[role]} <= set(found)
+    made.close()
+
+
+def test_a_value_on_an_edge_belongs_to_the_bucket_of_that_edge(table: WorkerTable) -> None:
+    for edge in POOL_LATENCY.buckets:
+        table.observe(POOL_LATENCY, edge)
+    table.observe(POOL_LATENCY, math.nextafter(POOL_LATENCY.buckets[-1], math.inf))
+    family = parsed({"pool-0": table})[POOL_LATENCY.name]
+    edges = len(POOL_LATENCY.buckets)
+    assert list(samples(family, "_bucket").values()) == [*range(1, edges + 1), edges + 1]
+    assert [float(le) for le in samples(family, "_bucket")] == [*POOL_LATENCY.buckets, math.inf]
+    assert samples(family, "_count") == {"pool-0": edges + 1}
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0.0, 100.0), max_size=60))
+def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list[float]) -> None:
+    made = WorkerTable.create("pool", "pool-0")
+    for value in values:
+        made.observe(POOL_LATENCY, value)
+    family = parsed({"pool-0": made})[POOL_LATENCY.name]
+    buckets = samples(family, "_bucket")
+    assert buckets == {le: sum(value <= float(le) for value in values) for le in buckets}
+    assert samples(family, "_sum")["pool-0"] == pytest.approx(sum(values))
+    made.close()
+
+
+def test_counters_and_histograms_survive_a_new_process_and_gauges_start_at_zero(table: WorkerTable) -> None:
+    for epoch in (1, 2):
+        worker = WorkerTable.open(table.reference, "pool")
+        worker.begin(epoch, pid=100 + epoch)
+        assert worker.state is State.STARTING
+        worker.add("trinity_pool_extends_total", 10)
+        worker.observe(POOL_LATENCY, 0.002)
+        if epoch == 1:
+            worker.set("trinity_pool_active_slots", 5)
+            worker.state = State.READY
+        worker.close()
+    found = parsed({"pool-0": table})
+    assert table.epoch == 2
+    assert samples(found["trinity_pool_extends"], "_total") == {"pool-0": 20}
+    assert samples(found["trinity_pool_active_slots"]) == {"pool-0": 0}
+    assert samples(found[POOL_LATENCY.name], "_count") == {"pool-0": 2}
+
+
+def test_a_heartbeat_is_as_old_as_the_last_beat_and_a_new_table_is_young(table: WorkerTable) -> None:
+    assert table.age_s(_beat_of(table)) == 0
+    table.beat()
+    assert table.age_s(_beat_of(table) + 1_500_000_000) == 1.5
+
+
+def _beat_of(table: WorkerTable) -> int:
+    """The moment of its last beat, from its age at a known one."""
+    return round(1 << 40) - round(table.age_s(1 << 40) * 1e9)
+
+
+def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTable) -> None:
+    with SharedMemory.create("other", 4096) as memory, pytest.raises(ValueError, match="not a table"):
+        WorkerTable.open(memory.reference, "pool")
+    reference = table.reference
+    table.close()
+    with pytest.raises(MemoryRefused):
+        WorkerTable.open(reference, "pool")

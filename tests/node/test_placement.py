@@ -1,0 +1,136 @@
+"""A plan gives every worker a device, cores and an endpoint; what cannot run on this machine is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.node.config import parse_config
+from runtime.node.placement import NodePlan, read_api_keys, resolve
+
+CORES = sorted(os.sched_getaffinity(0))
+MODEL = {"model": {"name": "smollm2-135m-instruct"}}
+
+
+def plan(folder: Path, **sections: Any) -> NodePlan:
+    """A node with the collection `docs`, which here is an empty directory."""
+    (folder / "docs").mkdir(exist_ok=True)
+    return resolve(parse_config({"collections": [{"name": "docs", "path": str(folder / "docs")}]} | sections))
+
+
+def refusal(folder: Path, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(folder, **sections)
+    return caught.value.message
+
+
+def names(found: NodePlan) -> list[str]:
+    return [worker.name for worker in found.workers]
+
+
+def test_a_whole_node_has_workers_of_each_role_and_one_frontend(tmp_path: Path) -> None:
+    found = plan(tmp_path, **MODEL, pool={"workers": 2}, decode={"workers": 2})
+    assert names(found) == ["pool-0", "pool-1", "prefill-0", "decode-0", "decode-1", "frontend-0"]
+
+
+def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
+    assert names(plan(tmp_path)) == ["pool-0", "frontend-0"]
+
+
+def test_without_collections_a_node_has_no_pool(tmp_path: Path) -> None:
+    assert names(plan(tmp_path, **MODEL, collections=[])) == ["prefill-0", "decode-0", "frontend-0"]
+
+
+def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, collections=[]).startswith("nothing to serve")
+
+
+@pytest.mark.parametrize("role", ["pool", "prefill", "decode"])
+def test_a_role_that_is_needed_has_a_worker(role: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, **MODEL, **{role: {"workers": 0}}) == f"{role}.workers = 0: this node needs at least 1"
+
+
+def test_endpoints_differ_between_workers_and_between_runs(tmp_path: Path) -> None:
+    first, second = (plan(tmp_path, **MODEL) for _ in range(2))
+    endpoints = [run.endpoint(name) for run in (first, second) for name in [*names(run), "frontend", "control"]]
+    assert len(set(endpoints)) == len(endpoints)
+    assert all(endpoint.startswith("ipc://@trinity-") for endpoint in endpoints)
+
+
+def test_one_entry_is_shared_and_as_many_as_workers_are_dealt_out(tmp_path: Path) -> None:
+    shared = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [CORES]})
+    assert {worker.cores for worker in shared.of_role("decode")} == {tuple(CORES)}
+    dealt = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [[CORES[0]], [CORES[-1]]]})
+    assert [worker.cores for worker in dealt.of_role("decode")] == [(CORES[0],), (CORES[-1],)]
+
+
+def test_a_number_of_entries_that_is_neither_one_nor_the_workers_is_refused(tmp_path: Path) -> None:
+    message = "pool.devices has 2 entries for pool.workers = 3: give 1 or as many"
+    assert refusal(tmp_path, pool={"workers": 3, "devices": ["cpu", "cpu"]}) == message
+    assert refusal(tmp_path, pool={"cores": [[0], [0]]}).startswith("pool.cores has 2 entries for pool.workers = 1")
+
+
+def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is not a device")
+    assert refusal(tmp_path, pool={"devices": []}).startswith("pool.devices is empty")
+
+
+def test_a_core_that_this_process_may_not_use_is_refused(tmp_path: Path) -> None:
+    message = f"pool.cores: pool-0 asks for cores [4096]; this process may use {CORES}"
+    assert refusal(tmp_path, pool={"cores": [[CORES[0], 4096]]}) == message
+
+
+def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Path) -> None:
+    message = refusal(tmp_path, pool={"workers": 2, "cores": [[CORES[0]]]})
+    assert message.startswith(f"pool.cores: core {CORES[0]} is given to both pool-0 and pool-1")
+    plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
+
+
+def test_a_core_named_twice_is_one_core(tmp_path: Path) -> None:
+    twice = [CORES[0], CORES[0]]
+    assert plan(tmp_path, pool={"cores": [twice]}).of_role("pool")[0].cores == tuple(twice)
+    message = refusal(tmp_path, pool={"cores": [twice], "threads": 2})
+    assert message == "pool.threads = 2: pool-0 has 1 cores"
+
+
+def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
+    message = f"decode.threads = {len(CORES) + 1}: decode-0 has {len(CORES)} cores"
+    assert refusal(tmp_path, **MODEL, decode={"threads": len(CORES) + 1}) == message
+
+
+LIMITS = {
+    "pool.max_k = 200 is over pool.max_top_m = 100": {"pool": {"max_k": 200, "max_top_m": 100}},
+    "pool.top_m = 200 is over pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
+}
+
+
+@pytest.mark.parametrize("message", LIMITS)
+def test_limits_that_contradict_each_other_are_refused(message: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, **MODEL, **LIMITS[message]) == message
+
+
+def test_what_only_a_model_would_need_is_not_checked_without_one(tmp_path: Path) -> None:
+    plan(tmp_path, prefill={"workers": 0, "devices": []})
+
+
+def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    there, gone = ({"name": "x", "path": str(tmp_path / name)} for name in ("a", "b"))
+    assert refusal(tmp_path, collections=[gone]) == f"collections: 'x': no such directory: {tmp_path / 'b'}"
+    assert refusal(tmp_path, collections=[there, there]) == "collections: the name 'x' is used twice"
+
+
+def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# mine\nfirst\n\n  second \n")
+    assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config) == ("first", "second")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff\n"])
+def test_a_keys_file_without_keys_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    assert refusal(tmp_path, http={"api_keys_file": str(path)}).startswith("http.api_keys_file: ")
