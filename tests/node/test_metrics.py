@@ -137,7 +137,7 @@ def test_a_heartbeat_is_as_old_as_the_last_beat_and_a_new_table_is_young(table: 
 
 def _beat_of(table: WorkerTable) -> int:
     """The moment of its last beat, from its age at a known one."""
-    return round(1 << 40) - round(table.age_s(1 << 40) * 1e9)
+    return (1 << 40) - round(table.age_s(1 << 40) * 1e9)
 
 
 def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTable) -> None:

@@ -1,0 +1,122 @@
+"""The control socket answers status, metrics and stop, and nothing else; garbage neither stops nor delays it."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from ipc.endpoints import connect, new_token, private_endpoint
+from runtime.errors import DeadlineExceeded, Unavailable
+from runtime.node.control import ControlServer, NodeStatus, WorkerStatus, ask, node_status, stop_node
+from runtime.node.run_dir import NodeInfo
+
+
+def info(endpoint: str, pid: int = 0) -> NodeInfo:
+    return NodeInfo("n", pid or os.getpid(), "http://x", endpoint, (), ())
+
+
+def worker(phase: str) -> WorkerStatus:
+    return WorkerStatus("pool-0", phase, 7, 1, 0, 0.5, 1 << 20, "cpu", (0, 1))
+
+
+class Node:
+    """A control server and a thread that serves it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.stops = 0
+        self.status = NodeStatus(info(endpoint), False, (worker("ready"),))
+        self._done = threading.Event()
+        self._server = ControlServer(endpoint)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._server as server:
+            while not self._done.is_set():
+                server._socket.poll(10)
+                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop)
+
+    def _stop(self) -> None:
+        self.stops += 1
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join(timeout=10)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node(private_endpoint(new_token(), "control"))
+    yield made
+    made.close()
+
+
+def test_status_comes_back_as_it_is(node: Node) -> None:
+    assert node_status(info(node.endpoint)) == node.status
+
+
+def test_metrics_come_back_as_text(node: Node) -> None:
+    assert ask(node.endpoint, "metrics").decode() == "metrics …\n"
+
+
+def test_a_node_is_ready_when_all_workers_are() -> None:
+    def status(*phases: str) -> NodeStatus:
+        return NodeStatus(info("ipc://@x"), False, tuple(map(worker, phases)))
+
+    assert status("ready", "ready").ready
+    assert not status("ready", "backoff").ready
+
+
+GARBAGE = [[b""], [b"STATUS"], [b"status", b"more"], [b"\xff" * 64], [b"status\0"], [b"x" * 65], [b""] * 50]
+
+
+def test_what_is_no_question_is_dropped_and_the_next_question_answered(node: Node) -> None:
+    for frames in GARBAGE:
+        with connect(zmq.DEALER, node.endpoint, max_message_bytes=1 << 20) as socket:
+            socket.send_multipart(frames)
+            socket.setsockopt(zmq.LINGER, 1000)
+    with connect(zmq.DEALER, node.endpoint, max_message_bytes=1 << 20) as socket:
+        for frames in GARBAGE[:5]:
+            socket.send_multipart(frames)
+        socket.send(b"metrics")
+        assert socket.poll(10_000)
+        assert socket.recv_multipart() == [b"metrics \xe2\x80\xa6\n"]
+        assert not socket.poll(0)
+    assert node.stops == 0
+
+
+def test_a_node_that_does_not_answer_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="does not answer"):
+        ask(private_endpoint(new_token(), "control"), "status", timeout_s=0.01)
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    made = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield made
+    made.kill()
+    made.communicate(timeout=30)
+
+
+def test_stop_asks_once_and_returns_when_the_process_is_gone(node: Node, process: "subprocess.Popen[bytes]") -> None:
+    node._stop = process.kill  # type: ignore[method-assign]
+    stop_node(info(node.endpoint, process.pid), timeout_s=30)
+    assert process.wait(timeout=30) < 0
+
+
+def test_a_node_that_does_not_end_in_time_is_told(node: Node, process: "subprocess.Popen[bytes]") -> None:
+    with pytest.raises(DeadlineExceeded, match=rf"pid {process.pid}\) still runs after 0 s"):
+        stop_node(info(node.endpoint, process.pid), timeout_s=0.01)
+    assert node.stops == 1
+
+
+def test_stopping_what_is_gone_already_is_no_error(process: "subprocess.Popen[bytes]") -> None:
+    gone = info(private_endpoint(new_token(), "control"), process.pid)
+    process.kill()
+    process.wait(timeout=30)
+    stop_node(gone, timeout_s=1)

@@ -1,0 +1,66 @@
+"""The HTTP socket: refused where it could not work, or where strangers could ask."""
+
+import socket
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.node.config import HttpSection
+from runtime.node.listen import listen
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+HOSTS = ["127.0.0.1", "localhost", pytest.param("::1", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6"))]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_it_listens_on_loopback_without_a_key(host: str) -> None:
+    with listen(HttpSection(host=host, port=0)) as listener:
+        with socket.create_connection(listener.getsockname()[:2], timeout=10) as client:
+            accepted, _ = listener.accept()
+            accepted.close()
+            assert client.getpeername() == listener.getsockname()
+
+
+def test_a_taken_port_is_refused_with_its_number() -> None:
+    with listen(HttpSection(port=0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"http.port = {port}: cannot listen on 127.0.0.1: Address already in use"
+        ):
+            listen(HttpSection(port=port))
+
+
+def test_a_port_is_free_again_at_once() -> None:
+    with listen(HttpSection(port=0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            listener.accept()[0].close()  # this end closes first: the kernel remembers the connection for a minute
+    listen(HttpSection(port=port)).close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_others_may_ask_only_with_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"is open to others: set http\.api_keys_file, or listen on 127\.0\.0\.1"):
+        listen(HttpSection(host=host, port=0))
+    if host == "0.0.0.0":
+        listen(HttpSection(host=host, port=0, api_keys_file="/keys")).close()
+
+
+@pytest.mark.parametrize("host", ["", "no-such-host.invalid", "x" * 64, "a b"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^http\.host = "):
+        listen(HttpSection(host=host, port=0))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        listen(HttpSection(host="192.0.2.1", port=0, api_keys_file="/keys"))

@@ -1,0 +1,163 @@
+"""Run directories: private, of one node at a time, found by name, and no hindrance when they are stale."""
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ConfigError, Unavailable
+from runtime.node import run_dir as module
+from runtime.node.placement import default_run_dir, nodes_dir
+from runtime.node.run_dir import NodeInfo, RunDir, find_node
+
+INFO = NodeInfo(name="n", pid=os.getpid(), url="http://x", control="ipc://@c", pools=("ipc://@p",), collections=("d",))
+
+
+def test_a_node_is_found_while_it_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    held = RunDir.acquire(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    held.write(INFO)
+    assert stat.S_IMODE((path / "node.json").stat().st_mode) == 0o600
+    assert [entry.name for entry in path.iterdir()] == ["node.json"]
+    assert find_node(path) == find_node(str(path)) == INFO
+    held.release()
+    assert not path.exists()
+    with pytest.raises(Unavailable, match="no node runs in"):
+        find_node(path)
+
+
+def test_a_node_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    held = RunDir.acquire(default_run_dir("mine"))
+    held.write(INFO)
+    assert find_node("mine") == INFO
+    assert nodes_dir() == tmp_path / "trinity"
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    held.write(INFO)
+    with pytest.raises(ConfigError, match=r"a node already runs in .* another node\.name"):
+        RunDir.acquire(tmp_path / "run")
+    assert find_node(tmp_path / "run") == INFO
+    held.release()
+
+
+def test_the_directory_of_a_killed_node_is_no_node_and_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    script = (
+        "import os, sys, signal; from pathlib import Path; from tests.node.test_run_dir import INFO, RunDir\n"
+        f"RunDir.acquire(Path({str(path)!r})).write(INFO); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
+    assert (path / "node.json").exists()
+    with pytest.raises(Unavailable, match=r"one of pid \d+ died there"):
+        find_node(path)
+    held = RunDir.acquire(path)
+    with pytest.raises(Unavailable):  # what the killed one wrote is not taken for the new one's
+        find_node(path)
+    held.write(INFO)
+    assert find_node(path) == INFO
+    held.release()
+
+
+def test_a_directory_that_others_could_write_is_refused_and_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "node.json").write_bytes(b"{}")
+    path.chmod(0o770)
+    for use in (RunDir.acquire, find_node):
+        with pytest.raises(ConfigError, match=r"can be written by others \(mode 770\)"):
+            use(path)
+
+
+def test_a_directory_of_another_user_is_refused_and_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    for use in (RunDir.acquire, find_node):
+        with pytest.raises(ConfigError, match=rf"belongs to uid {owner}, not to you \(uid {owner + 1}\)"):
+            use(path)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "under a file"])
+def test_what_is_no_directory_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_text("")
+        path = path / "below" if kind == "under a file" else path
+    with pytest.raises(ConfigError, match=r"node\.run_dir: cannot use"):
+        RunDir.acquire(path)
+    with pytest.raises(Unavailable):
+        find_node(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"name": 3}', b"\xff\xff"])
+def test_a_damaged_node_file_is_no_node(content: bytes, tmp_path: Path) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    (tmp_path / "run" / "node.json").write_bytes(content)
+    with pytest.raises(Unavailable):
+        find_node(tmp_path / "run")
+    held.release()
+
+
+def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    held.write(INFO)
+    (tmp_path / "run" / "notes").write_text("mine")
+    held.release()
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["notes"]
+
+
+def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    stale = RunDir.acquire(path)
+    stale.write(INFO)
+    os.close(stale._fd)  # as the kernel does when its process dies
+
+    def look(_: int) -> None:
+        with contextlib.suppress(Unavailable):
+            find_node(path)
+
+    def take(_: int) -> None:
+        held = RunDir.acquire(path)
+        os.close(held._fd)
+
+    with ThreadPoolExecutor(2) as threads:
+        looks = threads.map(look, range(300))
+        for number in range(300):
+            take(number)
+        list(looks)
+
+
+def test_a_directory_removed_under_our_hands_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    first = RunDir.acquire(path)
+    lock, waiting = module._lock, [True]
+
+    def stop_first(fd: int, kind: int) -> bool:
+        if waiting:  # the second has opened the directory; now the first removes it and lets go
+            waiting.clear()
+            first.release()
+        return lock(fd, kind)
+
+    monkeypatch.setattr(module, "_lock", stop_first)
+    second = RunDir.acquire(path)
+    second.write(INFO)
+    assert find_node(path) == INFO
+    second.release()
