@@ -53,6 +53,7 @@ class RunDir:
                 _check_private(path, os.fstat(fd))
                 if _lock(fd, fcntl.LOCK_EX):
                     if _is_at(path, fd):
+                        (path / "node.json").unlink(missing_ok=True)  # of one that was killed
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
                     raise ConfigError(f"a node already runs in {path}; stop it, or give this one another node.name")
