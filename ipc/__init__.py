@@ -5,7 +5,7 @@ Knows nothing of what vectors mean, of search, or of language models. Linux only
 
 from ipc.client import ClientStatistics, RingClient
 from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result
-from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all
+from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import (
     AttachRefused,
     AttachTimeout,
@@ -62,4 +62,5 @@ __all__ = [
     "new_token",
     "private_endpoint",
     "receive_all",
+    "send_now",
 ]

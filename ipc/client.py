@@ -13,6 +13,7 @@ import zmq
 
 from ipc.descriptors import (
     CANCEL,
+    LOST,
     MAX_PARAMETERS,
     MAX_U16,
     PARAMETERS,
@@ -402,7 +403,7 @@ class RingClient:
             self._counts["stale"] += 1
             raise StaleEpoch(f"a result of epoch {epoch} in a session of epoch {self.epoch}")
         enqueue_ns = self._outstanding.get(request_id)
-        if enqueue_ns is None or status >= STATUS_CODES["lost"] or found > self.max_k:
+        if enqueue_ns is None or status >= STATUS_CODES[LOST] or found > self.max_k:
             reason = f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked"
             self._lose(reason, read=False)
             raise ProtocolViolation(reason)
@@ -433,7 +434,7 @@ class RingClient:
         now = time.monotonic_ns()
         for request_id, enqueue_ns in self._outstanding.items():
             nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-            self._ended.append(Result(request_id, "lost", *nothing, 0, enqueue_ns, 0, 0, now))
+            self._ended.append(Result(request_id, LOST, *nothing, 0, enqueue_ns, 0, 0, now))
         self._counts["lost"] += len(self._outstanding)
         self._outstanding.clear()
         self._unsent_cancels.clear()

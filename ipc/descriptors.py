@@ -24,7 +24,8 @@ assert PARAMETERS.size == 24
 SEARCH, CANCEL = 0, 1  # kinds of request
 
 STAGES = ("prefill", "decode")
-STATUSES = ("ok", "cancelled", "overloaded", "deadline_exceeded", "invalid_request", "stale_epoch", "failed", "lost")
+LOST = "lost"
+STATUSES = ("ok", "cancelled", "overloaded", "deadline_exceeded", "invalid_request", "stale_epoch", "failed", LOST)
 """How a request ended. 'lost' is the client's own verdict when the pool died; 'stale_epoch' refuses a descriptor of
 another epoch; the others are the pool's."""
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import zmq
 
-from ipc.endpoints import bind, connect, new_token, receive_all
+from ipc.endpoints import bind, connect, new_token, receive_all, send_now
 from ipc.errors import AttachTimeout, InvalidArgument, PeerLost
 
 _BELL_BYTES = 1024  # a bell is empty, but the limit holds for the handshake of a connection too
@@ -95,8 +95,7 @@ class ZmqRinger:
         self._socket = connect(zmq.PUSH, endpoint, max_message_bytes=_BELL_BYTES, queue=16)
 
     def ring(self) -> None:
-        with contextlib.suppress(zmq.Again):  # 16 bells wait already
-            self._socket.send(b"", zmq.NOBLOCK)
+        send_now(self._socket, b"")  # if the queue is full, a bell is on its way
 
     def close(self) -> None:
         self._socket.close()

@@ -74,6 +74,21 @@ def _socket(kind: int, max_message_bytes: int, queue: int) -> ZmqSocket:
     return socket
 
 
+def send_now(socket: ZmqSocket, *frames: bytes) -> bool:
+    """Send one message without blocking. False: the queue to the peer is full.
+
+    ZeroMQ looks for freed room only every millisecond or so while sending, and a plain non-blocking send fails although
+    the peer has read everything; asking for the socket's events makes it look.
+    """
+    for _ in range(2):
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+            return True
+        except zmq.Again:
+            socket.getsockopt(zmq.EVENTS)
+    return False
+
+
 def receive_all(socket: ZmqSocket, limit: int = 1000) -> list[list[bytes]]:
     """Up to `limit` messages that wait now, each as its frames. Never blocks.
 

@@ -23,9 +23,9 @@ import msgspec
 import zmq
 
 from ipc import atomics
-from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all
+from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
-from ipc.memory import MemoryReference, SharedMemory
+from ipc.memory import MemoryReference, Pid, SharedMemory
 from ipc.ring import MAX_EPOCH
 
 MAGIC = 0x3141564B49525254  # "TRRIKVA1"
@@ -107,7 +107,7 @@ class _Withdrawn(msgspec.Struct, frozen=True, tag=True):
 
 class _Seen(msgspec.Struct, frozen=True, tag=True):
     offer_id: int
-    pid: int
+    pid: Pid
 
 
 class _Ended(msgspec.Struct, frozen=True, tag=True):
@@ -250,10 +250,8 @@ class HandoverSource:
             self._arena.memory.reference,
             payload,
         )
-        try:
-            target.socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait") from error
+        if not send_now(target.socket, _encode(message)):
+            raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")
         self._next_id += 1
         self._pending[offer_id] = _Pending(endpoint, slot, time.monotonic_ns() + self._lease_ns)
         self._counts["offered"] += 1
@@ -279,8 +277,7 @@ class HandoverSource:
         if pending is None:
             return False
         self._counts["withdrawn"] += 1
-        with contextlib.suppress(zmq.Again):
-            self._targets[pending.endpoint].socket.send(_encode(_Withdrawn(offer_id, self.endpoint)), zmq.NOBLOCK)
+        send_now(self._targets[pending.endpoint].socket, _encode(_Withdrawn(offer_id, self.endpoint)))
         return True
 
     def poll(self) -> list[Outcome]:
@@ -309,7 +306,7 @@ class HandoverSource:
             return
         try:
             self._targets[pending.endpoint].watch(message.pid)
-        except (OSError, OverflowError):
+        except OSError:
             self._end(message.offer_id, False, "lost", "lost", outcomes)
 
     def _end_lost_and_expired(self, outcomes: list[Outcome]) -> None:
@@ -499,8 +496,8 @@ class HandoverSink:
             if len(self._replies) >= MAX_PEERS:
                 raise InvalidArgument(f"{MAX_PEERS} sources are known already")
             socket = self._replies[reply] = connect(zmq.PUSH, reply, max_message_bytes=4096, queue=10_000)
-        with contextlib.suppress(zmq.Again):  # the source is gone or does not read; its lease ends the offer there
-            socket.send(_encode(message), zmq.NOBLOCK)
+        # Nobody there, or nobody reads: the lease ends the offer at the source.
+        send_now(socket, _encode(message))
 
     def _drop_dead(self) -> None:
         """Forget arenas whose owner died, unless an offer of theirs is still open."""

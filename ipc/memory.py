@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -20,11 +21,15 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; the fcntl module does not have i
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+Pid = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+"""A process id as it may come from outside."""
+
+
 class MemoryReference(msgspec.Struct, frozen=True):
     """Names shared memory to another process, valid while its creator lives and holds it."""
 
-    pid: int
-    fd: int
+    pid: Pid
+    fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
     size: int
     inode: int
 
@@ -37,7 +42,8 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        self._fd = fd
+        self._fd = -1  # the creator keeps its descriptor here, for others to open; an mmap object has one of its own
+        self._open = True
         self._inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self.size = size
@@ -58,6 +64,7 @@ class SharedMemory:
             memory = cls(fd, size, writable=True)
             # Our own writable mapping exists already; FUTURE_WRITE is about everyone's next one.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | (0 if peers_write else _F_SEAL_FUTURE_WRITE))
+            memory._fd = fd
         except BaseException:
             os.close(fd)
             raise
@@ -85,11 +92,9 @@ class SharedMemory:
             cls._check(fd, reference, where)
             return cls(fd, reference.size, writable=writable)
         except OSError as error:
-            os.close(fd)
             raise MemoryRefused(f"cannot map {where}: {error}") from error
-        except BaseException:
+        finally:
             os.close(fd)
-            raise
 
     @staticmethod
     def _check(fd: int, reference: MemoryReference, where: str) -> None:
@@ -107,19 +112,23 @@ class SharedMemory:
 
     @property
     def reference(self) -> MemoryReference:
-        """What to send to a process that shall `open` this."""
+        """What to send to a process that shall `open` this. Raises `MemoryRefused` unless we created it and hold it."""
+        if self._fd < 0:
+            raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
         return MemoryReference(os.getpid(), self._fd, self.size, self._inode)
 
     @property
     def closed(self) -> bool:
-        return self._fd < 0
+        return not self._open
 
     def close(self) -> None:
         """Idempotent."""
-        if self._fd < 0:
+        if not self._open:
             return
-        os.close(self._fd)
-        self._fd = -1
+        self._open = False
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         # Exported arrays keep the mapping; it goes with the last of them.
         with contextlib.suppress(BufferError):
             self.view.release()

@@ -14,6 +14,7 @@ import zmq
 
 from ipc.descriptors import (
     CANCEL,
+    LOST,
     MAX_PARAMETERS,
     MAX_REQUEST_ID,
     MAX_U16,
@@ -23,11 +24,12 @@ from ipc.descriptors import (
     SEARCH,
     STAGES,
     STATUS_CODES,
+    STATUSES,
     Cancel,
     Request,
 )
 from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
-from ipc.endpoints import bind, new_token, receive_all
+from ipc.endpoints import bind, new_token, receive_all, send_now
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
 from ipc.memory import SharedMemory
 from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, Watch, format_ring
@@ -104,6 +106,7 @@ class _Client:
         self.ids = list(self.results.payload(np.int64, 0, max_k))
         self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
         self.outstanding: dict[int, int] = {}  # request id → receive_ns
+        self.cancelled: set[int] = set()  # those of them that the client does not want any more
         self.last_id = 0
 
     def close(self) -> None:
@@ -225,18 +228,21 @@ class RingServer:
     def _drain(self, client: _Client, limit: int, now: int, requests: list[Request]) -> None:
         ring = client.requests
         room = client.results.room(limit + len(client.outstanding)) - len(client.outstanding)
-        if room <= 0:
-            ring.pause()  # until housekeeping finds room again
-            return
-        count = ring.ready(min(limit, room))
-        first = ring.first
-        for slot in range(first, first + count):
+        first, done = ring.first, 0
+        for slot in range(first, first + ring.ready(limit)):
             request_id, deadline, enqueue, packed = REQUEST_HEADER.unpack_from(ring.view, ring.header_offset(slot))
             parameters = self._parameters.get(packed) or self._learn(packed)
             if parameters.kind == CANCEL:
-                if request_id in client.outstanding:
+                if request_id in client.outstanding and request_id not in client.cancelled:
+                    client.cancelled.add(request_id)
                     self._cancelled.append(Cancel(client.handle, request_id))
+                done += 1
                 continue
+            if room <= 0:
+                ring.pause()  # until housekeeping finds room for its result
+                break
+            room -= 1
+            done += 1
             if not client.last_id < request_id <= MAX_REQUEST_ID or parameters.kind != SEARCH:
                 raise ProtocolViolation(f"request {request_id}, kind {parameters.kind}, after request {client.last_id}")
             client.last_id = request_id
@@ -264,7 +270,7 @@ class RingServer:
                     vector if dim == self._max_dim else vector[:dim],
                 )
             )
-        ring.release(count)
+        ring.release(done)
 
     def _learn(self, packed: bytes) -> _Parameters:
         """Check parameters that come for the first time. Nothing is allocated by what they say."""
@@ -323,9 +329,11 @@ class RingServer:
             raise InvalidArgument(
                 f"ids {shape} and distances {found_distances.shape} must be of one length up to {self._max_k}"
             )
-        if status not in STATUS_CODES:
-            raise InvalidArgument(f"status must be one of {tuple(STATUS_CODES)}, got {status!r}")
+        if status not in STATUS_CODES or status == LOST:
+            raise InvalidArgument(f"status must be one of {STATUSES} and not {LOST!r}, got {status!r}")
         receive_ns = found.outstanding.pop(request_id)
+        if found.cancelled:
+            found.cancelled.discard(request_id)
         try:
             self._write(found, request_id, status, receive_ns, found_ids, found_distances, extends, begin_ns)
         except ProtocolViolation:
@@ -374,6 +382,8 @@ class RingServer:
         Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
         """
         end = time.monotonic_ns() + int(timeout_ms * 1e6)
+        if time.monotonic_ns() >= self._next_housekeeping:
+            self._housekeep(time.monotonic_ns())
         if self._watch.spin(min(self._spin_ns, int(timeout_ms * 1e6))):
             return True
         while True:
@@ -425,11 +435,6 @@ class RingServer:
         events = self._epoll.poll(0)
         self._hear(events)
         dead = {fd for fd, _ in events}
-        if self._session_fd in dead:
-            while messages := receive_all(self._session):
-                for frames in messages:
-                    self._answer(frames)
-            self._next_housekeeping = now + HOUSEKEEPING_NS
         for client in tuple(self._turns):
             try:
                 if client.pidfd in dead or client.requests.producer_state == CLOSED:
@@ -441,6 +446,11 @@ class RingServer:
                     client.requests.resume()
             except ProtocolViolation:
                 self._evict(client)
+        if self._session_fd in dead:  # last: a new client may take the place of one that is gone
+            while messages := receive_all(self._session):
+                for frames in messages:
+                    self._answer(frames)
+            self._next_housekeeping = now + HOUSEKEEPING_NS
 
     def _answer(self, frames: "Sequence[bytes]") -> None:
         if len(frames) != 2:
@@ -455,8 +465,7 @@ class RingServer:
         except (IpcError, OSError) as error:
             self._counts["refused"] += 1
             answer = Refused(str(error))
-        with contextlib.suppress(zmq.ZMQError):  # the asker is gone, or does not read
-            self._session.send_multipart([frames[0], encode(answer)], zmq.NOBLOCK)
+        send_now(self._session, frames[0], encode(answer))  # an asker that does not read gets nothing
 
     def _attach(self, attach: Attach) -> Attached:
         if attach.version != VERSION:
@@ -519,7 +528,8 @@ class RingServer:
     def _forget(self, client: _Client, state: int) -> None:
         client.requests.set_state(state)
         client.bell.ring()
-        self._cancelled += [Cancel(client.handle, request_id) for request_id in client.outstanding]
+        gone = (request_id for request_id in client.outstanding if request_id not in client.cancelled)
+        self._cancelled += [Cancel(client.handle, request_id) for request_id in gone]
         del self._clients[client.handle]
         self._turns.remove(client)
         self._watch_all()

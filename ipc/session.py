@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ipc.memory import MemoryReference
+from ipc.memory import MemoryReference, Pid
 from ipc.ring import RingLayout
 
 VERSION = 1
@@ -17,7 +17,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     name: str
-    pid: int
+    pid: Pid
     doorbell: str
     bell: str
 
@@ -27,7 +27,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     epoch: int
-    pid: int
+    pid: Pid
     client: int
     memory: MemoryReference
     requests: RingLayout

@@ -1,0 +1,81 @@
+"""Real second processes for tests: forked from a clean server with `ipc` imported, joined with a timeout, killed."""
+
+import multiprocessing
+import select
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from ipc import RingClient, RingServer, new_token, private_endpoint
+
+JOIN_S = 20.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ipc.processes"])
+
+
+@contextmanager
+def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
+    """A process running `target(*args)`; killed at the end if it has not ended by itself."""
+    process = _context.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join(JOIN_S)
+        assert not process.is_alive()
+        process.close()
+
+
+def ended_well(process: BaseProcess) -> bool:
+    """Wait for the end of a child that should end by itself."""
+    process.join(JOIN_S)
+    return process.exitcode == 0
+
+
+def endpoint() -> str:
+    return private_endpoint(new_token(), "pool-0")
+
+
+def attach(server: RingServer, name: str = "test", **options: Any) -> RingClient:
+    """A client of a server that lives in this very thread."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(RingClient, server.endpoint, name, **options)
+        while not future.done():
+            server.wait(1)
+        return future.result()
+
+
+@contextmanager
+def served(server: RingServer, step: Callable[[RingServer], None]) -> Iterator[None]:
+    """The server works in a thread of its own (nobody else may touch it meanwhile): `step` after every wake-up."""
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            server.wait(5)
+            step(server)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(loop)
+        try:
+            yield
+        finally:
+            stop.set()
+            future.result(JOIN_S)
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(file: _HasFileno, timeout_ms: float) -> bool:
+    """Sleep until `file` is readable; False when the time is over."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(timeout_ms))

@@ -1,0 +1,185 @@
+"""kill -9 at random moments: every request ends exactly once, and nothing is left behind."""
+
+import itertools
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer
+from ipc.descriptors import PARAMETERS, REQUEST_HEADER
+from tests.ipc.leaks import Holdings
+from tests.ipc.processes import attach, child, endpoint
+
+DIM = 16
+ROUNDS = 100
+SLOTS = 8
+
+
+def _flood(address: str) -> None:
+    """A client that submits, cancels and reads as fast as it can, for ever."""
+    rng = random.Random(os.getpid())
+    with RingClient(address, "flood", spin_us=5) as client:
+        vector = np.ones(DIM, np.float32)
+        for i in itertools.count():
+            try:
+                request_id = client.submit(vector, collection="docs", stage="decode", k=3, deadline_ns=i)
+                if rng.random() < 0.2:
+                    client.cancel(request_id)
+            except RingFull:
+                client.wait(1)
+            client.poll()
+
+
+@pytest.mark.timeout(120)
+def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
+    rng = random.Random(1)
+    with (
+        RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS, max_k=4, spin_us=5) as server,
+        attach(server, "steady") as steady,
+    ):
+        before = Holdings.now()
+        received = answered = 0
+        for round_ in range(ROUNDS):
+            until = received + rng.randrange(1, 60)
+            with child(_flood, server.endpoint) as process:
+                open_requests: dict[tuple[int, int], None] = {}
+                alive, gone = True, server.statistics().lost + 1
+                while alive or server.statistics().lost < gone:
+                    server.wait(5)
+                    for request in server.receive(rng.randrange(1, 5)):
+                        received += 1
+                        open_requests[request.client, request.request_id] = None
+                    for cancel in server.cancellations():
+                        open_requests.pop((cancel.client, cancel.request_id))
+                        server.publish(cancel.client, cancel.request_id, "cancelled")
+                        answered += 1
+                    for handle, request_id in list(open_requests)[: rng.randrange(4)]:
+                        open_requests.pop((handle, request_id))
+                        server.publish(handle, request_id, "ok", [1, 2], [0.1, 0.2])
+                        answered += 1
+                    if alive and received >= until:
+                        process.kill()
+                        alive = False
+                for cancel in server.cancellations():  # the last ones, of the dead
+                    open_requests.pop((cancel.client, cancel.request_id))
+                    assert not server.publish(cancel.client, cancel.request_id, "cancelled")
+                    answered += 1
+            assert not open_requests, f"round {round_}: requests of a dead client that nobody cancelled"
+            steady.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+            (request,) = server.receive()
+            server.publish(request.client, request.request_id, "ok", [1], [0.5])
+            assert [result.status for result in steady.poll()] == ["ok"]
+        assert received == answered
+        assert server.statistics().clients == 1
+        assert server.statistics().lost == ROUNDS
+        assert Holdings.now() == before
+
+
+def _serve(address: str, epoch: int, seed: int) -> None:
+    rng = random.Random(seed)
+    with RingServer(address, {"docs": DIM}, epoch=epoch, ring_slots=SLOTS, max_k=4, spin_us=5) as server:
+        waiting = []
+        while True:
+            server.wait(50)
+            waiting += [(r.client, r.request_id) for r in server.receive(rng.randrange(1, 6))]
+            for cancel in server.cancellations():
+                waiting.remove((cancel.client, cancel.request_id))
+                server.publish(cancel.client, cancel.request_id, "cancelled")
+            rng.shuffle(waiting)
+            for _ in range(rng.randrange(len(waiting) + 1)):
+                server.publish(*waiting.pop(), "ok", [epoch], [1.0])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
+def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: str) -> None:
+    rng = random.Random(2)
+    address = endpoint()
+    ends: Counter[int] = Counter()
+    statuses: Counter[str] = Counter()
+    submitted: list[int] = []
+    client: RingClient | None = None
+    before: Holdings | None = None
+    vector = np.ones(DIM, np.float32)
+
+    def note(results: list[Result]) -> None:
+        for result in results:
+            ends[result.request_id] += 1
+            statuses[result.status] += 1
+            assert result.status in ("ok", "lost")
+            assert result.status == "lost" or client is None or result.ids.tolist()
+
+    for epoch in range(1, ROUNDS // 2 + 1):
+        with child(_serve, address, epoch, epoch) as process:
+            if client is None:
+                client = RingClient(address, "client", doorbell=doorbell, timeout_ms=20_000, spin_us=5)
+            else:
+                client.reconnect(20_000)
+            assert client.epoch == epoch
+            if before is None:
+                before = Holdings.now()
+            until = len(submitted) + rng.randrange(1, 60)
+            alive = True
+            while client.lost is None or client.outstanding:
+                try:
+                    submitted.append(client.submit(vector, collection="docs", stage="decode", k=1))
+                except (RingFull, PeerLost, Draining):
+                    client.wait(20)
+                note(client.poll())
+                if alive and len(submitted) >= until:
+                    process.kill()
+                    alive = False
+            note(client.poll())
+    assert client is not None
+    assert ends == Counter(submitted)
+    assert statuses["ok"]
+    assert statuses["lost"]
+    assert Holdings.now() == before
+    client.close()
+
+
+def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> None:
+    address = endpoint()
+    with child(_serve, address, 1, 1) as process:
+        client = RingClient(address, "client", timeout_ms=20_000)
+        process.kill()
+        process.join(20)
+        while client.lost is None:
+            client.wait(20)
+        before = Holdings.now()
+        for _ in range(3):
+            with pytest.raises(AttachTimeout):
+                client.reconnect(10)
+            with pytest.raises(PeerLost, match="died"):
+                client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+        assert Holdings.now() == before
+    with child(_serve, address, 2, 2), client:
+        client.reconnect(20_000)
+        client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+        assert client.wait(20_000)
+        assert [result.status for result in client.poll()] == ["ok"]
+
+
+def _die_before_sending(address: str) -> None:
+    client = RingClient(address, "torn")
+    client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+    ring = client._session.requests
+    slot = ring.loan()
+    client._session.vectors[slot][:5] = 7
+    packed = PARAMETERS.pack(1, 0, 0, 0, 1, 8, 1, 0, DIM)
+    REQUEST_HEADER.pack_into(ring.view, ring.header_offset(slot), 2, 0, 0, packed)
+    os._exit(1)
+
+
+def test_a_slot_that_its_writer_died_over_is_never_received() -> None:
+    with RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS) as server:
+        received = []
+        with child(_die_before_sending, server.endpoint):
+            while not server.statistics().lost:
+                server.wait(20)
+                received += server.receive()
+        assert [request.request_id for request in received] in ([1], [])
+        assert server.statistics().clients == 0

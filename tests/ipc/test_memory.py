@@ -1,0 +1,125 @@
+"""Shared memory: sealed, handed over by (pid, fd), checked before it is mapped."""
+
+import os
+import tempfile
+
+import pytest
+
+from ipc import InvalidArgument, MemoryReference, MemoryRefused, SharedMemory
+from tests.ipc.processes import child, ended_well
+
+
+def _write_a_greeting(reference: MemoryReference) -> None:
+    with SharedMemory.open(reference, max_size=1 << 20, writable=True) as memory:
+        memory.view[:5] = b"hello"
+
+
+def test_another_process_writes_into_the_same_memory() -> None:
+    with SharedMemory.create("test", 4096) as memory:
+        with child(_write_a_greeting, memory.reference) as process:
+            assert ended_well(process)
+        assert bytes(memory.view[:6]) == b"hello\0"
+
+
+def test_memory_that_peers_may_not_write_cannot_be_opened_writable() -> None:
+    with SharedMemory.create("test", 4096, peers_write=False) as memory:
+        memory.view[0] = 7
+        with SharedMemory.open(memory.reference, max_size=4096) as opened:
+            assert opened.view[0] == 7
+            assert opened.view.readonly
+        with pytest.raises(MemoryRefused, match="cannot map"):
+            SharedMemory.open(memory.reference, max_size=4096, writable=True)
+
+
+def test_nobody_can_shrink_sealed_memory() -> None:
+    with SharedMemory.create("test", 4096) as memory:
+        fd = os.open(f"/proc/self/fd/{memory.reference.fd}", os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("size", [0, -1, 4097, 1 << 62])
+def test_a_size_over_the_limit_is_refused_before_anything_is_mapped(size: int) -> None:
+    with SharedMemory.create("test", 4096) as memory:
+        reference = memory.reference
+        hostile = MemoryReference(reference.pid, reference.fd, size, reference.inode)
+        with pytest.raises(MemoryRefused, match=str(size)):
+            SharedMemory.open(hostile, max_size=4096)
+
+
+def test_a_size_that_is_not_the_memorys_own_is_refused() -> None:
+    with SharedMemory.create("test", 4096) as memory:
+        reference = memory.reference
+        with pytest.raises(MemoryRefused, match="announced size 8192 bytes, found 4096"):
+            SharedMemory.open(MemoryReference(reference.pid, reference.fd, 8192, reference.inode), max_size=1 << 20)
+
+
+def test_a_descriptor_that_means_another_memory_by_now_is_refused() -> None:
+    with SharedMemory.create("test", 4096) as memory:
+        old = memory.reference
+    with SharedMemory.create("test", 4096) as memory:
+        reused = MemoryReference(old.pid, memory.reference.fd, 4096, old.inode)
+        with pytest.raises(MemoryRefused, match="another memory"):
+            SharedMemory.open(reused, max_size=4096)
+
+
+def test_unsealed_memory_is_refused() -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(MemoryRefused, match="lacks seals"):
+            SharedMemory.open(MemoryReference(os.getpid(), fd, 4096, os.fstat(fd).st_ino), max_size=4096)
+    finally:
+        os.close(fd)
+
+
+def test_a_plain_file_or_a_pipe_is_refused() -> None:
+    reader, writer = os.pipe()
+    try:
+        with tempfile.TemporaryFile() as file:
+            for fd in (file.fileno(), reader, writer):
+                with pytest.raises(MemoryRefused):
+                    SharedMemory.open(MemoryReference(os.getpid(), fd, 4096, 1), max_size=4096)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize(("pid", "fd"), [(0, 3), (-1, 3), (1 << 22, 3), (os.getpid(), -1), (os.getpid(), 1 << 30)])
+def test_a_process_or_descriptor_that_is_not_there_is_refused(pid: int, fd: int) -> None:
+    with pytest.raises(MemoryRefused):
+        SharedMemory.open(MemoryReference(pid, fd, 4096, 1), max_size=4096)
+
+
+def test_an_empty_memory_cannot_be_made() -> None:
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        SharedMemory.create("test", 0)
+
+
+def test_arrays_of_the_memory_outlive_its_closing() -> None:
+    memory = SharedMemory.create("test", 4096)
+    view = memory.view[:4]
+    memory.close()
+    memory.close()
+    assert memory.closed
+    view[0] = 3
+    assert view[0] == 3
+
+
+def _open_as_a_stranger(reference: MemoryReference) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        SharedMemory.open(reference, max_size=4096)
+    except MemoryRefused:
+        return
+    raise AssertionError("a stranger has opened the memory")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_open_the_memory() -> None:
+    with SharedMemory.create("test", 4096) as memory, child(_open_as_a_stranger, memory.reference) as process:
+        assert ended_well(process)
