@@ -92,7 +92,10 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
-    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens."""
+    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens.
+
+    The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
+    """
 
     request_id: str
     passages: tuple[Passage, ...]

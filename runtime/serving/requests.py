@@ -33,15 +33,19 @@ class Ended:
 class Request:
     """One request in flight, as its consumer sees it: pieces in order, then its end.
 
-    What waits here is bounded by the request's own max_tokens, so a slow reader needs no other limit.
+    What waits here is bounded by the request's own max_tokens, so a slow reader needs no other limit. A request with
+    retrieval `awaits_passages`: the prefill worker sends them before the hand-over, but over a connection of its own,
+    so the decode worker's first pieces can be here sooner; they are `held` until then.
     """
 
     id: str
     placement: Placement
     deadline_ns: int
+    awaits_passages: bool = False
     completion_tokens: int = 0
     prefilled: bool = False
     ended: bool = False
+    held: list[Piece] = field(default_factory=list)
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
 
     async def next(self) -> Piece:
@@ -82,12 +86,23 @@ class RequestTable:
         request = self._requests.get(piece.request_id)
         if request is None:
             return False
+        if not request.awaits_passages:
+            self._pass_on(request, piece)
+        elif isinstance(piece, Retrieved) and piece.at_token == 0:
+            request.awaits_passages = False
+            for waiting in (piece, *request.held):
+                self._pass_on(request, waiting)
+            request.held.clear()
+        else:
+            request.held.append(piece)
+        return True
+
+    def _pass_on(self, request: Request, piece: Piece) -> None:
         if isinstance(piece, Tokens):
             request.completion_tokens += len(piece.token_ids)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
             self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
-        return True
 
     def fail(self, request_id: str, error: TrinityError) -> bool:
         """End a request with an error. False, and nothing happens, when it has ended before."""
@@ -99,11 +114,12 @@ class RequestTable:
         return True
 
     def of_worker(self, name: str) -> list[Request]:
-        """The requests that would be lost with this worker (prefill holds one only until decode has it)."""
+        """The requests that would be lost with this worker (a prefill worker's part ends when decode has it)."""
         return [
             request
             for request in self._requests.values()
-            if name == request.placement.decode or (name == request.placement.prefill and not request.prefilled)
+            if name == request.placement.decode
+            or (name == request.placement.prefill and (request.awaits_passages or not request.prefilled))
         ]
 
     def late(self, now_ns: int) -> list[Request]:

@@ -148,7 +148,7 @@ class WorkerLink:
                 retrieval=retrieval,
             )
             if self._send(placement.prefill, prefill):
-                request = Request(request_id, placement, deadline_ns)
+                request = Request(request_id, placement, deadline_ns, awaits_passages=retrieval is not None)
                 self.requests.open(request)
                 return request
             self.router.finished(placement, prefilled=False)

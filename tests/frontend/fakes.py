@@ -72,7 +72,18 @@ class Clock:
 class Worker:
     """One DEALER socket that says what the test says."""
 
-    def __init__(self, to: str, role: Role, name: str, *, epoch: int = 1, slots: int = 4, limit: int = 2048) -> None:
+    def __init__(
+        self,
+        to: str,
+        role: Role,
+        name: str,
+        *,
+        epoch: int = 1,
+        slots: int = 4,
+        limit: int = 2048,
+        identity: bytes = b"",
+    ) -> None:
+        self.identity = identity
         self.me = Hello(role, name, epoch, 4711, slots, limit, f"ipc://@{name}-handover" if role == "decode" else "")
         self.context = zmq.asyncio.Context()
         self.socket = self._connected(to)
@@ -80,6 +91,8 @@ class Worker:
     def _connected(self, to: str) -> zmq.asyncio.Socket:
         made = self.context.socket(zmq.DEALER)
         made.set(zmq.LINGER, 0)
+        if self.identity:
+            made.set(zmq.IDENTITY, self.identity)
         made.connect(to)
         return made
 

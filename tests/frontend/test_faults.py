@@ -298,8 +298,9 @@ def test_without_a_right_key_nothing_under_v1_answers(locked: Cluster, header: s
 
 def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
     with locked.http() as http:
-        both = [("Authorization", "Bearer wrong"), ("Authorization", "Bearer second-key")]
+        both = [("Authorization", "Bearer second-key"), ("Authorization", "Bearer wrong")]
         assert http.get("/v1/models", headers=both).status_code == 401
+        assert http.get("/v1/models", headers=both[::-1]).status_code == 401
 
 
 def test_health_and_metrics_need_no_key(locked: Cluster) -> None:

@@ -25,6 +25,7 @@ from runtime.serving.messages import (
     Cancel,
     Failed,
     Hello,
+    Retrieval,
     Retrieved,
     Role,
     Sampling,
@@ -205,6 +206,55 @@ def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_
             assert stand.link.missing() == []
             stand.submit("r2")
             assert stand.codes == ["worker_lost"]
+
+    run(test())
+
+
+def test_passages_come_before_tokens_even_if_decode_is_heard_first() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit(retrieval=Retrieval("docs"))
+            early: list[Any] = [
+                Tokens("r1", "a", (5,)),
+                Retrieved("r1", PASSAGES[:1], 1),
+                Tokens("r1", "b", (6,), "stop"),
+            ]
+            for piece in early:
+                await decode.say(piece)
+            await decode.settle()
+            assert stand.codes == []
+            await prefill.say(Retrieved("r1", ()))
+            assert [await request.next() for _ in range(4)] == [Retrieved("r1", ()), *early]
+            assert stand.codes == ["stop"]
+
+    run(test())
+
+
+def test_a_prefill_worker_that_is_lost_before_its_passages_are_heard_ends_the_request() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("prefill", "p0")
+            decode = await stand.worker("decode", "d0")
+            request = stand.submit(retrieval=Retrieval("docs"))
+            await decode.say(Tokens("r1", "a", (5,), "stop"))
+            await decode.settle()
+            stand.link.lost("p0", "killed")
+            assert isinstance(await ending(request), WorkerLost)
+            assert stand.codes == ["worker_lost"]
+            assert await decode.hear() == Cancel("r1")
+
+    run(test())
+
+
+def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            await stand.worker("decode", "d0")
+            await stand.worker("prefill", "p0", identity=b"p0")
+            again = await stand.worker("prefill", "p0", identity=b"p0", epoch=2)
+            stand.submit()
+            assert (await again.hear_prefill()).request_id == "r1"
 
     run(test())
 
@@ -418,14 +468,11 @@ def test_a_worker_that_cannot_be_is_refused(hello: dict[str, Any]) -> None:
     run(test())
 
 
-def test_an_endpoint_in_use_is_an_error_and_is_free_again_after_close() -> None:
+def test_an_endpoint_in_use_is_an_error() -> None:
     async def test() -> None:
         async with standing() as stand:
-            taken = stand.link.endpoint
             with pytest.raises(InvalidArgument, match="in use"):
-                Stand(at=taken)
-        async with standing(at=taken):
-            pass
+                Stand(at=stand.link.endpoint)
 
     run(test())
 
