@@ -40,10 +40,12 @@ class LanguageModel:
 
     def __init__(self, network: Any, tokenizer: Tokenizer, info: ModelInfo, kv: torch.Tensor) -> None:
         """Use `load`."""
+        import torch
+
         from runtime.serving.slot_cache import SlotCache
 
         self._network = network
-        self._cache = SlotCache(kv)
+        self._cache = SlotCache(kv, one_core=torch.get_num_threads() == 1)
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv

@@ -18,6 +18,8 @@ from tests.serving.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from runtime.serving.slot_cache import SlotCache  # noqa: E402  (it imports torch)
+
 VOCABULARY = 259
 
 
@@ -96,6 +98,13 @@ def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
     prompts = ragged_prompts(60, seed=1)
     model.kv.fill_(float("nan"))  # whatever is read without having been written would show
     assert Batcher(model, prompts, answer_tokens=16, seed=2).run() == [reference.generate(p, 16) for p in prompts]
+
+
+def test_several_cores_give_what_one_gives(model: LanguageModel, reference: Reference) -> None:
+    model._cache = SlotCache(model.kv, one_core=False)  # as with threads=2; threads are the whole process's
+    model.kv.fill_(float("nan"))
+    prompts = ragged_prompts(12, seed=10)
+    assert Batcher(model, prompts, answer_tokens=12, seed=11).run() == [reference.generate(p, 12) for p in prompts]
 
 
 def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Path) -> None:
