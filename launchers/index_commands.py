@@ -4,6 +4,7 @@ What is wrong with the input is raised as `TrinityError` (or `GpuError`) and bec
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def build(
 ) -> None:
     """Build a collection. It appears at --out when it is complete, or not at all."""
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
     with BuildProgress(sys.stderr) as progress:
         matrix = None if vectors is None else read_vectors(vectors)
         Collection.build(

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,32 @@ def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path)
         assert message in child.stderr
         assert "Traceback" not in child.stderr
     assert Collection.info(out).size == 60
+
+
+def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Path) -> None:
+    source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
+    os.mkfifo(source)
+    command = [
+        sys.executable,
+        "-m",
+        "launchers.main",
+        "index",
+        "build",
+        source,
+        "--out",
+        out,
+        "--embedder",
+        "hashing-64",
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        with source.open("w"):  # returns when the build has begun to read
+            assert [name.startswith(".docs.building-") for name in os.listdir(out.parent)] == [True]
+            child.send_signal(signal.SIGTERM)
+            _, told = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in told
+    assert os.listdir(out.parent) == []
