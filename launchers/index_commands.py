@@ -100,10 +100,12 @@ def verify(directory: Directory) -> None:
 
 def search(
     directory: Directory,
-    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, [queries, dimensions].")],
+    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, a row a query.")],
     k: Annotated[int, typer.Option(help="Nearest vectors to find.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Where to write the ids: .npy, int64 [queries, k].")] = None,
-    truth: Annotated[Path | None, typer.Option(help="The true ids, nearest first: .npy, [queries, k or more].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the ids: .npy of int64, k for each query.")] = None,
+    truth: Annotated[
+        Path | None, typer.Option(help="The true ids: .npy, k or more for each query, nearest first.")
+    ] = None,
     top_m: Annotated[int, typer.Option(help="Candidates kept; more finds more and takes longer.")] = 64,
     search_width: Annotated[int, typer.Option(help="Parents expanded in each extend.")] = 1,
     patience: Annotated[int | None, typer.Option(help="Stop after so many extends without a change.")] = None,
