@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import (
+    ConfigError,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -86,6 +87,7 @@ class Settings:
 
     `model` is "" on a node that only searches; `collections` gives each collection's dimension. A prompt's bytes count
     its text as UTF-8. A body that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    Raises ConfigError for a key that no header could carry, or that an empty one would.
     """
 
     model: str = ""
@@ -99,6 +101,12 @@ class Settings:
     request_timeout_s: float = 300.0
     search_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for position, key in enumerate(self.api_keys):
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                # Not shown: it may be all but the secret.
+                raise ConfigError(f"API key {position} is empty, or has blanks around it or characters beyond ASCII")
 
 
 class EventStream(Response):

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from runtime.errors import TrinityError
+from runtime.errors import ConfigError, TrinityError
 from runtime.serving.answers import ChatAnswer
 from runtime.serving.http import Settings
 from tests.frontend.fakes import WAIT, Cluster, run
@@ -301,6 +301,12 @@ def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
         both = [("Authorization", "Bearer second-key"), ("Authorization", "Bearer wrong")]
         assert http.get("/v1/models", headers=both).status_code == 401
         assert http.get("/v1/models", headers=both[::-1]).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", " ", " key", "key\n", "schl\xfcssel", "a\x00b"])
+def test_a_key_that_no_header_could_carry_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"API key 1 is empty, or has blanks around it or characters beyond ASCII$"):
+        Settings(api_keys=("good", key))
 
 
 def test_health_and_metrics_need_no_key(locked: Cluster) -> None:
