@@ -1,0 +1,152 @@
+"""From lists of nearest neighbours to a search graph: CAGRA's rank-based pruning and reverse edges (arXiv 2308.15136, 3.2).
+
+A row of the graph has exactly `degree` entries; where there are not enough neighbours it is filled with the node itself,
+which a search has always seen already.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Graph = npt.NDArray[np.uint32]
+
+
+def _compiled(function: Any) -> Any:
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+@_compiled
+def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
+    """For rows begin..end: out[a, j] = ranks r below j whose node lists neighbour j, that is, two-step detours to it."""
+    count, width = neighbors.shape
+    rank = np.full(count, -1, np.int32)
+    for a in range(begin, end):
+        for j in range(width):
+            rank[neighbors[a, j]] = j
+        for j in range(width):
+            out[a, j] = 0
+        for r in range(width):
+            via = neighbors[a, r]
+            for i in range(width):
+                j = rank[neighbors[via, i]]
+                if j > r:
+                    out[a, j] += 1
+        for j in range(width):
+            rank[neighbors[a, j]] = -1
+
+
+@_compiled
+def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
+    """kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
+    count, width = neighbors.shape
+    degree = kept.shape[1]
+    starts = np.zeros(width + 2, np.int32)
+    for a in range(count):
+        starts[:] = 0
+        for j in range(width):
+            starts[min(detours[a, j], width) + 1] += 1
+        for c in range(width + 1):
+            starts[c + 1] += starts[c]
+        for j in range(width):
+            c = min(detours[a, j], width)
+            if starts[c] < degree:
+                kept[a, starts[c]] = neighbors[a, j]
+            starts[c] += 1
+
+
+@_compiled
+def add_reverse_edges(kept, graph):  # type: ignore[no-untyped-def]
+    """graph[a] = the first half of kept[a], then sources that keep `a` (best rank first), then the rest of kept[a]."""
+    count, width = kept.shape
+    degree = graph.shape[1]
+    reverse = np.empty((count, degree), np.uint32)
+    filled = np.zeros(count, np.int32)
+    for rank in range(width):
+        for source in range(count):
+            target = kept[source, rank]
+            if filled[target] < degree:
+                reverse[target, filled[target]] = source
+                filled[target] += 1
+    for a in range(count):
+        size = 0
+        for part in range(3):
+            begin = (width + 1) // 2 if part == 2 else 0
+            end = (width + 1) // 2 if part == 0 else filled[a] if part == 1 else width
+            for i in range(begin, end):
+                node = reverse[a, i] if part == 1 else kept[a, i]
+                known = node == a
+                for j in range(size):
+                    known |= graph[a, j] == node
+                if not known and size < degree:
+                    graph[a, size] = node
+                    size += 1
+        for i in range(size, degree):
+            graph[a, i] = a
+
+
+@_compiled
+def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
+    """Make every node reachable from `root`, in place. Returns the number of edges that were replaced.
+
+    A breadth-first walk keeps, as a tree, the edge that first reached each node. A node that was not reached takes the
+    place of the last edge that is not of the tree, at the nearest of its neighbours that was reached and has one, or else
+    at any node that was reached; the walk goes on from it.
+    """
+    count, degree = graph.shape
+    reached = np.zeros(count, np.bool_)
+    tree = np.zeros((count, degree), np.bool_)
+    queue = np.empty(count, np.uint32)
+    queue[0] = root
+    reached[root] = True
+    head, tail, replaced, unreached, spare = 0, 1, 0, 0, 0
+    while True:
+        while head < tail:
+            node = queue[head]
+            head += 1
+            for i in range(degree):
+                following = graph[node, i]
+                if not reached[following]:
+                    reached[following] = True
+                    tree[node, i] = True
+                    queue[tail] = following
+                    tail += 1
+        while unreached < count and reached[unreached]:
+            unreached += 1
+        if unreached == count:
+            return replaced
+        source, place = -1, -1
+        for j in range(neighbors.shape[1]):
+            candidate = neighbors[unreached, j]
+            if reached[candidate]:
+                for i in range(degree):
+                    if not tree[candidate, i]:
+                        source, place = candidate, i
+                if place >= 0:
+                    break
+        while place < 0:  # queue[:tail] are the reached nodes; the tree has fewer edges than they have places
+            for i in range(degree):
+                if not tree[queue[spare], i]:
+                    source, place = queue[spare], i
+            if place < 0:
+                spare += 1
+        graph[source, place] = unreached
+        tree[source, place] = True
+        reached[unreached] = True
+        queue[tail] = unreached
+        tail += 1
+        replaced += 1
+
+
+def optimize(neighbors: Graph, degree: int, root: int) -> Graph:
+    """The search graph uint32 [N, degree] of neighbour lists uint32 [N, width], width ≥ 1, with every node reachable from `root`."""
+    count, width = neighbors.shape
+    detours = np.empty((count, width), np.int32)
+    count_detours(neighbors, 0, count, detours)
+    kept = np.empty((count, min(degree, width)), np.uint32)
+    keep_fewest(neighbors, detours, kept)
+    graph = np.empty((count, degree), np.uint32)
+    add_reverse_edges(kept, graph)
+    connect(neighbors, graph, root)
+    return graph
