@@ -1,7 +1,7 @@
 """The language model alone, against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
 
 Both run the same weights in the same process, turn by turn, with the same number of threads. Reported are:
-prefill (tokens/s by prompt length), decode (ms a step by rows; also with rows of very different lengths, where
+prefill (tokens/s by prompt length, and by chunk size), decode (ms a step by rows; also with rows of very different lengths, where
 `generate()` pads all to the longest), and the copy of a prompt's KV between two models against one plain copy of as
 many bytes. Greedy tokens of all runs are compared; a difference ends the benchmark with an error.
 """
@@ -63,6 +63,11 @@ class Ours:
         logits = self.model.forward([Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
         return [int(token) for token in logits.argmax(-1)]
 
+    def prefill_chunked(self, prompt: Tokens, size: int) -> int:
+        for start in range(0, len(prompt), size):
+            logits = self.model.forward([Chunk(0, start, prompt[start : start + size])])
+        return int(logits[0].argmax())
+
     def decode(self, prompts: Sequence[Tokens], first: Tokens, steps: int) -> list[Tokens]:
         answers = [[token] for token in first]
         for step in range(steps):
@@ -102,6 +107,16 @@ def measure_prefill(
             f"{f'{length} tokens':24}{length / mine.best:12.0f}{length / reference.best:16.0f}"
             f"{reference.best / mine.best:8.2f}   {mine.median * 1e3:.1f} / {reference.median * 1e3:.1f}"
         )
+
+
+def measure_chunks(ours: Ours, length: int, sizes: Sequence[int], random: np.random.Generator, rounds: int) -> None:
+    print(f"\n{f'prefill of {length}':24}{'ours tok/s':>12}{'ms a chunk':>16}")
+    (prompt,) = random_prompts([length], ours.model, random)
+    runs = [lambda size=size: ours.prefill_chunked(prompt, size) for size in sizes]
+    for size, times in zip(sizes, paired(runs, rounds), strict=True):
+        check(ours.prefill_chunked(prompt, size), ours.prefill([prompt])[0])
+        each = times.best / -(-length // size)
+        print(f"{f'chunks of {size}':24}{length / times.best:12.0f}{each * 1e3:16.1f}")
 
 
 def measure_decode(
@@ -176,6 +191,7 @@ def main() -> None:
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     measure_prefill(ours, theirs, [32, 128, 512, 1000], random, given.rounds)
+    measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, given.rounds)
     batches = {f"{rows} rows of 200": [200] * rows for rows in (1, 2, 4, 8, 16)}
     batches["8 rows of 20..900"] = [20, 900, 40, 300, 30, 150, 60, 80]
     measure_decode(ours, theirs, batches, random, given.rounds, given.steps)

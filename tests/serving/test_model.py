@@ -80,7 +80,7 @@ class Batcher:
     def _next_chunk(self, slot: int) -> Chunk:
         row, done = self.rows[slot], self.done[slot]
         if done < len(self.prompts[row]):
-            return Chunk(slot, done, self.prompts[row][done : done + int(self.random.integers(1, 65))])
+            return Chunk(slot, done, self.prompts[row][done : done + int(self.random.integers(1, 150))])
         return Chunk(slot, done, self.answers[row][-1:])
 
     def _take(self, chunk: Chunk, token: int) -> None:
