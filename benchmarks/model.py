@@ -1,9 +1,9 @@
 """The language model alone, against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
 
 Both run the same weights in the same process, turn by turn, with the same number of threads. Reported are:
-prefill (tokens/s by prompt length, and by chunk size), decode (ms a step by rows; also with rows of very different lengths, where
-`generate()` pads all to the longest), and the copy of a prompt's KV between two models against one plain copy of as
-many bytes. Greedy tokens of all runs are compared; a difference ends the benchmark with an error.
+prefill (tokens/s by prompt length, and by chunk size), decode (ms a step by rows; also with rows of very different
+lengths, where `generate()` pads all to the longest), and the copy of a prompt's KV between two models against one
+plain copy of as many bytes. Greedy tokens of all runs are compared; a difference ends the benchmark with an error.
 """
 
 import argparse
