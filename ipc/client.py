@@ -155,6 +155,8 @@ class _Session:
         os.close(self.pidfd)
         self.sleeper.close()
         self.ringer.close()
+        # The mapping goes with the last view of it.
+        del self.requests, self.results, self.watch, self.vectors, self.ids, self.distances
         self.memory.close()
 
 
@@ -470,15 +472,18 @@ class RingClient:
     def arm(self) -> bool:
         """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
         self._check_peer()
-        if self._ended or not self._session.watch.arm():
+        if self._ended:
+            return False
+        if self._lost is None and not self._session.watch.arm():
             self._session.watch.disarm()
             return False
         return True
 
     def disarm(self) -> None:
         """Awake again: no need to ring. Call it before polling after each sleep."""
-        self._session.watch.disarm()
-        self._session.sleeper.silence()
+        if self._open:
+            self._session.watch.disarm()
+            self._session.sleeper.silence()
 
     # ---- the session
 
@@ -495,6 +500,8 @@ class RingClient:
     @property
     def heartbeat_age_ns(self) -> int:
         """Nanoseconds since the pool last looked after its rings; a live pool does so at least every 100 ms."""
+        if not self._open:
+            raise PeerLost("the client was closed")
         return max(time.monotonic_ns() - self._session.requests.heartbeat_ns, 0)
 
     def reconnect(self, timeout_ms: float = 5000.0) -> None:

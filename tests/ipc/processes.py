@@ -14,7 +14,9 @@ from ipc import RingClient, RingServer, new_token, private_endpoint
 JOIN_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ipc.processes"])
+_context.set_forkserver_preload(
+    [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session")]
+)
 
 
 @contextmanager

@@ -10,11 +10,12 @@ import pytest
 
 from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer
 from ipc.descriptors import PARAMETERS, REQUEST_HEADER
-from tests.ipc.leaks import Holdings
+from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, child, endpoint
 
 DIM = 16
 ROUNDS = 100
+POOL_ROUNDS = 40  # with each doorbell
 SLOTS = 8
 
 
@@ -36,11 +37,11 @@ def _flood(address: str) -> None:
 @pytest.mark.timeout(120)
 def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
     rng = random.Random(1)
+    before = settled()
     with (
         RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS, max_k=4, spin_us=5) as server,
         attach(server, "steady") as steady,
     ):
-        before = Holdings.now()
         received = answered = 0
         for round_ in range(ROUNDS):
             until = received + rng.randrange(1, 60)
@@ -75,7 +76,8 @@ def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
         assert received == answered
         assert server.statistics().clients == 1
         assert server.statistics().lost == ROUNDS
-        assert Holdings.now() == before
+    del server, steady
+    assert settled() == before
 
 
 def _serve(address: str, epoch: int, seed: int) -> None:
@@ -102,7 +104,7 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
     statuses: Counter[str] = Counter()
     submitted: list[int] = []
     client: RingClient | None = None
-    before: Holdings | None = None
+    before = settled()
     vector = np.ones(DIM, np.float32)
 
     def note(results: list[Result]) -> None:
@@ -112,15 +114,13 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
             assert result.status in ("ok", "lost")
             assert result.status == "lost" or client is None or result.ids.tolist()
 
-    for epoch in range(1, ROUNDS // 2 + 1):
+    for epoch in range(1, POOL_ROUNDS + 1):
         with child(_serve, address, epoch, epoch) as process:
             if client is None:
                 client = RingClient(address, "client", doorbell=doorbell, timeout_ms=20_000, spin_us=5)
             else:
                 client.reconnect(20_000)
             assert client.epoch == epoch
-            if before is None:
-                before = Holdings.now()
             until = len(submitted) + rng.randrange(1, 60)
             alive = True
             while client.lost is None or client.outstanding:
@@ -137,8 +137,8 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
     assert ends == Counter(submitted)
     assert statuses["ok"]
     assert statuses["lost"]
-    assert Holdings.now() == before
     client.close()
+    assert settled() == before
 
 
 def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> None:

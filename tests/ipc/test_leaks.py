@@ -4,18 +4,10 @@ import gc
 import os
 
 import pytest
-import zmq
 
 from ipc import HandoverSink, HandoverSource, KvArena, RingServer, SharedMemory, new_token, private_endpoint
-from tests.ipc.leaks import Holdings
+from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
-
-
-def settled() -> Holdings:
-    """What is held once ZeroMQ's own threads have closed what they had to; they wait for every open socket."""
-    zmq.Context.instance().term()
-    gc.collect()
-    return Holdings.now()
 
 
 @pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
