@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role
-from runtime.node.metrics import METRICS, POOL_LATENCY, Histogram, NodeCollector, NodeFigures, render
+from runtime.node.exporter import NodeCollector, NodeFigures, render
+from runtime.node.metrics import METRICS, POOL_LATENCY, Histogram
 from runtime.node.table import State, WorkerTable
 
 ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ipc import Stage
 from runtime.errors import Overloaded
-from runtime.pool.scheduler import Queued, Scheduler, Stage
+from runtime.pool.scheduler import Queued, Scheduler
 
 NEVER = 1 << 62
 STAGES = st.sampled_from(["prefill", "decode"])

@@ -1,0 +1,252 @@
+"""The supervisor restarts what dies, kills what hangs, gives up on what cannot be, and all ends with it."""
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.errors import Unavailable
+from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, stop_node
+from runtime.node.run_dir import NodeInfo, find_node
+from tests.node.tiny_node import FORKSERVER, serve
+
+CONFIG = """
+[node]
+name = "tiny"
+run_dir = "run"
+drain_s = {drain_s}
+heartbeat_s = {heartbeat_s}
+start_s = {start_s}
+
+[http]
+port = 0
+
+[[collections]]
+name = "docs"
+path = "."
+"""
+
+
+class TinyNode:
+    """A node of a pool worker and a frontend that do nothing but what the orders say."""
+
+    def __init__(self, home: Path, orders: dict[str, list[str]], **times: float) -> None:
+        self.home = home
+        self.log = home / "log"
+        self.orders = home / "orders.json"
+        self.orders.write_text(json.dumps(orders))
+        config = home / "node.toml"
+        config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times))
+        self.process = FORKSERVER.Process(target=serve, args=(str(config), str(self.orders), str(self.log)))
+        self.process.start()
+
+    def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
+        """The first status for which `condition` holds. The bound only ends a test that would hang."""
+        end = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < end, f"waited for {what}; {self.log.read_text()}"
+            assert self.process.exitcode is None, f"the node ended, waited for {what}; {self.log.read_text()}"
+            try:
+                status = node_status(self.info)
+            except Unavailable:
+                continue
+            if condition(status):
+                return status
+            select.select([], [], [], 0.005)
+
+    def ready(self) -> NodeStatus:
+        return self.eventually(lambda status: status.ready, "every worker to be ready")
+
+    @property
+    def info(self) -> NodeInfo:
+        return find_node(self.home / "run")
+
+    def signal(self, kind: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, kind)
+
+    def ended(self) -> int:
+        """Its exit code."""
+        self.process.join(timeout=60)
+        assert self.process.exitcode is not None, "the node still runs"
+        return self.process.exitcode
+
+    def stopped(self) -> list[str]:
+        """The workers that stopped by themselves, in that order."""
+        path = Path(f"{self.orders}.stopped")
+        return path.read_text().split() if path.exists() else []
+
+
+def worker(status: NodeStatus, name: str = "pool-0") -> WorkerStatus:
+    return next(found for found in status.workers if found.name == name)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # its new parent has yet to notice
+    except psutil.NoSuchProcess:
+        return True
+
+
+StartTiny = Callable[..., TinyNode]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartTiny]:
+    nodes: list[TinyNode] = []
+
+    def start(orders: dict[str, list[str]] | None = None, **times: float) -> TinyNode:
+        nodes.append(TinyNode(tmp_path, orders or {}, **times))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.process.kill()
+        node.ended()
+
+
+def test_a_node_is_announced_once_when_all_are_ready_and_stops_in_order_leaving_nothing(start: StartTiny) -> None:
+    node = start()
+    status = node.ready()
+    assert [found.name for found in status.workers] == ["pool-0", "frontend-0"]
+    assert all(found.pid and found.restarts == 0 and found.resident_bytes > 0 for found in status.workers)
+    stop_node(node.info, timeout_s=60)
+    assert node.ended() == 0
+    assert node.stopped() == ["frontend-0", "pool-0"]  # who asks stops before whoever answers
+    assert not (node.home / "run").exists()
+    assert node.log.read_text().count("announced") == 1
+    assert all(gone(found.pid) for found in status.workers)
+
+
+def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(start: StartTiny) -> None:
+    node = start()
+    first = worker(node.ready())
+    os.kill(first.pid, signal.SIGKILL)
+    status = node.eventually(lambda status: status.ready and worker(status).pid != first.pid, "a new pool worker")
+    second, other = worker(status), worker(status, "frontend-0")
+    assert (second.epoch, second.restarts) == (first.epoch + 1, 1)
+    assert (other.epoch, other.restarts) == (1, 0)
+    assert "pool-0 ended (signal SIGKILL); it starts again in 0." in node.log.read_text()
+    assert 'trinity_worker_restarts_total{worker="pool-0"} 1.0' in ask(node.info.control, "metrics").decode()
+
+
+def test_a_worker_that_ends_by_itself_is_started_again(start: StartTiny) -> None:
+    node = start()
+    os.kill(worker(node.ready()).pid, signal.SIGTERM)
+    node.eventually(lambda status: status.ready and worker(status).restarts == 1, "a new pool worker")
+    assert "pool-0 ended (exit code 0)" in node.log.read_text()
+
+
+def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start: StartTiny) -> None:
+    node = start({"pool-0": ["crash when ready", "crash", "crash", "crash", "crash", "serve"]})
+    status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
+    assert worker(status).restarts == 5
+    delays = [float(line.split()[-2]) for line in node.log.read_text().splitlines() if "starts again" in line]
+    steps = [0.1 * 2**failure for failure in range(5)]
+    assert all(step / 2 - 0.01 <= delay <= step + 0.01 for step, delay in zip(steps, delays, strict=True))
+
+
+def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start: StartTiny) -> None:
+    node = start({"pool-0": ["crash"]})
+    assert node.ended() == 1
+    log = node.log.read_text()
+    assert log.count("pool-0 ended (exit code 3)") == 2
+    assert "pool-0 cannot run (exit code 3): the node stops" in log
+    assert not (node.home / "run").exists()
+
+
+def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start: StartTiny) -> None:
+    node = start({"frontend-0": ["real refuse"]})
+    assert node.ended() == 1
+    log = node.log.read_text()
+    assert "frontend-0 cannot be" in log
+    assert "starts again" not in log
+
+
+def test_a_worker_whose_loop_hangs_is_killed_and_started_again(start: StartTiny) -> None:
+    node = start({"pool-0": ["hang", "serve"]}, heartbeat_s=1.0)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+    assert "pool-0 has no heartbeat for 1 s: killed" in node.log.read_text()
+
+
+def test_a_worker_that_is_stopped_by_a_debugger_is_killed_and_started_again(start: StartTiny) -> None:
+    node = start(heartbeat_s=1.0)
+    os.kill(worker(node.ready()).pid, signal.SIGSTOP)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+
+
+def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start: StartTiny) -> None:
+    node = start({"pool-0": ["never ready", "serve"]}, start_s=3.0)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+    assert node.log.read_text().count("pool-0 is not ready after node.start_s = 3 s: killed") == 1
+
+
+def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
+    node = start({"frontend-0": ["busy"]})
+    workers = node.ready().workers
+    node.signal(signal.SIGINT)
+    status = node.eventually(lambda status: status.stopping, "the node to drain")
+    assert [found.phase for found in status.workers] == ["ready", "draining"]
+    node.signal(signal.SIGINT)
+    assert node.ended() == 0
+    assert all(gone(found.pid) for found in workers)
+    assert not (node.home / "run").exists()
+
+
+def test_a_worker_that_does_not_drain_in_time_is_killed(start: StartTiny) -> None:
+    node = start({"pool-0": ["ignore stop"]}, drain_s=0.3)
+    workers = node.ready().workers
+    node.signal(signal.SIGTERM)
+    assert node.ended() == 0
+    assert "not drained within 0 s" in node.log.read_text()
+    assert all(gone(found.pid) for found in workers)
+
+
+def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(start: StartTiny) -> None:
+    node = start({"pool-0": ["never ready"]})
+    node.eventually(lambda status: worker(status, "frontend-0").phase == "ready", "the frontend")
+    node.signal(signal.SIGTERM)
+    assert node.ended() == 0
+    assert node.stopped() == ["frontend-0"]
+
+
+def test_a_worker_that_waits_to_be_restarted_does_not_keep_the_node_from_stopping(start: StartTiny) -> None:
+    node = start({"pool-0": ["crash when ready", *["crash"] * 50]})
+    node.eventually(lambda status: worker(status).restarts >= 4, "long back-offs")
+    stop_node(node.info, timeout_s=60)
+    assert node.ended() == 0
+
+
+def test_workers_die_with_a_supervisor_that_is_killed_and_the_next_node_takes_its_place(start: StartTiny) -> None:
+    node = start({"pool-0": ["real ignore stop"], "frontend-0": ["real serve"]})
+    pids = [found.pid for found in node.ready().workers]
+    waits = [os.pidfd_open(pid) for pid in pids]
+    node.process.kill()
+    assert node.ended() == -signal.SIGKILL
+    for fd in waits:
+        assert select.select([fd], [], [], 60)[0], "a worker outlives its supervisor"
+        os.close(fd)
+    with pytest.raises(Unavailable):
+        node.info  # noqa: B018
+    assert start().ready().ready
+
+
+def test_a_second_node_in_the_same_place_is_refused_and_the_first_goes_on(start: StartTiny, tmp_path: Path) -> None:
+    node = start()
+    pid = worker(node.ready()).pid
+    second = start()
+    assert second.ended() == 1
+    assert "a node already runs in" in second.log.read_text()
+    assert worker(node.ready()).pid == pid
+
+
+def test_status_shows_a_young_heartbeat_from_the_first_moment(start: StartTiny) -> None:
+    node = start({"pool-0": ["never ready"]})
+    status = node.eventually(lambda status: True, "an answer")
+    assert all(found.heartbeat_age_s < 60 for found in status.workers)

@@ -1,0 +1,28 @@
+"""A supervisor over tiny workers, in a process of its own that is forked from one where all is imported."""
+
+import logging
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+from runtime.node.config import load_config
+from runtime.node.placement import resolve
+from runtime.node.supervisor import Supervisor
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["tests.node.tiny_node"])
+
+
+def serve(config: str, orders: str, log: str) -> None:
+    """The process."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ["TINY_ORDERS"] = orders
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    command = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
+    supervisor = Supervisor(resolve(load_config(Path(config))), seed=0, command=command)
+    code = supervisor.run(lambda info: logging.info("announced"))
+    os._exit(code)

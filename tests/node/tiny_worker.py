@@ -1,0 +1,92 @@
+"""A worker process without a role: it beats, and does what the test's orders say.
+
+A supervisor runs this file instead of `python -m runtime.node.worker`. The orders are a JSON file, the environment's
+TINY_ORDERS: by the worker's name, a list of what its lives do, the last one for all later. It writes its table by the
+layout of `runtime.node.table` and imports nothing of Trinity, so that it starts in a moment; a life "real …" is the
+real `main` with the tiny loop.
+"""
+
+import io
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+STATE, BEAT, EPOCH = 2, 3, 4  # words of the table
+READY = 1
+
+
+def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], None], stop: list[bool]) -> None:
+    """One life, until it ends or `stop` is not empty."""
+    if life == "crash":
+        os._exit(3)
+    if life != "never ready":
+        ready()
+    if life == "crash when ready":
+        os._exit(3)
+    if life == "ignore stop":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while not stop or life == "busy":
+        if life != "hang":
+            beat()
+        time.sleep(0.005)
+    with Path(os.environ["TINY_ORDERS"] + ".stopped").open("a") as file:
+        file.write(f"{name}\n")
+
+
+def tiny(life: str, spec: dict[str, Any]) -> None:
+    """A life with a table and a signal handler, and nothing else."""
+    place = spec["table"]
+    fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
+    words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
+    stop: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: stop.append(True))
+
+    def beat() -> None:
+        words[BEAT] = time.monotonic_ns()
+
+    def ready() -> None:
+        beat()
+        words[STATE] = READY
+
+    words[STATE], words[EPOCH] = 0, spec["epoch"]
+    live(life, spec["worker"], ready, beat, stop)
+
+
+def real(life: str, line: bytes) -> int:
+    """The same life inside the real worker."""
+    from runtime.errors import ConfigError
+    from runtime.node import worker as module
+
+    def run(worker: module.Worker) -> None:
+        if life == "refuse":
+            raise ConfigError(f"{worker.name} cannot be")
+        live(life, worker.name, worker.ready, worker.table.beat, [])
+
+    role = ModuleType("tiny_role")
+    role.run = run  # type: ignore[attr-defined]
+    sys.modules["tiny_role"] = role
+    module._LOOPS.update(dict.fromkeys(module._LOOPS, "tiny_role"))
+    sys.stdin = io.TextIOWrapper(io.BytesIO(line))
+    return module.main()
+
+
+def main() -> int:
+    line = sys.stdin.buffer.readline()
+    spec = json.loads(line)
+    lives = json.loads(Path(os.environ["TINY_ORDERS"]).read_text()).get(spec["worker"], ["serve"])
+    life = lives[min(spec["epoch"], len(lives)) - 1]
+    if life.startswith("real "):
+        return real(life.removeprefix("real "), line)
+    tiny(life, spec)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

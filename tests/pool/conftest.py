@@ -1,0 +1,53 @@
+"""A small collection of bare vectors, and pools over it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from runtime.pool import process
+from runtime.retrieval.collection import Collection
+from tests.pool.pools import InProcessPool, plan_of
+
+DIM = 16
+
+
+@pytest.fixture(scope="session")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pool") / "docs"
+    vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
+    Collection.build(vectors, path, metric="l2", degree=16)
+    return path
+
+
+@pytest.fixture(scope="session")
+def index(collection: Path) -> GraphIndex:
+    return Collection.open(collection).index
+
+
+@pytest.fixture(scope="session")
+def queries() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    return np.random.default_rng(1).normal(size=(60, DIM)).astype(np.float32)
+
+
+MakePool = Callable[..., InProcessPool]
+
+
+@pytest.fixture
+def make_pool(collection: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
+    """Pools that are closed after the test, and never sleep for long."""
+    monkeypatch.setattr(process, "_IDLE_MS", 1.0)
+    made: list[InProcessPool] = []
+
+    def make(plan: Any = None, name: str = "pool-0", epoch: int = 1, **pool: Any) -> InProcessPool:
+        made.append(InProcessPool(plan or plan_of(collection, **pool), name, epoch))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+        pool.worker.table.close()
+        pool.table.close()

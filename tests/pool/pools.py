@@ -1,0 +1,87 @@
+"""Pool workers inside the test's process: real rings, real engine, real tables."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ipc import RingClient
+from runtime.node.config import parse_config
+from runtime.node.metrics import METRICS, Metric
+from runtime.node.placement import NodePlan, resolve
+from runtime.node.table import WorkerTable
+from runtime.node.worker import Worker, WorkerSpec
+from runtime.pool.process import Pool
+
+
+def plan_of(collection: Path, **pool: Any) -> NodePlan:
+    """A plan with the collection `docs` and these settings of the pool."""
+    return resolve(parse_config({"pool": pool, "collections": [{"name": "docs", "path": str(collection)}]}))
+
+
+class InProcessPool:
+    """One pool worker, driven by `step`, or by a thread between `start` and `close`."""
+
+    def __init__(self, plan: NodePlan, name: str = "pool-0", epoch: int = 1) -> None:
+        self.table = WorkerTable.create("pool", name)
+        self.worker = Worker(WorkerSpec(plan, name, epoch, self.table.reference, os.getpid()))
+        self.pool = Pool(self.worker)
+        self.endpoint = plan.endpoint(name)
+        self._turn = threading.Lock()
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def step(self) -> None:
+        self.pool.step()
+
+    def start(self) -> "InProcessPool":
+        self._wanted.set()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return self
+
+    def _serve(self) -> None:
+        while self._wanted.is_set():
+            with self._turn:
+                self.pool.step()
+            time.sleep(0)  # lets `held` have its turn
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The pool does nothing meanwhile."""
+        with self._turn:
+            yield
+
+    def close(self) -> None:
+        """End every session at once, as a pool that dies. What it has is lost."""
+        self._wanted.clear()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+            self._thread = None
+        self.pool.close()
+
+    def attach(self, name: str = "test") -> RingClient:
+        """A client; the pool steps until it is attached."""
+        made: list[RingClient] = []
+        thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000)))
+        thread.start()
+        while thread.is_alive():
+            self.step()
+        return made[0]
+
+    def metric(self, name: str) -> float:
+        """A counter's or gauge's value, a histogram's count."""
+        metric: Metric = next(metric for metric in METRICS["pool"] if metric.name == name)
+        values = self.table.read(metric)
+        return sum(values[:-1]) if metric.kind == "histogram" else values[0]
+
+
+def until(condition: Callable[[], object], do: Callable[[], object] = lambda: None) -> None:
+    """Do something until `condition` holds. The bound only ends a test that would hang."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "waited for 60 s"
+        do()

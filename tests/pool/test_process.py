@@ -1,0 +1,174 @@
+"""A pool worker's loop: the same answers as the index, one end for every query, and nothing left of a client that goes."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from ipc import Draining, Result, RingClient
+from runtime.pool import process
+from tests.pool.conftest import MakePool
+from tests.pool.pools import InProcessPool, until
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Result]:
+    """The next `count` results by request id; each comes once."""
+    found: list[Result] = []
+    until(lambda: len(found) >= count, lambda: (pool.step(), found.extend(client.poll())))
+    by_id = {result.request_id: result for result in found}
+    assert len(by_id) == len(found) == count
+    return by_id
+
+
+def ask(client: RingClient, vector: Vectors, stage: str = "prefill", **wanted: Any) -> int:
+    return client.submit(vector, **{"collection": "docs", "stage": stage, "k": 5, "top_m": 32} | wanted)
+
+
+def test_answers_equal_the_index_whatever_shares_the_batch(
+    make_pool: MakePool, index: GraphIndex, queries: Vectors
+) -> None:
+    pool = make_pool(slots=7)
+    with pool.attach() as client:
+        stages = ["prefill", "decode"]
+        asked = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(queries)]
+        found = collect(pool, client, len(queries))
+    ids, distances = index.search(queries, 5, top_m=32, search_width=2)
+    for request_id, expected, near in zip(asked, ids, distances, strict=True):
+        result = found[request_id]
+        assert result.status == "ok"
+        assert result.ids.tolist() == expected.tolist()
+        assert result.distances.tolist() == near.tolist()
+        assert result.extends > 0
+        assert result.enqueue_ns <= result.receive_ns <= result.begin_ns <= result.end_ns
+
+
+def test_more_neighbours_than_vectors_give_what_there_is(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(max_k=512, max_top_m=512)
+    with pool.attach() as client:
+        request_id = ask(client, queries[0], k=500, top_m=512)
+        result = collect(pool, client, 1)[request_id]
+    assert 0 < len(result.ids) <= 400
+    assert len(set(result.ids.tolist())) == len(result.ids)
+    assert -1 not in result.ids
+
+
+def test_the_configured_search_width_is_one_that_the_engine_takes(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(search_width=32)
+    with pool.attach() as client:
+        request_id = ask(client, queries[0], search_width=32)
+        assert collect(pool, client, 1)[request_id].status == "ok"
+
+
+def test_a_waiting_and_a_running_query_can_be_cancelled_and_the_slot_is_free_again(
+    make_pool: MakePool, queries: Vectors
+) -> None:
+    pool = make_pool(slots=1)
+    with pool.attach() as client:
+        running, waiting = ask(client, queries[0], "decode"), ask(client, queries[1], "decode")
+        pool.step()
+        assert pool.metric("trinity_pool_active_slots") == pool.metric("trinity_pool_queue_decode") == 1
+        for request_id in (waiting, running):
+            client.cancel(request_id)
+        last = ask(client, queries[2])
+        found = collect(pool, client, 3)
+    assert [found[request_id].status for request_id in (running, waiting, last)] == ["cancelled", "cancelled", "ok"]
+    assert not pool.pool.busy
+
+
+def test_a_query_that_waits_past_its_deadline_is_answered_so(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool()
+    with pool.attach() as client:
+        late = [ask(client, queries[0], stage, deadline_ns=time.monotonic_ns()) for stage in ("prefill", "decode")]
+        in_time = ask(client, queries[0], deadline_ns=time.monotonic_ns() + 3600 * 10**9)
+        found = collect(pool, client, 3)
+    assert [found[request_id].status for request_id in late] == ["deadline_exceeded"] * 2
+    assert found[in_time].status == "ok"
+    assert pool.metric("trinity_pool_queries_refused_total") == 2
+
+
+def test_what_the_queue_cannot_hold_is_refused_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(slots=1, queue=2)
+    with pool.attach() as client:
+        asked = [ask(client, query) for query in queries[:5]]
+        found = collect(pool, client, 5)
+    assert [found[request_id].status for request_id in asked] == ["ok", "ok", *["overloaded"] * 3]
+
+
+BAD: dict[str, dict[str, Any]] = {"a NaN": {}, "k over top_m": {"k": 40}, "a width over the limit": {"search_width": 9}}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_query_that_cannot_be_is_refused_and_the_next_one_answered(
+    case: str, make_pool: MakePool, queries: Vectors
+) -> None:
+    pool = make_pool(slots=1)
+    vector = np.full_like(queries[0], np.nan) if case == "a NaN" else queries[0]
+    with pool.attach() as client:
+        bad, good = ask(client, vector, **BAD[case]), ask(client, queries[1])
+        found = collect(pool, client, 2)
+    assert (found[bad].status, found[good].status) == ("invalid_request", "ok")
+    assert pool.pool._engine.free_slots == 1
+
+
+def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
+    make_pool: MakePool, queries: Vectors, index: GraphIndex
+) -> None:
+    pool = make_pool(slots=4)
+    gone, stays = pool.attach("gone"), pool.attach("stays")
+    for query in queries[:20]:
+        ask(gone, query, "decode")
+    pool.step()
+    assert pool.metric("trinity_pool_clients") == 2
+    gone.close()
+    request_id = ask(stays, queries[0], k=3)
+    assert collect(pool, stays, 1)[request_id].ids.tolist() == index.search(queries[:1], 3, top_m=32)[0][0].tolist()
+    until(lambda: not pool.pool.busy and pool.metric("trinity_pool_clients") == 1, pool.step)
+    assert pool.pool._engine.free_slots == 4
+    assert pool.pool._scheduler.running == {"prefill": 0, "decode": 0}
+    stays.close()
+
+
+def test_metrics_count_what_happened(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(slots=2)
+    with pool.attach() as client:
+        for number, query in enumerate(queries[:6]):
+            ask(client, query, "prefill" if number < 4 else "decode")
+        found = collect(pool, client, 6)
+    assert pool.metric("trinity_pool_queries_prefill_total") == pool.metric("trinity_pool_wait_prefill_seconds") == 4
+    assert pool.metric("trinity_pool_queries_decode_total") == pool.metric("trinity_pool_wait_decode_seconds") == 2
+    assert pool.metric("trinity_pool_query_seconds") == pool.metric("trinity_pool_query_extends") == 6
+    assert pool.metric("trinity_pool_slot_steps_total") == sum(result.extends for result in found.values())
+    assert pool.metric("trinity_pool_slots") == 2
+    assert pool.metric("trinity_pool_active_slots") == 0
+
+
+def test_a_pool_that_drains_answers_what_it_has_and_takes_nothing_new(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(slots=1)
+    with pool.attach() as client:
+        asked = [ask(client, query) for query in queries[:5]]
+        pool.pool.drain()
+        with pytest.raises(Draining):
+            ask(client, queries[5])
+        found = collect(pool, client, 5)
+        assert {found[request_id].status for request_id in asked} == {"ok"}
+
+
+def test_the_process_ends_when_told_to_with_all_it_had_answered(
+    make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = make_pool(slots=1)
+    monkeypatch.setattr(process, "Pool", lambda worker: held.pool)
+    with held.attach() as client:
+        asked = [ask(client, query) for query in queries[:10]]
+        held.worker.stop()
+        loop = threading.Thread(target=process.run, args=(held.worker,))
+        loop.start()
+        loop.join(timeout=60)
+        assert not loop.is_alive()
+        found = {result.request_id: result.status for result in client.poll()}
+    assert found == dict.fromkeys(asked, "ok")
