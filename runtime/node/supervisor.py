@@ -24,8 +24,8 @@ import psutil
 
 from runtime.node.backoff import Backoff
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
+from runtime.node.exporter import NodeCollector, NodeFigures, render
 from runtime.node.listen import listen
-from runtime.node.metrics import NodeCollector, NodeFigures, render
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.table import State, WorkerTable
@@ -44,6 +44,7 @@ class Phase(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    KILLED = "killed"
     DRAINING = "draining"
     BACKOFF = "backoff"
     STOPPED = "stopped"
@@ -66,6 +67,11 @@ class Child:
     was_ready: bool = False  # in any of its lives
     exit_code: int | None = None
     failed_starts: int = 0
+
+    @property
+    def says_ready(self) -> bool:
+        """Whether its process of now has got ready; what the table says is that of the last one until it takes over."""
+        return self.table.epoch == self.epoch and self.table.state is not State.STARTING
 
 
 class Supervisor:
@@ -159,6 +165,7 @@ class Supervisor:
             if child.phase is Phase.DRAINING:
                 child.phase = Phase.STOPPED
                 continue
+            child.was_ready = child.was_ready or child.says_ready  # if it died before `_watch` could see it
             if not child.was_ready:
                 child.failed_starts += 1
             if code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
@@ -176,14 +183,18 @@ class Supervisor:
             if child.process is None:
                 continue
             if child.phase is Phase.STARTING:
-                if child.table.epoch == child.epoch and child.table.state is State.READY:
+                if child.says_ready:
                     child.phase, child.was_ready = Phase.READY, True
                 elif self._clock() - child.started > node.start_s:
-                    log.error("%s is not ready after node.start_s = %.0f s: killed", child.place.name, node.start_s)
-                    child.process.kill()
+                    self._kill(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
             elif child.phase is Phase.READY and child.table.age_s(time.monotonic_ns()) > node.heartbeat_s:
-                log.error("%s has no heartbeat for %.0f s: killed", child.place.name, node.heartbeat_s)
-                child.process.kill()
+                self._kill(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
+
+    def _kill(self, child: Child, reason: str) -> None:
+        assert child.process is not None
+        log.error("%s %s: killed", child.place.name, reason)
+        child.process.kill()
+        child.phase = Phase.KILLED  # until it is reaped
 
     def _restart_due(self, listener: socket.socket) -> None:
         for child in self._children:
