@@ -4,7 +4,7 @@ Knows nothing of what vectors mean, of search, or of language models. Linux only
 """
 
 from ipc.client import ClientStatistics, RingClient
-from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result
+from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result, Stage
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import (
     AttachRefused,
@@ -53,6 +53,7 @@ __all__ = [
     "RingServer",
     "ServerStatistics",
     "SharedMemory",
+    "Stage",
     "StaleEpoch",
     "UnknownRequest",
     "bind",

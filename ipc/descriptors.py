@@ -10,6 +10,7 @@ A client sends the same few parameters again and again, so both sides keep them 
 """
 
 import struct
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,7 +24,8 @@ assert PARAMETERS.size == 24
 
 SEARCH, CANCEL = 0, 1  # kinds of request
 
-STAGES = ("prefill", "decode")
+Stage = Literal["prefill", "decode"]
+STAGES: tuple[Stage, ...] = ("prefill", "decode")
 LOST = "lost"
 STATUSES = ("ok", "cancelled", "overloaded", "deadline_exceeded", "invalid_request", "stale_epoch", "failed", LOST)
 """How a request ended. 'lost' is the client's own verdict when the pool died; 'stale_epoch' refuses a descriptor of
@@ -52,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     client: int
     request_id: int
     collection: str
-    stage: str
+    stage: Stage
     k: int
     top_m: int
     search_width: int

@@ -27,6 +27,7 @@ from ipc.descriptors import (
     STATUSES,
     Cancel,
     Request,
+    Stage,
 )
 from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
 from ipc.endpoints import bind, new_token, receive_all, send_now

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from gpu import CpuEngine, Engine, GpuError, GraphIndex, SearchParams
-from ipc import Request, RingServer
+from ipc import Request, RingServer, Stage
 from runtime.errors import Overloaded
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
-from runtime.pool.scheduler import Queued, Scheduler, Stage
+from runtime.pool.scheduler import Queued, Scheduler
 from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
@@ -83,7 +83,7 @@ class Pool:
 
     def _receive(self) -> None:
         for request in self._server.receive():
-            stage: Stage = "prefill" if request.stage == "prefill" else "decode"
+            stage = request.stage
             self._table.add(f"trinity_pool_queries_{stage}_total")
             try:
                 self._scheduler.add(Queued(stage, request.deadline_ns or _NEVER_NS, request.enqueue_ns, request))

@@ -10,11 +10,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
+from ipc import Stage
 from runtime.errors import Overloaded
 
-Stage = Literal["prefill", "decode"]
 T = TypeVar("T")
 
 

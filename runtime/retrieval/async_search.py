@@ -10,8 +10,8 @@ import numpy as np
 
 from runtime.errors import InternalError
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library, Retriever
-from runtime.serving.messages import Passage
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
 

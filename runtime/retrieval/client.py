@@ -25,6 +25,7 @@ from ipc import (
     Result,
     RingClient,
     RingFull,
+    Stage,
     StaleEpoch,
 )
 from runtime.errors import (
@@ -39,7 +40,6 @@ from runtime.errors import (
 from runtime.node.config import PoolSection
 from runtime.node.placement import NodePlan
 from runtime.node.run_dir import find_node
-from runtime.pool.scheduler import Stage
 
 _RETRY_NS = 500_000_000  # a lost pool is tried again this often …
 _RETRY_MS = 20.0  # … and this long; a pool whose loop runs answers in about one

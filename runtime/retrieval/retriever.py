@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ipc import Stage
 from runtime.errors import InvalidRequest, TrinityError, UnknownCollection
 from runtime.node.placement import NodePlan
-from runtime.pool.scheduler import Stage
 from runtime.retrieval.client import SearchClient, SearchResult
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import Embedder, load_embedder
-from runtime.serving.messages import Passage
+from runtime.retrieval.passages import Passage
 
 
 @dataclass(frozen=True)

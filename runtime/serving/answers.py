@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from runtime.errors import TrinityError
-from runtime.serving.messages import Passage, Retrieval, Retrieved, Tokens
+from runtime.retrieval.passages import Passage
+from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.requests import Piece
 from runtime.serving.stages import spans_seconds
 

@@ -273,6 +273,7 @@ class DecodeWorker:
                     row.finish,
                     len(row.request.tokens),
                     row.request.stages if row.finish else {},
+                    row.request.tokens if row.generated == len(row.fresh) else (),
                 )
             )
             self._table.add("trinity_generation_tokens_total", len(row.fresh))

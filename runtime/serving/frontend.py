@@ -16,9 +16,9 @@ from runtime.node.placement import read_api_keys
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
 from runtime.serving.http import Service, Settings, create_app
-from runtime.serving.messages import Passage
 from runtime.serving.model_info import ModelInfo
 from runtime.serving.requests import ClientGone
 from runtime.serving.router import Router

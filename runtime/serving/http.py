@@ -31,6 +31,7 @@ from runtime.errors import (
     UnknownCollection,
     UnknownModel,
 )
+from runtime.retrieval.passages import Passage
 from runtime.serving.answers import (
     DONE,
     Answer,
@@ -44,7 +45,7 @@ from runtime.serving.answers import (
 )
 from runtime.serving.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody, parse
 from runtime.serving.guard import Guard, error_response, read_body
-from runtime.serving.messages import Message, Passage, Retrieval, Tokens
+from runtime.serving.messages import Message, Retrieval, Tokens
 from runtime.serving.requests import ClientGone, Piece
 from runtime.serving.requests import Request as InFlight
 from runtime.serving.worker_link import WorkerLink

@@ -22,6 +22,8 @@ from typing import Literal
 
 import msgspec
 
+from runtime.retrieval.passages import Passage
+
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
 
@@ -50,15 +52,6 @@ class Message(msgspec.Struct, frozen=True):
 
     role: str
     content: str
-
-
-class Passage(msgspec.Struct, frozen=True):
-    """A passage that an answer used: its id in the collection, its title, its distance to the query, its text."""
-
-    id: str
-    title: str
-    distance: float
-    text: str
 
 
 # ---- worker → frontend

@@ -16,10 +16,11 @@ from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, 
 from runtime.node.metrics import EMBED_TIME, PREFILL_TIME, QUEUE_TIME, RETRIEVAL_TIME
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Library, Retriever
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Passage, Prefill, Retrieved, Welcome, encode
+from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model import Chunk, LanguageModel
 from runtime.serving.prompt import build_prompt, query_text
 from runtime.serving.sampling import Sampler

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.errors import ContextLengthExceeded
-from runtime.serving.messages import Message, Passage
+from runtime.retrieval.passages import Passage
+from runtime.serving.messages import Message
 from runtime.serving.tokenizer import Tokenizer
 
 _INSTRUCTION = "Answer the question with the help of these passages."

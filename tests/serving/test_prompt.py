@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import ContextLengthExceeded
-from runtime.serving.messages import Message, Passage
+from runtime.retrieval.passages import Passage
+from runtime.serving.messages import Message
 from runtime.serving.prompt import build_prompt, passages_chunk, query_text
 from runtime.serving.tokenizer import Tokenizer
 
