@@ -35,6 +35,7 @@ from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequ
 from ipc.memory import SharedMemory
 from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, Watch, format_ring
 from ipc.session import EVENTFD, MAX_MESSAGE_BYTES, VERSION, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
+from ipc.spin import SpinBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ class _Parameters(NamedTuple):
 
     kind: int
     refusal: str
-    values: tuple[str, str, int, int, int, int | None, int]
+    values: tuple[str, Stage, int, int, int, int | None, int]
 
 
 class _Client:
@@ -127,7 +128,7 @@ class RingServer:
     RingServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` name → vector
     dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a client may have
     outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status 'invalid_request');
-    `spin_us` how long `wait` looks at the rings before it sleeps.
+    `spin_us` how long `wait` looks at the rings, at most, before it sleeps (`SpinBudget` learns how long it is worth).
 
     A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
     client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
@@ -143,7 +144,7 @@ class RingServer:
         max_k: int = 128,
         max_top_m: int = 1024,
         max_clients: int = 64,
-        spin_us: float = 50.0,
+        spin_us: float = 200.0,
     ) -> None:
         if not collections or min(collections.values()) < 1:
             raise InvalidArgument(f"at least one collection, dimensions of at least 1; got {dict(collections)}")
@@ -160,7 +161,7 @@ class RingServer:
         self._max_clients = max_clients
         self._max_dim = max(collections.values())
         self._layouts = (RingLayout(ring_slots, 4 * self._max_dim), RingLayout(ring_slots, 12 * max_k))
-        self._spin_ns = int(spin_us * 1000)
+        self._spin = SpinBudget(int(spin_us * 1000))
         self._clients: dict[int, _Client] = {}
         self._turns: list[_Client] = []
         self._turn = 0
@@ -277,7 +278,7 @@ class RingServer:
         """Check parameters that come for the first time. Nothing is allocated by what they say."""
         epoch, kind, stage, collection, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
         refusal = ""
-        values: tuple[str, str, int, int, int, int | None, int] = ("", "", 0, 0, 0, None, 0)
+        values: tuple[str, Stage, int, int, int, int | None, int] = ("", STAGES[0], 0, 0, 0, None, 0)
         if epoch != self.epoch:
             refusal = "stale_epoch"
         elif kind == SEARCH:
@@ -385,7 +386,9 @@ class RingServer:
         end = time.monotonic_ns() + int(timeout_ms * 1e6)
         if time.monotonic_ns() >= self._next_housekeeping:
             self._housekeep(time.monotonic_ns())
-        if self._watch.spin(min(self._spin_ns, int(timeout_ms * 1e6))):
+        begin = time.monotonic_ns()
+        if self._watch.spin(min(self._spin.ns, int(timeout_ms * 1e6))) >= 0:
+            self._spin.learn(time.monotonic_ns() - begin)
             return True
         while True:
             now = time.monotonic_ns()
@@ -396,6 +399,7 @@ class RingServer:
                 self._hear(self._epoll.poll(min((end - now) / 1e9, SLEEP_MS / 1e3)))
             self._watch.disarm()
             if self._watch.look() >= 0:
+                self._spin.learn(time.monotonic_ns() - begin)
                 return True
             if time.monotonic_ns() >= end:
                 self._housekeep(time.monotonic_ns())
