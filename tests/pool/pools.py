@@ -30,7 +30,7 @@ class InProcessPool:
         self.worker = Worker(WorkerSpec(plan, name, epoch, self.table.reference, os.getpid()))
         self.pool = Pool(self.worker)
         self.endpoint = plan.endpoint(name)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -46,7 +46,8 @@ class InProcessPool:
     def _serve(self) -> None:
         while self._wanted.is_set():
             with self._turn:
-                self.pool.step()
+                if self._wanted.is_set():
+                    self.pool.step()
             time.sleep(0)  # lets `held` have its turn
 
     @contextmanager
@@ -55,18 +56,21 @@ class InProcessPool:
         with self._turn:
             yield
 
+    def die(self) -> None:
+        """End every session at once. What the pool has is lost."""
+        with self._turn:
+            self._wanted.clear()
+            self.pool.close()
+
     def close(self) -> None:
-        """End every session at once, as a pool that dies. What it has is lost."""
-        self._wanted.clear()
+        self.die()
         if self._thread is not None:
             self._thread.join(timeout=30)
-            self._thread = None
-        self.pool.close()
 
     def attach(self, name: str = "test") -> RingClient:
         """A client; the pool steps until it is attached."""
         made: list[RingClient] = []
-        thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000)))
+        thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000.0)))
         thread.start()
         while thread.is_alive():
             self.step()

@@ -1,4 +1,4 @@
-"""A pool worker's loop: the same answers as the index, one end for every query, and nothing left of a client that goes."""
+"""A pool worker's loop: the index's own answers, one end for every query, and nothing left of a client that goes."""
 
 import threading
 import time
@@ -19,14 +19,20 @@ Vectors = np.ndarray[Any, np.dtype[np.float32]]
 def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Result]:
     """The next `count` results by request id; each comes once."""
     found: list[Result] = []
-    until(lambda: len(found) >= count, lambda: (pool.step(), found.extend(client.poll())))
+
+    def poll() -> None:
+        pool.step()
+        found.extend(client.poll())
+
+    until(lambda: len(found) >= count, poll)
     by_id = {result.request_id: result for result in found}
     assert len(by_id) == len(found) == count
     return by_id
 
 
 def ask(client: RingClient, vector: Vectors, stage: str = "prefill", **wanted: Any) -> int:
-    return client.submit(vector, **{"collection": "docs", "stage": stage, "k": 5, "top_m": 32} | wanted)
+    choice: dict[str, Any] = {"collection": "docs", "stage": stage, "k": 5, "top_m": 32}
+    return client.submit(vector, **(choice | wanted))
 
 
 def test_answers_equal_the_index_whatever_shares_the_batch(

@@ -1,0 +1,267 @@
+"""The search client: pools in turn, a dead pool's queries asked elsewhere, every ticket's end exactly once."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from ipc.endpoints import new_token, private_endpoint
+from runtime.errors import InvalidRequest, Overloaded, Unavailable, WorkerLost
+from runtime.node.placement import NodePlan
+from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.retrieval import client as module
+from runtime.retrieval.client import SearchClient, SearchResult
+from tests.pool.conftest import MakePool
+from tests.pool.pools import InProcessPool, plan_of, until
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+MakeClient = Callable[..., SearchClient]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of a busy machine may take longer to answer than a pool's process."""
+    monkeypatch.setattr(module, "_RETRY_MS", 50.0)
+    monkeypatch.setattr(module, "_RETRY_NS", 10_000_000)
+    monkeypatch.setattr(module, "_WAIT_NS", 60 * 10**9)
+
+
+@pytest.fixture
+def make_client() -> Iterator[MakeClient]:
+    made: list[SearchClient] = []
+
+    def make(plan: NodePlan) -> SearchClient:
+        made.append(SearchClient.of_plan(plan, "test"))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
+    """Two pools of one plan, at work."""
+    plan = plan_of(collection, workers=2, ring_slots=64)
+    return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
+
+
+def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
+    """The next `count` results by ticket; each comes once, and no other."""
+    found: list[SearchResult] = []
+
+    def poll() -> None:
+        found.extend(client.poll())
+        client.sleep((), 1)
+
+    until(lambda: len(found) >= count, poll)
+    found += client.poll()
+    by_ticket = {result.ticket: result for result in found}
+    assert len(by_ticket) == len(found) == count
+    return by_ticket
+
+
+def attached(client: SearchClient) -> SearchClient:
+    """With every pool of the plan."""
+    until(lambda: all(pool.live for pool in client._pools), client.poll)
+    return client
+
+
+def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan, pools = two
+    client = attached(make_client(plan))
+    tickets = [client.submit(query, 4, collection="docs", top_m=32, search_width=2) for query in queries]
+    found = collect(client, len(queries))
+    ids, distances = index.search(queries, 4, top_m=32, search_width=2)
+    for ticket, expected, near in zip(tickets, ids, distances, strict=True):
+        result = found[ticket].checked()
+        assert result.ids.tolist() == expected.tolist()
+        assert result.distances.tolist() == near.tolist()
+        assert min(result.extends, result.search_ns) > 0
+        assert result.wait_ns >= 0
+    assert [pool.metric("trinity_pool_queries_prefill_total") for pool in pools] == [len(queries) / 2] * 2
+
+
+def test_search_waits_for_its_own_answer_and_keeps_the_others(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    client = attached(make_client(two[0]))
+    tickets = [client.submit(query, 3, collection="docs") for query in queries[:5]]
+    result = client.search(queries[5], 3, stage="decode")
+    assert result.ids.tolist() == index.search(queries[5:6], 3, top_m=64, search_width=4)[0][0].tolist()
+    assert sorted(collect(client, 5)) == tickets
+
+
+def test_a_pool_that_dies_has_its_queries_asked_again_elsewhere(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+) -> None:
+    plan, pools = two
+    client = attached(make_client(plan))
+    with pools[0].held():
+        tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
+        answered = collect(client, 10)
+        pools[0].die()  # with ten queries that it has not even read
+    lost = collect(client, 10)
+    assert sorted([*answered, *lost]) == tickets
+    assert all(result.error is None and len(result.ids) == 4 for result in lost.values())
+    assert pools[1].metric("trinity_pool_queries_prefill_total") == 20
+
+
+def test_a_pool_that_comes_back_answers_what_waited_for_it(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection)
+    first = make_pool(plan).start()
+    client = attached(make_client(plan))
+    with first.held():
+        tickets = [client.submit(query, 4, collection="docs") for query in queries[:5]]
+        first.die()
+    assert client.poll() == []
+    tickets += [client.submit(query, 4, collection="docs") for query in queries[5:10]]
+    assert not client.live
+    make_pool(plan, epoch=2).start()
+    found = collect(client, 10)
+    assert sorted(found) == tickets
+    assert all(result.error is None for result in found.values())
+
+
+def test_what_waits_for_a_pool_waits_for_room_in_its_ring_too(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection, ring_slots=2)
+    client = make_client(plan)
+    tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
+    make_pool(plan).start()
+    found = collect(client, 20)
+    assert sorted(found) == tickets
+    assert all(result.error is None for result in found.values())
+
+
+def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
+    collection: Path, make_client: MakeClient, queries: Vectors
+) -> None:
+    client = make_client(plan_of(collection))
+    early = client.submit(queries[0], 3, collection="docs", deadline_ns=time.monotonic_ns() + 1_000_000)
+    late = client.submit(queries[0], 3, collection="docs", deadline_ns=time.monotonic_ns() + 3600 * 10**9)
+    found = collect(client, 1)
+    assert isinstance(found[early].error, WorkerLost)
+    assert len(found[early].ids) == len(found[early].distances) == 0
+    with pytest.raises(WorkerLost, match="no pool took the query before its deadline"):
+        client.search(queries[0], 3, deadline_ms=1)
+    client.cancel(late)
+    assert client.poll() == []
+
+
+def test_no_more_queries_wait_for_a_pool_than_the_limit(
+    collection: Path, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_PARKED", 3)
+    client = make_client(plan_of(collection))
+    for query in queries[:3]:
+        client.submit(query, 3, collection="docs")
+    with pytest.raises(Overloaded, match="no pool is up and 3 queries wait for one, the limit is 3"):
+        client.submit(queries[3], 3, collection="docs")
+
+
+def test_more_outstanding_than_the_rings_hold_is_refused_and_what_was_accepted_is_answered(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection, ring_slots=2)
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    with pool.held():
+        tickets = [client.submit(query, 3, collection="docs") for query in queries[:2]]
+        with pytest.raises(Overloaded, match="2 requests are outstanding"):
+            client.submit(queries[2], 3, collection="docs")
+    assert sorted(collect(client, 2)) == tickets
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "of another length": {"vector": [0.5] * 7},
+    "of two dimensions": {"vector": [[0.5] * 16]},
+    "ragged": {"vector": [[1.0], [1.0, 2.0]]},
+    "of words": {"vector": ["a"] * 16},
+    "with k over the limit": {"k": 129},
+    "with no k": {"k": 0},
+    "with top_m over the limit": {"top_m": 513},
+    "of an unknown collection": {"collection": "nope"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_query_that_cannot_be_is_refused_at_once(
+    case: str, make_pool: MakePool, make_client: MakeClient, collection: Path
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    wanted: dict[str, Any] = {"vector": [0.5] * 16, "k": 3, "collection": "docs"} | REFUSED[case]
+    with pytest.raises(InvalidRequest):
+        client.submit(wanted.pop("vector"), wanted.pop("k"), **wanted)
+    assert len(client.search([0.5] * 16, 3).ids) == 3
+    assert client.poll() == []
+
+
+def test_a_vector_that_only_the_engine_can_refuse_ends_with_a_typed_error(
+    make_pool: MakePool, make_client: MakeClient, collection: Path
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    with pytest.raises(InvalidRequest, match="not finite"):
+        attached(make_client(plan)).search([float("nan")] * 16, 3)
+
+
+def test_a_cancelled_query_is_not_asked_again_when_its_pool_dies(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+) -> None:
+    plan, pools = two
+    client = attached(make_client(plan))
+    with pools[0].held(), pools[1].held():
+        tickets = [client.submit(query, 3, collection="docs") for query in queries[:4]]
+        for ticket in tickets:
+            client.cancel(ticket)
+        pools[0].die()
+    found = collect(client, 4)
+    assert sorted(found) == tickets
+    assert all(result.error is not None for result in found.values())
+    assert sum(isinstance(result.error, WorkerLost) for result in found.values()) == 2
+
+
+def test_a_pool_that_drains_is_passed_over(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+) -> None:
+    plan, pools = two
+    client = attached(make_client(plan))
+    with pools[0].held():
+        pools[0].pool.drain()
+    tickets = [client.submit(query, 3, collection="docs") for query in queries[:6]]
+    assert sorted(collect(client, 6)) == tickets
+    assert [pool.metric("trinity_pool_queries_prefill_total") for pool in pools] == [0, 6]
+
+
+def test_another_process_finds_the_pools_by_the_run_directory_and_asks_within_their_limits(
+    collection: Path, make_pool: MakePool, queries: Vectors, tmp_path: Path
+) -> None:
+    pool = make_pool(max_top_m=16, max_k=16, top_m=16).start()  # its limit is under what a client asks by itself
+    held = RunDir.acquire(tmp_path / "run")
+    held.write(NodeInfo("n", os.getpid(), "", "", (pool.endpoint,), ("docs",)))
+    with SearchClient.connect(tmp_path / "run", timeout_s=60) as client:
+        assert len(client.search(queries[0], 5).ids) == 5
+    held.release()
+
+
+def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path: Path) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    held.write(NodeInfo("n", os.getpid(), "", "", (private_endpoint(new_token(), "pool-0"),), ("docs",)))
+    with pytest.raises(Unavailable, match="no pool of node"):
+        SearchClient.connect(tmp_path / "run", timeout_s=0.01)
+    held.release()
+    with pytest.raises(Unavailable, match="no node runs in"):
+        SearchClient.connect(tmp_path / "run")
