@@ -44,7 +44,7 @@ class Pool:
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
         )
-        self._warm_up(indexes)
+        self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
         self._scheduler: Scheduler[Request] = Scheduler(limits.slots, limits.reserve, limits.queue)
         self._running: dict[int, Running] = {}  # slot → query
         self._server = RingServer(
@@ -57,10 +57,10 @@ class Pool:
         )
         self._table.set("trinity_pool_slots", limits.slots)
 
-    def _warm_up(self, indexes: Mapping[str, GraphIndex]) -> None:
+    def _warm_up(self, indexes: Mapping[str, GraphIndex], params: SearchParams) -> None:
         """A query through every collection: compiling and first touches belong to the start, not to a user's query."""
         for name, index in indexes.items():
-            slot = self._engine.admit(np.ones(index.dim, np.float32), SearchParams(k=1), name)
+            slot = self._engine.admit(np.ones(index.dim, np.float32), params, name)
             while slot not in self._engine.extend():
                 pass
             self._engine.release(slot)
