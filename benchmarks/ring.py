@@ -43,10 +43,11 @@ from ipc import (
 from ipc.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.memory import MemoryReference
 from ipc.ring import Watch
+from ipc.spin import SpinBudget
 
 DIM = 384
 BYTES = 4 * DIM
-SPIN_NS = 50_000
+SPIN_NS = 200_000
 LAYOUT = RingLayout(256, BYTES)
 EPOCH = 1
 K = 10
@@ -69,6 +70,7 @@ class RingEnd:
         self.outgoing = list(self.producer.payload(np.float32, 0, DIM))
         self.incoming = list(self.consumer.payload(np.float32, 0, DIM))
         self.sleeper, self.ringer = sleeper, ringer
+        self.spin = SpinBudget(SPIN_NS)
         self.poller = select.poll()
         self.poller.register(sleeper.fileno(), select.POLLIN)
 
@@ -87,12 +89,13 @@ class RingEnd:
         return vector
 
     def sleep(self) -> None:
-        if self.watch.spin(SPIN_NS):
-            return
-        if self.watch.arm():
-            self.poller.poll(100)
-        self.watch.disarm()
-        self.sleeper.silence()
+        begin = time.monotonic_ns()
+        if self.watch.spin(self.spin.ns) < 0:
+            if self.watch.arm():
+                self.poller.poll(100)
+            self.watch.disarm()
+            self.sleeper.silence()
+        self.spin.learn(time.monotonic_ns() - begin)
 
 
 def _ring_child(reference: MemoryReference, mailbox: str, one_way: int) -> None:

@@ -53,6 +53,7 @@ from ipc.session import (
     decode_answer,
     encode,
 )
+from ipc.spin import SpinBudget
 
 MAX_SESSION_BYTES = 1 << 32
 _STATE_REASONS = {
@@ -186,7 +187,7 @@ class RingClient:
 
     Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
     `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
-    the ring before it sleeps.
+    the ring, at most, before it sleeps (`SpinBudget` learns how long it is worth).
 
     Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
     was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
@@ -202,7 +203,7 @@ class RingClient:
         name: str,
         *,
         doorbell: str = EVENTFD,
-        spin_us: float = 50.0,
+        spin_us: float = 200.0,
         timeout_ms: float = 5000.0,
     ) -> None:
         if doorbell not in DOORBELLS:
@@ -210,7 +211,7 @@ class RingClient:
         self.endpoint = endpoint
         self.name = name
         self._doorbell = doorbell
-        self._spin_ns = int(spin_us * 1000)
+        self._spin = SpinBudget(int(spin_us * 1000))
         self._outstanding: dict[int, int] = {}  # request id → enqueue_ns
         self._ended: deque[Result] = deque()  # read or lost, not yet returned
         self._unsent_cancels: deque[int] = deque()
@@ -459,11 +460,12 @@ class RingClient:
             self._sleep(left)
 
     def _sleep(self, left_ns: int) -> None:
-        if self._session.watch.spin(min(self._spin_ns, left_ns)):
-            return
-        if self.arm():
-            self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
-        self.disarm()
+        begin = time.monotonic_ns()
+        if self._session.watch.spin(min(self._spin.ns, left_ns)) < 0:
+            if self.arm():
+                self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
+            self.disarm()
+        self._spin.learn(time.monotonic_ns() - begin)
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""

@@ -283,9 +283,9 @@ class Watch:
         """The index of the first ring with news, from `start` on and around, or -1."""
         return atomics.look(self._address, self._rows, start)
 
-    def spin(self, spin_ns: int) -> bool:
-        """Look for up to `spin_ns`, without the GIL and yielding the core between looks. True: there is news."""
-        return atomics.spin(self._address, self._rows, spin_ns) >= 0
+    def spin(self, spin_ns: int) -> int:
+        """Look for up to `spin_ns`, without the GIL and yielding the core. The ns until there was news, or -1."""
+        return atomics.spin(self._address, self._rows, spin_ns)
 
     def arm(self) -> bool:
         """Ask the producers to ring. False: there is news already, do not sleep."""

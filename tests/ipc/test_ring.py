@@ -180,10 +180,11 @@ def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     pairs = [ends(4) for _ in range(3)]
     watch = Watch([consumer for _, consumer in pairs])
     assert watch.look() == -1
-    assert not watch.spin(1000)
+    assert watch.spin(1000) == -1
     assert not pairs[2][0].send()
     assert not pairs[0][0].send()
     assert [watch.look(start) for start in (0, 1, 2, 3)] == [0, 2, 2, 0]
+    assert watch.spin(0) >= 0
     assert not watch.arm()
     watch.disarm()
     for producer, consumer in pairs:
