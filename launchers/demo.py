@@ -6,23 +6,22 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from launchers.demo_check import check_equality
 from launchers.http_client import stream
-from runtime.errors import Unavailable
+from launchers.progress import BuildProgress
+from runtime.errors import CollectionError, Unavailable
 from runtime.node.control import node_status, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.python_docs import python_documents
+from runtime.retrieval.sources import Progress
 from runtime.serving import smollm
 
 QUESTIONS = (
@@ -89,34 +88,32 @@ def demo(
     console = Console()
     console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
     home = cache_directory() / "demo"
-    with _progress(console) as progress:
+    with BuildProgress(sys.stderr) as progress:
         collection = prepare_collection(home, progress)
-        task = progress.add_task("model", total=1.0)
-        smollm.ensure_converted(
-            lambda what, share: progress.update(task, completed=share, description=f"model: {what}")
-        )
-        progress.update(task, completed=1.0, description=f"model: {smollm.NAME}")
+        smollm.ensure_converted(lambda what, share: progress("converting the model", share))
+    docs = Collection.info(collection)
+    console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
     config.write_text(CONFIG.format(name=NAME, port=port, model=smollm.NAME, collection=collection))
-    info = start_node(config, home / "node.log", console)
+    node = start_node(config, home / "node.log", console)
     try:
         timings = [
-            _ask(info, question, max_tokens, every_tokens, console)
+            _ask(node, question, max_tokens, every_tokens, console)
             for question in [*(ask or []), *QUESTIONS[:questions]]
         ]
         if timings:
             console.print(_timing_table(timings))
         if check:
-            check_equality(info.url, smollm.NAME, console)
+            check_equality(node.url, smollm.NAME, console)
     except BaseException:
         keep = False
         raise
     finally:
         if not keep:
-            stop_node(info, timeout_s=60)
+            stop_node(node, timeout_s=60)
             console.print("the node has stopped")
     if keep:
-        _print_how_to_ask(info, config, console)
+        _print_how_to_ask(node, config)
 
 
 def cache_directory() -> Path:
@@ -127,19 +124,13 @@ def cache_directory() -> Path:
 
 
 def prepare_collection(home: Path, progress: Progress) -> Path:
-    """The directory of the reference's index: built once for each version of Python, and loaded after that."""
+    """The directory of the reference's index: built once for each version of Python, again if it is damaged."""
     home.mkdir(mode=0o700, exist_ok=True)
     path = home / f"python-{platform.python_version()}"
-    task = progress.add_task("index", total=1.0)
-    if not path.exists():
-        Collection.build(
-            python_documents(),
-            path,
-            embedder="all-minilm-l6-v2",
-            progress=lambda stage, share: progress.update(task, completed=share, description=f"index: {stage}"),
-        )
-    index = Collection.open(path).index
-    progress.update(task, completed=1.0, description=f"index: {index.size} passages, {index.dim} dimensions")
+    try:
+        Collection.open(path).close()
+    except CollectionError:
+        Collection.build(python_documents(), path, force=path.exists(), progress=progress)
     return path
 
 
@@ -151,26 +142,31 @@ def start_node(config: Path, log: Path, console: Console, timeout_s: float = 600
             [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)],
             stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+    try:
+        return _wait_until_ready(process, log, console, timeout_s)
+    except BaseException:
+        process.terminate()
+        process.wait(timeout=60)
+        raise
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, console: Console, timeout_s: float) -> NodeInfo:
     begin = time.monotonic()
     with console.status("starting the node") as spinner:
-        while True:
+        while (waited := time.monotonic() - begin) < timeout_s:
             if process.poll() is not None:
                 raise Unavailable(f"the node did not start; the end of {log}:\n{log.read_text()[-2000:].rstrip()}")
-            if time.monotonic() - begin > timeout_s:
-                process.kill()
-                raise Unavailable(f"the node is not ready after {timeout_s:.0f} s; see {log}")
             try:
-                info = find_node(NAME)
-                status = node_status(info)
+                status = node_status(find_node(NAME))
             except Unavailable:
                 time.sleep(0.1)
                 continue
             spinner.update("starting the node: " + ", ".join(f"{w.name} {w.phase}" for w in status.workers))
             if status.ready:
-                break
+                console.print(f"the node is up after {waited:.1f} s at {status.info.url} (log: {log})\n")
+                return status.info
             time.sleep(0.1)
-    console.print(f"the node is up after {time.monotonic() - begin:.1f} s at {info.url} (log: {log})\n")
-    return info
+    raise Unavailable(f"the node is not ready after {timeout_s:.0f} s; see {log}")
 
 
 def _refuse_second_node() -> None:
@@ -219,7 +215,7 @@ def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def _print_how_to_ask(info: NodeInfo, config: Path, console: Console) -> None:
+def _print_how_to_ask(info: NodeInfo, config: Path) -> None:
     body = {
         "model": smollm.NAME,
         "messages": [{"role": "user", "content": QUESTIONS[0]}],
@@ -245,11 +241,3 @@ With the OpenAI client (python -m pip install openai):
 
   trinity status {NAME}     shows its workers
   trinity stop {NAME}       stops it""")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:48}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        yield progress
-    console.print()

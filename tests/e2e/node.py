@@ -1,4 +1,4 @@
-"""A whole node in processes of its own, for tests: a tiny random Llama and a small index, started by `trinity serve`."""
+"""A whole node in processes of its own, for tests: a tiny random Llama and a small index, run by `trinity serve`."""
 
 import json
 import os

@@ -198,10 +198,15 @@ def test_a_bad_vector_is_refused(node: RunningNode, value: list[float]) -> None:
 
 
 def test_metrics_count_what_was_served(node: RunningNode) -> None:
-    before = {name: node.metric(name) for name in ("trinity_generation_tokens_total", "trinity_e2e_request_latency_seconds_count")}
+    before = {
+        name: node.metric(name)
+        for name in ("trinity_generation_tokens_total", "trinity_e2e_request_latency_seconds_count")
+    }
     node.post("/v1/chat/completions", CHAT)
     eventually(
-        lambda: node.metric("trinity_generation_tokens_total") == before["trinity_generation_tokens_total"] + 12, 10, "12 tokens"
+        lambda: node.metric("trinity_generation_tokens_total") == before["trinity_generation_tokens_total"] + 12,
+        10,
+        "12 tokens",
     )
     name = "trinity_e2e_request_latency_seconds_count"
     assert node.metric(name) == before[name] + 1
