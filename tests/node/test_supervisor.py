@@ -14,7 +14,7 @@ import pytest
 from runtime.errors import Unavailable
 from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
-from tests.node.tiny_node import FORKSERVER, serve
+from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve
 
 CONFIG = """
 [node]
@@ -36,14 +36,14 @@ path = "."
 class TinyNode:
     """A node of a pool worker and a frontend that do nothing but what the orders say."""
 
-    def __init__(self, home: Path, orders: dict[str, list[str]], **times: float) -> None:
+    def __init__(self, home: Path, orders: dict[str, list[str]], command: tuple[str, ...], **times: float) -> None:
         self.home = home
         self.log = home / "log"
         self.orders = home / "orders.json"
         self.orders.write_text(json.dumps(orders))
         config = home / "node.toml"
         config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times))
-        self.process = FORKSERVER.Process(target=serve, args=(str(config), str(self.orders), str(self.log)))
+        self.process = FORKSERVER.Process(target=serve, args=(str(config), str(self.orders), str(self.log), command))
         self.process.start()
 
     def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
@@ -101,8 +101,10 @@ StartTiny = Callable[..., TinyNode]
 def start(tmp_path: Path) -> Iterator[StartTiny]:
     nodes: list[TinyNode] = []
 
-    def start(orders: dict[str, list[str]] | None = None, **times: float) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, **times))
+    def start(
+        orders: dict[str, list[str]] | None = None, command: tuple[str, ...] = TINY_WORKER, **times: float
+    ) -> TinyNode:
+        nodes.append(TinyNode(tmp_path, orders or {}, command, **times))
         return nodes[-1]
 
     yield start
@@ -158,6 +160,15 @@ def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start: St
     log = node.log.read_text()
     assert log.count("pool-0 ended (exit code 3)") == 2
     assert "pool-0 cannot run (exit code 3): the node stops" in log
+    assert not (node.home / "run").exists()
+
+
+def test_a_program_that_cannot_be_started_is_tried_three_times(start: StartTiny) -> None:
+    node = start(command=("/nowhere/python",))
+    assert node.ended() == 1
+    log = node.log.read_text()
+    assert log.count("pool-0 ended (could not be started: ") == 2
+    assert "cannot run (could not be started: " in log
     assert not (node.home / "run").exists()
 
 

@@ -10,19 +10,19 @@ from runtime.node.config import load_config
 from runtime.node.placement import resolve
 from runtime.node.supervisor import Supervisor
 
+TINY_WORKER = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.node.tiny_node"])
 
 
-def serve(config: str, orders: str, log: str) -> None:
-    """The process."""
+def serve(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The process. `command` is what runs a worker."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ["TINY_ORDERS"] = orders
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    command = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
     supervisor = Supervisor(resolve(load_config(Path(config))), seed=0, command=command)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)
