@@ -119,8 +119,7 @@ class Supervisor:
             self._wait(control)
             self._answer(control)
             self._reap()
-            if fatal := next((child for child in self._children if child.phase is Phase.FATAL), None):
-                log.error("%s cannot run (exit code %s): the node stops", fatal.place.name, fatal.exit_code)
+            if any(child.phase is Phase.FATAL for child in self._children):
                 self._stop_all(control)
                 return 1
             self._watch()
@@ -165,16 +164,21 @@ class Supervisor:
             if child.phase is Phase.DRAINING:
                 child.phase = Phase.STOPPED
                 continue
-            child.was_ready = child.was_ready or child.says_ready  # if it died before `_watch` could see it
-            if not child.was_ready:
-                child.failed_starts += 1
-            if code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
-                child.phase = Phase.FATAL
-                continue
-            child.phase = Phase.BACKOFF
-            delay = child.backoff.next_delay(ran_s=self._clock() - child.started)
-            child.due = self._clock() + delay
-            log.warning("%s ended (%s); it starts again in %.2f s", child.place.name, _how(code), delay)
+            self._ended(child, _how(code))
+
+    def _ended(self, child: Child, how: str) -> None:
+        """A life is over, or could not begin: the next one after a while, or none."""
+        child.was_ready = child.was_ready or child.says_ready  # if it died before `_watch` could see it
+        if not child.was_ready:
+            child.failed_starts += 1
+        if child.exit_code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
+            log.error("%s cannot run (%s): the node stops", child.place.name, how)
+            child.phase = Phase.FATAL
+            return
+        child.phase = Phase.BACKOFF
+        delay = child.backoff.next_delay(ran_s=self._clock() - child.started)
+        child.due = self._clock() + delay
+        log.warning("%s ended (%s); it starts again in %.2f s", child.place.name, how, delay)
 
     def _watch(self) -> None:
         """Note who got ready; kill who hangs: a live process whose loop no longer writes its heartbeat."""
@@ -213,26 +217,34 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             listen_fd=listen_fd,
         )
-        threads = str(child.place.threads)
-        child.process = subprocess.Popen(
+        child.started, child.exit_code = self._clock(), None
+        try:
+            child.process = self._spawn(spec, child.place.threads)
+        except OSError as error:  # no memory or no process to be had just now
+            self._ended(child, f"could not be started: {error}")
+        else:
+            child.phase = Phase.STARTING
+
+    def _spawn(self, spec: WorkerSpec, threads: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-            pass_fds=(listen_fd,) if listen_fd >= 0 else (),
+            pass_fds=(spec.listen_fd,) if spec.listen_fd >= 0 else (),
             env={
                 **os.environ,
-                "OMP_NUM_THREADS": threads,
-                "NUMBA_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": str(threads),
+                "NUMBA_NUM_THREADS": str(threads),
                 "TOKENIZERS_PARALLELISM": "false",
             },
         )
-        assert child.process.stdin is not None
+        assert process.stdin is not None
         try:
-            child.process.stdin.write(msgspec.json.encode(spec) + b"\n")
-            child.process.stdin.close()
+            process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            process.stdin.close()
         except BrokenPipeError:
             pass  # it died already: `_reap` will see it
-        child.phase, child.started = Phase.STARTING, self._clock()
+        return process
 
     # ---- stopping
 
