@@ -6,6 +6,9 @@ Builds a collection of the SQuAD 1.1 passages at --collection (or uses the one t
 and prints recall@1, @5 and @10: the part of the questions for which a passage that a person marked is among the first
 k. Graph and exact search see the same vectors, so a difference is the graph's alone.
 
+With --http a node is started and every question also goes through POST /v1/retrieval, as text: frontend,
+embedder, ring, pool and document store, with --clients questions in flight.
+
 Embedding 20,963 passages takes one core about a quarter of an hour; --vectors takes ready ones, such as the first rows
 of ann/minilm-384-cosine.base.npy, which are of the texts without their titles.
 """
@@ -15,8 +18,13 @@ import gzip
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,11 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from launchers.http_client import get, post
 from launchers.progress import BuildProgress
+from runtime.errors import Unavailable
+from runtime.node.control import node_status
+from runtime.node.run_dir import find_node
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import DEFAULT_EMBEDDER, load_embedder
 from runtime.retrieval.recall import recall
@@ -65,8 +77,8 @@ def main() -> None:
         "embedder": collection.embedder_name,
         "degree": collection.index.degree,
         **search,
-        "exact": _hits(exact, names, questions) | {"queries_per_s": round(len(questions) / exact_s)},
-        "graph": _hits(graph, names, questions) | {"queries_per_s": round(len(questions) / graph_s)},
+        "exact": _hits(_named(exact, names), questions) | {"queries_per_s": round(len(questions) / exact_s)},
+        "graph": _hits(_named(graph, names), questions) | {"queries_per_s": round(len(questions) / graph_s)},
         "graph_recall@10_of_exact": round(recall(graph, exact), 4),
         "embed_ms_per_question": round(embed_s / len(questions) * 1e3, 2),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
@@ -76,6 +88,10 @@ def main() -> None:
             "onnxruntime": onnxruntime.__version__,
         },
     }
+    if options.http:
+        found, http_s = _over_http(options.collection, questions, max(DEPTHS), options.clients)
+        report["http"] = _hits(found, questions) | {"queries_per_s": round(len(questions) / http_s)}
+        report["clients"] = options.clients
     _print(report)
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -91,6 +107,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--top-m", type=int, default=64)
     parser.add_argument("--search-width", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--http", action="store_true", help="also ask a running node, over HTTP")
+    parser.add_argument("--clients", type=int, default=4, help="questions in flight over HTTP")
     parser.add_argument("--out", type=Path, help="where to write the numbers, as JSON")
     return parser.parse_args()
 
@@ -136,14 +154,58 @@ def _documents(collection: Collection, rows: Ids) -> dict[int, Any]:
     return dict(zip(rows.tolist(), collection.documents.get(rows), strict=True))
 
 
-def _hits(ids: Ids, names: dict[int, str], questions: list[dict[str, Any]]) -> dict[str, float]:
+def _named(ids: Ids, names: dict[int, str]) -> list[list[str]]:
+    return [[names.get(row, "") for row in found] for found in ids.tolist()]
+
+
+def _hits(found: list[list[str]], questions: list[dict[str, Any]]) -> dict[str, float]:
     hit = np.array(
-        [
-            [names.get(row) in question["positive"] for row in found]
-            for found, question in zip(ids.tolist(), questions, strict=True)
-        ]
+        [[name in question["positive"] for name in names] for names, question in zip(found, questions, strict=True)]
     )
     return {f"recall@{k}": round(float(hit[:, :k].any(axis=1).mean()), 4) for k in DEPTHS}
+
+
+def _over_http(
+    collection: Path, questions: list[dict[str, Any]], k: int, clients: int
+) -> tuple[list[list[str]], float]:
+    """The ids that a node answers with, and the seconds that all questions took."""
+    with tempfile.TemporaryDirectory() as home, serving(collection, Path(home)) as url:
+
+        def ask(question: dict[str, Any]) -> list[str]:
+            answer = post(url, "/v1/retrieval", {"query": question["question"], "k": k, "collection": "docs"})
+            return [passage["id"] for passage in answer["passages"]]
+
+        ask(questions[0])
+        began = time.perf_counter()
+        with ThreadPoolExecutor(clients) as threads:
+            found = list(threads.map(ask, questions))
+        return found, time.perf_counter() - began
+
+
+@contextmanager
+def serving(collection: Path, home: Path) -> Iterator[str]:
+    """A node that serves this collection alone; yields its URL when it is ready."""
+    config = home / "node.toml"
+    config.write_text(
+        f'[node]\nname = "bench"\nrun_dir = "{home}/run"\n[http]\nport = 0\n'
+        f'[[collections]]\nname = "docs"\npath = "{collection.resolve()}"\n'
+    )
+    node = subprocess.Popen([sys.executable, "-m", "launchers.main", "serve", "--quiet", "--config", str(config)])
+    try:
+        while True:
+            if node.poll() is not None:
+                sys.exit(f"the node ended with exit code {node.returncode}")
+            try:
+                status = node_status(find_node(home / "run"))
+                if status.ready and get(status.info.url, "/health")[0] == 200:
+                    break
+            except Unavailable:
+                pass
+            time.sleep(0.1)
+        yield status.info.url
+    finally:
+        node.terminate()
+        node.wait(timeout=60)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -153,7 +215,9 @@ def _print(report: dict[str, Any]) -> None:
     )
     print(f"{report['machine']}; {', '.join(f'{name} {version}' for name, version in report['versions'].items())}")
     print(f"{'':8}" + "".join(f"{f'recall@{k}':>11}" for k in DEPTHS) + f"{'queries/s':>12}")
-    for name in ("exact", "graph"):
+    for name in ("exact", "graph", "http"):
+        if name not in report:
+            continue
         row = report[name]
         print(f"{name:8}" + "".join(f"{row[f'recall@{k}']:11.4f}" for k in DEPTHS) + f"{row['queries_per_s']:12,}")
     print(
