@@ -82,15 +82,15 @@ class RingEnd:
 
     def receive(self) -> npt.NDArray[np.float32]:
         consumer = self.consumer
-        while consumer.ready(1) == 0:
+        if self.watch.spin(self.spin.ns) < 0:
             self.sleep()
         vector = self.incoming[consumer.first].copy()
         consumer.release(1)
         return vector
 
     def sleep(self) -> None:
-        begin = time.monotonic_ns()
-        if self.watch.spin(self.spin.ns) < 0:
+        begin = time.monotonic_ns() - self.spin.ns
+        while self.watch.look() < 0:
             if self.watch.arm():
                 self.poller.poll(100)
             self.watch.disarm()
@@ -119,7 +119,8 @@ def _ring_sink(end: RingEnd, count: int) -> None:
     while count:
         ready = end.consumer.ready(LAYOUT.slots)
         if ready == 0:
-            end.sleep()
+            if end.watch.spin(end.spin.ns) < 0:
+                end.sleep()
             continue
         first = end.consumer.first
         whole[first : first + ready].copy()

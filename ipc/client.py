@@ -465,7 +465,7 @@ class RingClient:
             if self.arm():
                 self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
             self.disarm()
-        self._spin.learn(time.monotonic_ns() - begin)
+            self._spin.learn(time.monotonic_ns() - begin)
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""

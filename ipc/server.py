@@ -388,7 +388,6 @@ class RingServer:
             self._housekeep(time.monotonic_ns())
         begin = time.monotonic_ns()
         if self._watch.spin(min(self._spin.ns, int(timeout_ms * 1e6))) >= 0:
-            self._spin.learn(time.monotonic_ns() - begin)
             return True
         while True:
             now = time.monotonic_ns()

@@ -1,24 +1,22 @@
-"""How long to look at a ring before sleeping: about as long as the last waits took, and not at all if that was long."""
+"""Whether to look at a ring before sleeping: yes if the last waits were short, hardly if they were long."""
 
-_MARGIN_NS = 2_000
-_LONG = 4
+_LOOK_NS = 2_000
+_LONG_WAITS = 2
 
 
 class SpinBudget:
-    """Learns from waits how long the next one should spin: twice the usual wait, at most `limit_ns`.
+    """How long the next wait may spin: `limit_ns`, but only a token look after two waits in a row that took longer.
 
-    Usual waits beyond the limit make spinning pointless: the budget falls to a token look, and the core stays free for
-    others. One long wait counts as four limits at most, so a busy phase is noticed within a few waits.
+    So an idle process does not burn its core, and a busy one does not fall asleep over a reply that is late for once:
+    being woken takes longer than most waits of a busy phase (a budget of twice the usual wait was tried and lost).
     """
 
     def __init__(self, limit_ns: int) -> None:
         self._limit_ns = limit_ns
-        self._usual_ns = 0.0
+        self._long_waits = 0
         self.ns = limit_ns
 
     def learn(self, waited_ns: int) -> None:
-        """A wait ended with news after `waited_ns`, spinning and sleeping together."""
-        limit = self._limit_ns
-        self._usual_ns = (self._usual_ns + min(waited_ns, _LONG * limit)) / 2
-        wanted = 2 * self._usual_ns + _MARGIN_NS
-        self.ns = min(int(wanted), limit) if self._usual_ns <= limit else min(_MARGIN_NS, limit)
+        """A wait that had to sleep took `waited_ns` in all. (One that ended while spinning changes nothing.)"""
+        self._long_waits = self._long_waits + 1 if waited_ns > self._limit_ns else 0
+        self.ns = min(_LOOK_NS, self._limit_ns) if self._long_waits >= _LONG_WAITS else self._limit_ns
