@@ -6,6 +6,7 @@ layout of `runtime.node.table` and imports nothing of Trinity, so that it starts
 real `main` with the tiny loop.
 """
 
+import ctypes
 import io
 import json
 import mmap
@@ -42,6 +43,9 @@ def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], Non
 
 def tiny(life: str, spec: dict[str, Any]) -> None:
     """A life with a table and a signal handler, and nothing else."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != spec["supervisor_pid"]:
+        os._exit(1)
     place = spec["table"]
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
     words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
