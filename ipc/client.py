@@ -266,17 +266,16 @@ class RingClient:
             raise InvalidArgument(
                 f"a vector of {collection!r} has shape ({dim},), got {array.shape}; deadline_ns >= 0, got {deadline_ns}"
             )
-        if session.requests.consumer_state_hint != OPEN:
+        ring = session.requests
+        if ring.consumer_state_hint != OPEN:
             self._refuse_state()
         slot = self._loan(block_ms)
         place = session.vectors[slot]
         (place if dim == len(place) else place[:dim])[:] = array
         request_id, now = self._next_id, time.monotonic_ns()
-        ring = session.requests
-        REQUEST_HEADER.pack_into(ring.view, ring.header_offset(slot), request_id, deadline_ns, now, packed)
+        REQUEST_HEADER.pack_into(ring.view, ring.header_offsets[slot], request_id, deadline_ns, now, packed)
         self._next_id = request_id + 1
         self._outstanding[request_id] = now
-        self._counts["submitted"] += 1
         self._send()
         return request_id
 
@@ -326,7 +325,7 @@ class RingClient:
             if request_id in self._outstanding:
                 if ring.free() < 1:
                     return
-                offset = ring.header_offset(ring.loan())
+                offset = ring.header_offsets[ring.loan()]
                 packed = PARAMETERS.pack(self.epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0)
                 REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, packed)
                 self._send()
@@ -400,7 +399,7 @@ class RingClient:
                 ring.release(done)
 
     def _read(self, session: _Session, slot: int) -> Result:
-        fields = RESULT_HEADER.unpack_from(session.results.view, session.results.header_offset(slot))
+        fields = RESULT_HEADER.unpack_from(session.results.view, session.results.header_offsets[slot])
         request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
         if epoch != self.epoch:
             self._counts["stale"] += 1
@@ -535,4 +534,5 @@ class RingClient:
 
     def statistics(self) -> ClientStatistics:
         """Counters; cheap."""
-        return ClientStatistics(**{**self._counts, "outstanding": len(self._outstanding)})
+        changing = {"submitted": self._next_id - 1, "outstanding": len(self._outstanding)}
+        return ClientStatistics(**{**self._counts, **changing})

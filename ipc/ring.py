@@ -105,10 +105,8 @@ class _End:
         self._stride = layout.stride
         self._slots = layout.slots
         self.position = 0
-
-    def header_offset(self, slot: int) -> int:
-        """Where in `view` the 56 header bytes of a slot begin."""
-        return HEADER_BYTES + slot * self._stride + 8
+        self.header_offsets = [HEADER_BYTES + slot * layout.stride + 8 for slot in range(layout.slots)]
+        """Where in `view` the 56 header bytes of each slot begin."""
 
     def payload(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
         """All payloads as one array [slots, count] of `dtype`, from byte `offset` of each payload on."""

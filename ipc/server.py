@@ -40,7 +40,8 @@ from ipc.spin import SpinBudget
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HOUSEKEEPING_NS = 1_000_000  # how often a busy server looks at its session socket and at its clients' lives
+HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
+LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are requests
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 _PAGE = 4096
 _MAX_NAME = 100
@@ -210,7 +211,8 @@ class RingServer:
             if len(requests) >= limit:
                 break
         self._counts["received"] += len(requests)
-        if now >= self._next_housekeeping:
+        # Those who wait for an answer come first, but not for ever.
+        if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
             self._housekeep(now)
         return requests
 
@@ -232,7 +234,7 @@ class RingServer:
         room = client.results.room(limit + len(client.outstanding)) - len(client.outstanding)
         first, done = ring.first, 0
         for slot in range(first, first + ring.ready(limit)):
-            request_id, deadline, enqueue, packed = REQUEST_HEADER.unpack_from(ring.view, ring.header_offset(slot))
+            request_id, deadline, enqueue, packed = REQUEST_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
             parameters = self._parameters.get(packed) or self._learn(packed)
             if parameters.kind == CANCEL:
                 if request_id in client.outstanding and request_id not in client.cancelled:
@@ -361,7 +363,7 @@ class RingServer:
             client.distances[slot][:count] = distances
         RESULT_HEADER.pack_into(
             ring.view,
-            ring.header_offset(slot),
+            ring.header_offsets[slot],
             request_id,
             self.epoch,
             STATUS_CODES[status],

@@ -227,7 +227,7 @@ def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
     fields = {**fields, "dim": DIM, "deadline": 0, **changes}
     deadline = fields.pop("deadline")
     for request_id in ids:
-        offset = ring.header_offset(ring.loan())
+        offset = ring.header_offsets[ring.loan()]
         REQUEST_HEADER.pack_into(ring.view, offset, request_id, deadline, 0, PARAMETERS.pack(*fields.values()))
         client._outstanding[request_id] = 0
         ring.send()
@@ -277,7 +277,7 @@ def test_a_result_of_another_epoch_is_refused_and_its_request_still_ends(
     request_id = ask(client)
     (request,) = server.receive()
     ring = server._clients[request.client].results
-    RESULT_HEADER.pack_into(ring.view, ring.header_offset(ring.loan()), request_id, 4, 0, 0, 0, 0, 0, 0)
+    RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], request_id, 4, 0, 0, 0, 0, 0, 0)
     ring.send()
     with pytest.raises(StaleEpoch, match="epoch 4 in a session of epoch 5"):
         client.poll()
@@ -294,7 +294,7 @@ def test_a_result_that_no_pool_writes_ends_the_session_and_loses_what_is_outstan
     (request,) = server.receive()
     ring = server._clients[request.client].results
     fields = {"request_id": request_id, "epoch": 5, "status": 0, "count": 0, **change}
-    RESULT_HEADER.pack_into(ring.view, ring.header_offset(ring.loan()), *fields.values(), 0, 0, 0, 0)
+    RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], *fields.values(), 0, 0, 0, 0)
     ring.send()
     with pytest.raises(ProtocolViolation):
         client.poll()
@@ -328,7 +328,7 @@ def test_a_client_with_a_kind_that_does_not_exist_is_evicted(server: RingServer,
 def test_random_descriptors_never_break_the_pool(header: bytes) -> None:
     with one_server() as server, attach(server) as hostile, attach(server) as honest:
         ring = hostile._session.requests
-        offset = ring.header_offset(ring.loan())
+        offset = ring.header_offsets[ring.loan()]
         ring.view[offset : offset + 56] = header
         ring.send()
         ask(honest)
