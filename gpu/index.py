@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import rows, storage
-from gpu.build.graph import build_graph
+from gpu.build.graph import build_graph, neighbor_pairs
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -55,8 +55,10 @@ class GraphIndex:
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
-        encoded = rows.encode(checked, metric, dtype)
         graph, seeds = build_graph(checked, metric, degree, seed, threads, report)
+        report("encoding", 0.0)
+        encoded = rows.encode(checked, metric, dtype, neighbor_pairs(graph, seed), seed)
+        report("encoding", 1.0)
         return cls(IndexData(encoded, graph, seeds, own_ids))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -95,7 +97,7 @@ class GraphIndex:
 
         params = SearchParams(k, top_m, search_width, patience)
         _check_threads(threads)
-        nodes, distances = search(self.data, rows.checked_queries(queries, self.dim, self.metric), params, threads)
+        nodes, distances = search(self.data, queries, params, threads)
         return self.data.ids_of(nodes), distances
 
     @property

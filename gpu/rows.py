@@ -4,7 +4,7 @@
 |---|---|---|
 | float32 | d floats, zero-padded to 16 | exact |
 | float16 | d halves of x·scale, zero-padded to 16 | of the stored halves |
-| int8 | d codes of x - centre, zero-padded to 16; the row's scale and squared norm as float32 | of the codes |
+| int8 | d codes of x - centre, zeros, the row's step and squared norm as float32: 32·n bytes | of the codes |
 
 float16's `scale` is a power of two that keeps every value in range. int8 rows have float32 rows beside them, with which
 the nearest candidates are rescored.
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import InvalidParams, InvalidVector
+from gpu.sketch import TAIL, Sketch, projection_of, sketch_codes, slack_of
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
@@ -27,6 +28,8 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 MAX_DIM = 16384
 _LINE = 64
 _F16_MAX = 32768.0
+_BLOCK = 65536
+_LEAST_SKETCHED_BYTES = 384  # a shorter row costs little more than its sketch
 
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
@@ -36,10 +39,11 @@ AnyArray = npt.NDArray[Any]
 class Rows:
     """The encoded vectors of an index.
 
-    codes: what traversal reads, [N, row length], C order, rows on cache lines.
+    codes: what traversal reads, [N, row length], C order.
     full: float32 [N, padded d] for rescoring, or None where `codes` is exact enough.
-    centre: float32 [d], subtracted before int8 encoding (zeros otherwise).
-    scale: float16 rows hold x·scale.
+    centre: float32 [d], the mean of x·scale.
+    scale: rows hold x·scale; 1 except for float16.
+    sketch: what is read before `codes`, or None where that does not pay.
     """
 
     metric: str
@@ -49,15 +53,18 @@ class Rows:
     full: FloatArray | None
     centre: FloatArray
     scale: float
+    sketch: Sketch | None
 
     @property
     def lanes(self) -> int:
-        """Elements of a row that enter the sum: d, padded to the vector width."""
-        return padded(self.dim)
+        """Elements of a row that enter the sum: d, padded to the width of the vector loops."""
+        return int(self.codes.shape[1])
 
     @property
     def nbytes(self) -> int:
-        return int(self.codes.nbytes) + (0 if self.full is None else int(self.full.nbytes))
+        """Bytes of everything that a search may read."""
+        sketch = 0 if self.sketch is None else self.sketch.codes.nbytes + self.sketch.projection.nbytes
+        return int(self.codes.nbytes) + (0 if self.full is None else int(self.full.nbytes)) + sketch
 
 
 def padded(dim: int) -> int:
@@ -91,8 +98,8 @@ def checked_vectors(vectors: npt.ArrayLike, metric: str) -> FloatArray:
     if array.shape[0] >= 1 << 31:
         raise InvalidVector(f"{array.shape[0]} vectors; one index holds fewer than 2^31")
     out = np.empty(array.shape, np.float32)
-    for begin in range(0, len(array), 65536):
-        block = array[begin : begin + 65536].astype(np.float64)
+    for begin in range(0, len(array), _BLOCK):
+        block = array[begin : begin + _BLOCK].astype(np.float64)
         squares = np.einsum("ij,ij->i", block, block)
         good = np.isfinite(squares)
         if metric == "cosine":
@@ -101,7 +108,7 @@ def checked_vectors(vectors: npt.ArrayLike, metric: str) -> FloatArray:
             good &= squares <= np.finfo(np.float32).max / 8  # so that no squared distance overflows
         if not good.all():
             raise InvalidVector(_complaint(begin + int(np.argmin(good)), array))
-        out[begin : begin + 65536] = block
+        out[begin : begin + _BLOCK] = block
     return out
 
 
@@ -113,37 +120,63 @@ def _complaint(row: int, array: AnyArray) -> str:
     return f"row {row} is too long: its squared norm exceeds an eighth of float32's range"
 
 
-def encode(vectors: FloatArray, metric: str, dtype: str) -> Rows:
-    """Encode vectors that `checked_vectors` returned. Raises InvalidParams for an unknown dtype."""
+def encode(
+    vectors: FloatArray, metric: str, dtype: str, pairs: npt.NDArray[np.int64] | None = None, seed: int = 0
+) -> Rows:
+    """Encode vectors that `checked_vectors` returned. Raises InvalidParams for an unknown dtype.
+
+    pairs: int64 [n, 2], neighbouring rows; with them sketches are made where they pay.
+    """
     if dtype not in DTYPES:
         raise InvalidParams(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    count, dim = vectors.shape
-    centre = np.zeros(dim, np.float32)
-    exact = _padded_copy(vectors, np.float32)
-    if dtype == "float32":
-        return Rows(metric, dtype, dim, exact, None, centre, 1.0)
-    if dtype == "float16":
+    dim = vectors.shape[1]
+    scale = 1.0
+    if dtype == "float16" and metric != "cosine":
         largest = float(np.abs(vectors).max())
-        scale = 2.0 ** np.floor(np.log2(_F16_MAX / largest)) if metric != "cosine" and largest > 0 else 1.0
-        return Rows(metric, dtype, dim, _padded_copy(vectors * np.float32(scale), np.float16), None, centre, scale)
+        scale = 2.0 ** np.floor(np.log2(_F16_MAX / largest)) if largest > 0 else 1.0
+        vectors = vectors * np.float32(scale)
     centre = vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
-    codes = aligned_empty(*code_shape(count, dim, dtype))
-    codes[:] = 0
-    for begin in range(0, count, 65536):
-        block = vectors[begin : begin + 65536] - centre
+    exact = None if dtype == "float16" else _padded_copy(vectors, np.float32)
+    if dtype == "float32":
+        assert exact is not None
+        codes, exact = exact, None
+    elif dtype == "float16":
+        codes = _padded_copy(vectors, np.float16)
+    else:
+        codes = _int8_codes(vectors, centre)
+    sketch = None
+    if pairs is not None and codes.shape[1] * codes.itemsize >= _LEAST_SKETCHED_BYTES:
+        sketch = _sketch(vectors, centre, metric == "l2", pairs, seed)
+    return Rows(metric, dtype, dim, codes, exact, centre, scale, sketch)
+
+
+def _int8_codes(vectors: FloatArray, centre: FloatArray) -> AnyArray:
+    count, dim = vectors.shape
+    codes = aligned_empty(*code_shape(count, dim, "int8"))
+    for begin in range(0, count, _BLOCK):
+        block = vectors[begin : begin + _BLOCK] - centre
+        target = codes[begin : begin + _BLOCK]
         steps = np.abs(block).max(axis=1) / 127
-        quantised = np.rint(block / np.where(steps > 0, steps, 1)[:, None])
-        target = codes[begin : begin + 65536]
-        target[:, :dim] = quantised
-        tail = np.stack([steps, np.einsum("ij,ij->i", block, block)], axis=1).astype(np.float32)
-        target[:, padded(dim) : padded(dim) + 8] = tail.view(np.int8)
-    return Rows(metric, dtype, dim, codes, exact, centre, 1.0)
+        target[:, :dim] = np.rint(block / np.where(steps > 0, steps, 1)[:, None])
+        target[:, dim:-8] = 0
+        target[:, -8:] = np.stack([steps, np.einsum("ij,ij->i", block, block)], axis=1).astype(np.float32).view(np.int8)
+    return codes
+
+
+def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArray[np.int64], seed: int) -> Sketch:
+    directions = projection_of(vectors, centre, np.random.default_rng(seed))
+    codes = aligned_empty((len(vectors), len(directions) // 2 + TAIL), np.uint8)
+    for begin in range(0, len(vectors), _BLOCK):
+        sketch_codes(vectors[begin : begin + _BLOCK] - centre, directions, codes[begin : begin + _BLOCK])
+    queries, others = vectors[pairs[:, 0]], vectors[pairs[:, 1]] - centre
+    slack = slack_of(queries - centre if l2 else queries, others, codes[pairs[:, 1]], directions)
+    return Sketch(codes, _padded_copy(directions, np.float32), slack)
 
 
 def code_shape(size: int, dim: int, dtype: str) -> tuple[tuple[int, int], npt.DTypeLike]:
     """Shape and element type of `Rows.codes`."""
     if dtype == "int8":
-        return (size, -(-(padded(dim) + 8) // _LINE) * _LINE), np.int8
+        return (size, -(-(dim + 8) // 32) * 32), np.int8
     return (size, padded(dim)), np.dtype(dtype)
 
 
@@ -154,41 +187,10 @@ def _padded_copy(vectors: FloatArray, dtype: npt.DTypeLike) -> AnyArray:
     return out
 
 
-def query_bytes(dim: int, dtype: str) -> int:
-    """Bytes of a prepared query: its float32 lanes, and before them the int8 codes where the rows are codes."""
-    return padded(dim) * (5 if dtype == "int8" else 4)
-
-
-def checked_queries(queries: npt.ArrayLike, dim: int, metric: str) -> FloatArray:
-    """Queries as float32 [q, d], normalised under cosine. Raises InvalidVector, naming the row."""
-    array = np.asarray(queries)
-    if array.ndim != 2 or array.shape[1] != dim:
-        raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {dim}]")
-    if len(array) == 0:
-        return np.empty((0, dim), np.float32)
-    return checked_vectors(array, metric)
-
-
-def prepare(queries: FloatArray, rows: Rows, out: npt.NDArray[np.uint8], scales: FloatArray) -> None:
-    """Write checked queries as the search reads them: out uint8 [q, at least query_bytes], scales float32 [q]."""
-    dim, lanes = rows.dim, rows.lanes
-    factor = np.float32(rows.scale if rows.metric == "l2" else 1.0)
-    start = lanes if rows.dtype == "int8" else 0
-    exact = out[:, start : start + 4 * lanes].view(np.float32)
-    exact[:, :dim] = queries * factor
-    exact[:, dim:] = 0
-    scales[:] = 1
-    if rows.dtype == "int8":
-        centred = queries - rows.centre if rows.metric == "l2" else queries
-        steps = np.abs(centred).max(axis=1) / 127
-        scales[:] = steps
-        codes = out[:, :lanes].view(np.int8)
-        codes[:, :dim] = np.rint(centred / np.where(steps > 0, steps, 1)[:, None])
-        codes[:, dim:] = 0
-
-
 def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
     """Turn the search's raw distances (squared L2 or minus dot, of the stored values) into the metric's, in float32."""
     if rows.metric == "cosine":
         return raw + np.float32(1)
+    if rows.scale == 1.0:
+        return raw
     return (raw / rows.scale / (rows.scale if rows.metric == "l2" else 1.0)).astype(np.float32)

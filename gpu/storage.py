@@ -1,9 +1,11 @@
 """An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
 
-    meta.json      {"format": "trinity-index", "version": 1, "metric", "dtype", "dim", "size", "degree", "scale",
-                    "files": {"codes.npy": {"bytes", "sha256"}, …}}
+    meta.json      {"format": "trinity-index", "version": 1, "metric", "dtype", "dim", "size", "degree",
+                    "scale", "sketch_lines", "slack", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.rows`)
     full.npy       float32 [N, padded d], for rescoring          (int8 only)
+    sketch.npy     uint8 [N, 64·lines]                           (see `gpu.sketch`; where sketches pay)
+    projection.npy float32 [components, padded d]                (with sketch.npy)
     centre.npy     float32 [d]
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
@@ -27,7 +29,8 @@ import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
 from gpu.index_data import IndexData
-from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape
+from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
+from gpu.sketch import LINE, MAX_LINES, Sketch, components
 
 FORMAT, VERSION = "trinity-index", 1
 MAX_DEGREE = 512
@@ -47,6 +50,9 @@ def save(data: IndexData, directory: Path) -> None:
         "graph.npy": data.graph,
         "seeds.npy": data.seeds,
     }
+    sketch = data.rows.sketch
+    if sketch is not None:
+        arrays |= {"sketch.npy": sketch.codes, "projection.npy": sketch.projection}
     if data.rows.full is not None:
         arrays["full.npy"] = data.rows.full
     if data.ids is not None:
@@ -66,6 +72,8 @@ def save(data: IndexData, directory: Path) -> None:
             "size": len(data.graph),
             "degree": data.graph.shape[1],
             "scale": data.rows.scale,
+            "sketch_lines": 0 if sketch is None else sketch.codes.shape[1] // LINE,
+            "slack": 0.0 if sketch is None else sketch.slack,
             "files": {
                 name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in arrays
             },
@@ -92,6 +100,10 @@ def load(directory: Path) -> IndexData:
     }
     if dtype == "int8":
         shapes["full.npy"] = code_shape(size, dim, "float32")
+    lines = meta["sketch_lines"]
+    if lines:
+        shapes["sketch.npy"] = ((size, lines * LINE), np.uint8)
+        shapes["projection.npy"] = ((components(lines), padded(dim)), np.float32)
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
     if set(files) != set(shapes):
@@ -108,6 +120,7 @@ def load(directory: Path) -> IndexData:
         arrays.get("full.npy"),
         np.array(arrays["centre.npy"]),
         meta["scale"],
+        Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
     )
     return IndexData(rows, arrays["graph.npy"], seeds, arrays.get("ids.npy"))
 
@@ -139,14 +152,20 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         raise IndexFormatError(
             f"{path} has version {meta.get('version')}; this program reads version {VERSION}: build it anew"
         )
-    limits = {"size": (1 << 31) - 1, "degree": MAX_DEGREE, "dim": MAX_DIM}
-    for name, limit in limits.items():
-        if type(meta.get(name)) is not int or not 1 <= meta[name] <= limit:
-            raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}, outside 1..{limit}")
+    limits = {
+        "size": (1, (1 << 31) - 1),
+        "degree": (2, MAX_DEGREE),
+        "dim": (1, MAX_DIM),
+        "sketch_lines": (0, MAX_LINES),
+    }
+    for name, (least, most) in limits.items():
+        if type(meta.get(name)) is not int or not least <= meta[name] <= most:
+            raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}, outside {least}..{most}")
     if meta.get("metric") not in METRICS or meta.get("dtype") not in DTYPES:
         raise IndexFormatError(f"{path} is damaged: metric {meta.get('metric')!r}, dtype {meta.get('dtype')!r}")
-    if not isinstance(meta.get("scale"), float) or not 0 < meta["scale"] < float("inf"):
-        raise IndexFormatError(f"{path} is damaged: scale is {meta.get('scale')!r}")
+    for name, lowest in (("scale", 2.0**-1000), ("slack", 0.0)):
+        if not isinstance(meta.get(name), float) or not lowest <= meta[name] < float("inf"):
+            raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}")
     files = meta.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(facts, dict) and isinstance(facts.get("bytes"), int) and isinstance(facts.get("sha256"), str)

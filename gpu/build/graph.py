@@ -1,20 +1,29 @@
-"""Building the graph of an index on a CPU."""
+"""Building a graph on a CPU: lists of neighbours, a graph, better lists by searching in it, the final graph."""
 
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.knn import exact_neighbors
-from gpu.build.optimize import optimize
-from gpu.rows import FloatArray
+from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
+from gpu.build.optimize import Graph, optimize
+from gpu.cpu.search import search
+from gpu.index_data import IndexData
+from gpu.params import SearchParams
+from gpu.rows import FloatArray, encode
 
-_SEEDS = 64
+Progress = Callable[[str, float], None]
+
+_SEEDS = 128
+_LEAST_SKETCHED = 4096
+_PAIRS = 4096
+_GOOD_LISTS = 0.97  # recall of the lists, above which searching for better ones does not pay
+_SAMPLE = 200
 
 
 def build_graph(
-    vectors: FloatArray, metric: str, degree: int, seed: int, threads: int, progress: Callable[[str, float], None]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    vectors: FloatArray, metric: str, degree: int, seed: int, threads: int, progress: Progress
+) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin."""
     count = len(vectors)
     seeds = np.random.default_rng(seed).permutation(count)[:_SEEDS].astype(np.uint32)
@@ -22,20 +31,64 @@ def build_graph(
         return np.zeros((1, degree), np.uint32), seeds
     space = neighbor_space(vectors, metric)
     width = min(2 * degree, count - 1)
-    neighbors = exact_neighbors(space, width, lambda fraction: progress("neighbors", fraction))
+    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done))
     progress("graph", 0.0)
     graph = optimize(neighbors, degree, int(seeds[0]))
     progress("graph", 1.0)
+    if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
+        neighbors = searched_neighbors(space, graph, seeds, width, seed, threads, progress)
+        graph = optimize(neighbors, degree, int(seeds[0]))
     return graph, seeds
 
 
 def neighbor_space(vectors: FloatArray, metric: str) -> FloatArray:
     """Vectors whose squared L2 distances order neighbours as the metric does.
 
-    For ip a dimension is added that gives all vectors the same norm (Bachrach et al., RecSys 2014, section 3.1); vectors for
-    cosine have that already.
+    For ip a dimension is added that gives all vectors the same norm (Bachrach et al., RecSys 2014, section 3.1);
+    vectors for cosine have that already.
     """
     if metric != "ip":
         return vectors
     squares = np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64)
     return np.hstack([vectors, np.sqrt(squares.max() - squares)[:, None].astype(np.float32)])
+
+
+def list_recall(space: FloatArray, neighbors: Graph, seed: int) -> float:
+    """The part of the true nearest neighbours that the lists have, measured on some rows."""
+    rows = np.random.default_rng(seed).permutation(len(space))[:_SAMPLE]
+    exact = exact_sample(space, rows, neighbors.shape[1])
+    return float(np.mean([np.isin(truth, neighbors[row]).mean() for row, truth in zip(rows, exact, strict=True)]))
+
+
+def searched_neighbors(
+    space: FloatArray,
+    graph: Graph,
+    seeds: npt.NDArray[np.uint32],
+    width: int,
+    seed: int,
+    threads: int,
+    progress: Progress,
+) -> Graph:
+    """Lists of neighbours uint32 [N, width] found by searching for every vector, each from its own node on."""
+    rows = encode(space, "l2", "float32", neighbor_pairs(graph, seed), seed)
+    own = np.arange(len(space))
+    params = SearchParams(k=width + 1, top_m=width + 1, search_width=1)
+    data = IndexData(rows, graph, seeds, None)
+    nodes, _ = search(data, space, params, threads, own, lambda done: progress("better neighbors", done))
+    # The node itself is among the found, unless more than `width` equal vectors come before it: drop it, or the last.
+    others = nodes != own[:, None]
+    others[others.all(axis=1), -1] = False
+    lists = nodes[others].reshape(len(space), width)
+    missing = lists < 0
+    lists[missing] = np.broadcast_to(own[:, None], lists.shape)[missing]
+    better: Graph = lists.astype(np.uint32)
+    return better
+
+
+def neighbor_pairs(graph: Graph, seed: int) -> npt.NDArray[np.int64] | None:
+    """Some pairs of a node and a neighbour, int64 [n, 2], to measure sketches with; None in small graphs."""
+    if len(graph) < _LEAST_SKETCHED:
+        return None
+    random = np.random.default_rng(seed)
+    nodes = random.integers(len(graph), size=_PAIRS)
+    return np.stack([nodes, graph[nodes, random.integers(graph.shape[1], size=_PAIRS)]], axis=1).astype(np.int64)

@@ -1,31 +1,203 @@
-"""Lists of nearest neighbours, exact: one matrix product a block, and a selection."""
+"""Lists of nearest neighbours: exact for small sets, through inverted lists for large ones.
+
+Inverted lists: k-means cuts the space into cells of about 512 vectors; every vector meets the members of its nearest
+cells, cell by cell, in one matrix product each. Cells are disjoint, so no pair is met twice.
+"""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
-Array = npt.NDArray[Any]
-_BLOCK = 1024
+from gpu.rows import FloatArray
+
+Neighbors = npt.NDArray[np.uint32]
+Indices = npt.NDArray[np.int64]
+Progress = Callable[[float], None]
+
+EXACT_LIMIT = 8192
+_CELL = 512
+_PROBES = 8
+_LARGEST_CELL = 4 * _CELL
+_BLOCK = 2048
+_LLOYD_ROUNDS = 6
+_SAMPLE_PER_CELL = 64
+_NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-def exact_neighbors(space: Array, k: int, progress: Callable[[float], None]) -> npt.NDArray[np.uint32]:
-    """The k nearest other rows of each row of `space` (float32 [N, d], squared L2), nearest first: uint32 [N, k].
+def nearest_neighbors(space: FloatArray, k: int, seed: int, threads: int, progress: Progress) -> Neighbors:
+    """About the k nearest other rows of each row of `space` (float32 [N, d], squared L2), nearest first: uint32 [N, k].
 
-    k must be below N. Ties are broken by row number.
+    k must be below N. The lists are full, without doubles and without the row itself; up to 8192 rows they are exact.
     """
     count = len(space)
     norms = np.einsum("ij,ij->i", space, space)
-    neighbors = np.empty((count, k), np.uint32)
-    for begin in range(0, count, _BLOCK):
-        end = min(begin + _BLOCK, count)
-        distances = norms - 2 * (space[begin:end] @ space.T)
-        rows = np.arange(end - begin)
-        distances[rows, rows + begin] = np.inf
-        nearest = np.argpartition(distances, k - 1, axis=1)[:, :k]
-        nearest.sort(axis=1)
-        order = np.argsort(np.take_along_axis(distances, nearest, axis=1), axis=1, kind="stable")
-        neighbors[begin:end] = np.take_along_axis(nearest, order, axis=1)
-        progress(end / count)
-    return neighbors
+    keys = np.full((count, k), _NO_KEY, np.uint64)
+    everyone = np.arange(count)
+    cells = [(everyone, everyone)] if count <= EXACT_LIMIT else _cells(space, norms, np.random.default_rng(seed))
+    done = 0
+
+    def meet(cell: tuple[Indices, Indices]) -> int:
+        visitors, members = cell
+        _meet(space, norms, visitors, members, keys)
+        return len(visitors)
+
+    # Threads take turns over cells; rows of `keys` are guarded by handing each thread its own visitors.
+    if threads == 1 or len(cells) == 1:
+        for cell in cells:
+            done += meet(cell)
+            progress(done / (count * (_PROBES if len(cells) > 1 else 1)))
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            parts = [[(v[v % threads == part], m) for v, m in cells] for part in range(threads)]
+            for _ in pool.map(lambda part: [meet(cell) for cell in part], parts):
+                pass
+    if (keys[:, -1] == _NO_KEY).any():
+        _fill(keys, count)
+    progress(1.0)
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+
+def exact_sample(space: FloatArray, rows: Indices, k: int) -> Indices:
+    """The k nearest other rows of some rows, in no order: int64 [len(rows), k]."""
+    distances = np.einsum("ij,ij->i", space, space) - 2 * (space[rows] @ space.T)
+    distances[np.arange(len(rows)), rows] = np.inf
+    return np.argpartition(distances, k - 1, axis=1)[:, :k]
+
+
+def _cells(space: FloatArray, norms: FloatArray, random: np.random.Generator) -> list[tuple[Indices, Indices]]:
+    """Pairs (visitors, members) of row numbers: each row visits its nearest cells, and is a member of the nearest."""
+    count = len(space)
+    cell_count = count // _CELL
+    sample = space[random.permutation(count)[: cell_count * _SAMPLE_PER_CELL]]
+    centres = sample[:cell_count].copy()
+    for _ in range(_LLOYD_ROUNDS):
+        owners = _nearest_centres(sample, centres, 1)[:, 0]
+        sums, sizes = np.zeros(centres.shape, np.float64), np.bincount(owners, minlength=cell_count)
+        _add_rows(sample, owners, sums)
+        centres = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres).astype(np.float32)
+    probes = _nearest_centres(space, centres, min(_PROBES, cell_count))
+    by_owner = np.argsort(probes[:, 0], kind="stable")
+    ends = np.cumsum(np.bincount(probes[:, 0], minlength=cell_count))
+    visits = np.argsort(probes, axis=None, kind="stable") // probes.shape[1]
+    visit_ends = np.cumsum(np.bincount(probes.ravel(), minlength=cell_count))
+    cells = []
+    for cell in range(cell_count):
+        members = by_owner[ends[cell - 1] if cell else 0 : ends[cell]]
+        visitors = visits[visit_ends[cell - 1] if cell else 0 : visit_ends[cell]]
+        if len(members) == 0:
+            continue
+        # Many equal vectors make one huge cell: cut it, so that the work stays linear.
+        parts = -(-len(members) // _LARGEST_CELL)
+        if parts == 1:
+            cells.append((visitors, members))
+            continue
+        part_of = np.full(count, -1, np.int32)
+        part_of[visitors] = np.arange(len(visitors)) % parts
+        part_of[members] = random.permutation(len(members)) % parts
+        cells += [(visitors[part_of[visitors] == part], members[part_of[members] == part]) for part in range(parts)]
+    return cells
+
+
+def _nearest_centres(space: FloatArray, centres: FloatArray, count: int) -> npt.NDArray[np.int32]:
+    """The nearest centres of each row, the nearest one first: int32 [N, count]."""
+    out = np.empty((len(space), count), np.int32)
+    norms = np.einsum("ij,ij->i", centres, centres)
+    for begin in range(0, len(space), _BLOCK):
+        distances = norms - 2 * (space[begin : begin + _BLOCK] @ centres.T)
+        _smallest(distances, out[begin : begin + _BLOCK])
+    return out
+
+
+def _meet(
+    space: FloatArray, norms: FloatArray, visitors: Indices, members: Indices, keys: npt.NDArray[np.uint64]
+) -> None:
+    theirs, their_norms = space[members], norms[members]
+    for begin in range(0, len(visitors), _BLOCK):
+        some = visitors[begin : begin + _BLOCK]
+        distances = space[some] @ theirs.T
+        _offer(distances, norms, their_norms, some, members, keys)
+
+
+def _compiled(function: Any) -> Any:
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+@_compiled
+def _add_rows(rows, owners, sums):  # type: ignore[no-untyped-def]
+    for i in range(len(rows)):
+        for j in range(rows.shape[1]):
+            sums[owners[i], j] += rows[i, j]
+
+
+@_compiled
+def _smallest(values, out):  # type: ignore[no-untyped-def]
+    """The positions of the smallest values of each row, ascending."""
+    width = out.shape[1]
+    best = np.empty(width, values.dtype)
+    for i in range(len(values)):
+        best[:] = np.inf
+        for j in range(values.shape[1]):
+            value = values[i, j]
+            if value < best[width - 1]:
+                place = width - 1
+                while place > 0 and best[place - 1] > value:
+                    best[place] = best[place - 1]
+                    out[i, place] = out[i, place - 1]
+                    place -= 1
+                best[place] = value
+                out[i, place] = j
+
+
+@_compiled
+def _offer(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
+    """Insert members into the sorted lists of visitors. A key is the squared distance's bits, then the row number."""
+    k = keys.shape[1]
+    bits = np.empty(1, np.float32)
+    as_int = bits.view(np.uint32)
+    for i in range(len(visitors)):
+        visitor = visitors[i]
+        mine = keys[visitor]
+        as_int[0] = np.uint32(min(mine[k - 1] >> np.uint64(32), np.uint64(0x7F800000)))
+        worst = bits[0]
+        for j in range(len(members)):
+            distance = norms[visitor] + member_norms[j] - np.float32(2) * dots[i, j]
+            if distance <= worst and members[j] != visitor:
+                bits[0] = max(distance, np.float32(0))  # cancellation can leave a little less than 0
+                key = (np.uint64(as_int[0]) << np.uint64(32)) | np.uint64(members[j])
+                if key >= mine[k - 1]:
+                    continue
+                low, high = 0, k - 1
+                while low < high:
+                    middle = (low + high) >> 1
+                    if mine[middle] < key:
+                        low = middle + 1
+                    else:
+                        high = middle
+                for place in range(k - 1, low, -1):
+                    mine[place] = mine[place - 1]
+                mine[low] = key
+                as_int[0] = np.uint32(min(mine[k - 1] >> np.uint64(32), np.uint64(0x7F800000)))
+                worst = bits[0]
+
+
+@_compiled
+def _fill(keys, count):  # type: ignore[no-untyped-def]
+    """Complete short lists with the rows that follow the row itself (only where cells were smaller than the lists)."""
+    k = keys.shape[1]
+    for i in range(count):
+        filled = k
+        while filled > 0 and keys[i, filled - 1] == _NO_KEY:
+            filled -= 1
+        other = i
+        while filled < k:
+            other = (other + 1) % count
+            known = False
+            for j in range(filled):
+                known |= (keys[i, j] & np.uint64(0xFFFFFFFF)) == np.uint64(other)
+            if not known:
+                keys[i, filled] = (np.uint64(0x7F800000) << np.uint64(32)) | np.uint64(other)
+                filled += 1

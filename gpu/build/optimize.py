@@ -1,7 +1,7 @@
-"""From lists of nearest neighbours to a search graph: CAGRA's rank-based pruning and reverse edges (arXiv 2308.15136, 3.2).
+"""From lists of neighbours to a search graph: CAGRA's rank-based pruning and reverse edges (arXiv 2308.15136, 3.2).
 
-A row of the graph has exactly `degree` entries; where there are not enough neighbours it is filled with the node itself,
-which a search has always seen already.
+A row of the graph has exactly `degree` entries; where there are not enough neighbours it is filled with the node
+itself, which a search has always seen already.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def _compiled(function: Any) -> Any:
 
 @_compiled
 def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
-    """For rows begin..end: out[a, j] = ranks r below j whose node lists neighbour j, that is, two-step detours to it."""
+    """For rows begin..end: out[a, j] = ranks below j whose node lists neighbour j, that is, detours in two steps."""
     count, width = neighbors.shape
     rank = np.full(count, -1, np.int32)
     for a in range(begin, end):
@@ -91,8 +91,8 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
     """Make every node reachable from `root`, in place. Returns the number of edges that were replaced.
 
     A breadth-first walk keeps, as a tree, the edge that first reached each node. A node that was not reached takes the
-    place of the last edge that is not of the tree, at the nearest of its neighbours that was reached and has one, or else
-    at any node that was reached; the walk goes on from it.
+    place of the last edge that is not of the tree, at the nearest of its neighbours that was reached and has one, or
+    else at any node that was reached; the walk goes on from it.
     """
     count, degree = graph.shape
     reached = np.zeros(count, np.bool_)
@@ -140,7 +140,7 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
 
 
 def optimize(neighbors: Graph, degree: int, root: int) -> Graph:
-    """The search graph uint32 [N, degree] of neighbour lists uint32 [N, width], width ≥ 1, with every node reachable from `root`."""
+    """The search graph uint32 [N, degree] of lists uint32 [N, width ≥ 1]; every node can be reached from `root`."""
     count, width = neighbors.shape
     detours = np.empty((count, width), np.int32)
     count_detours(neighbors, 0, count, detours)

@@ -7,12 +7,13 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gpu import rows
 from gpu.cpu import stages
+from gpu.cpu.queries import form_of, prepare
 from gpu.cpu.state import BatchState
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
+from gpu.rows import true_distances
 
 MAX_SLOTS = 4096
 
@@ -50,6 +51,7 @@ class CpuEngine:
         self.max_top_m, self.max_search_width = max_top_m, max_search_width
         self.max_k = max_top_m if max_k is None else min(max_k, max_top_m)
         self._data = [index.data for index in collections.values()]
+        self._forms = [form_of(data.rows) for data in self._data]
         self._number = {name: number for number, name in enumerate(collections)}
         self._dims = MappingProxyType({name: index.dim for name, index in collections.items()})
         self._state = BatchState(self._data, slots, max_top_m, max_search_width)
@@ -83,14 +85,12 @@ class CpuEngine:
         for name, limit in (("k", self.max_k), ("top_m", self.max_top_m), ("search_width", self.max_search_width)):
             if getattr(params, name) > limit:
                 raise InvalidParams(f"{name} is {getattr(params, name)}; this engine's limit is {limit}")
-        data = self._data[number].rows
-        vector = rows.checked_queries(np.asarray(query)[None], data.dim, data.metric)
         if not self._free:
             raise NoFreeSlot(f"all {len(self._status)} slots are taken")
-        slot = self._free.pop()
-        state = self._state
-        rows.prepare(vector, data, state.query_bytes[slot : slot + 1], state.batch.scales[slot : slot + 1])
-        state.set_params(slot, number, params)
+        slot = self._free[-1]
+        prepare(np.asarray(query)[None], self._forms[number], self._state.queries[slot : slot + 1])
+        self._free.pop()
+        self._state.set_params(slot, number, params)
         self._activate(slot)
         return slot
 
@@ -112,7 +112,7 @@ class CpuEngine:
         k = int(batch.slots[slot, stages.K])
         nodes, raw = np.empty(k, np.int64), np.empty(k, np.float32)
         stages.write_result(batch, slot, nodes, raw)
-        return data.ids_of(nodes), rows.true_distances(raw, data.rows)
+        return data.ids_of(nodes), true_distances(raw, data.rows)
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""

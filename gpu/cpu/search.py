@@ -1,24 +1,31 @@
 """Whole queries, run to completion: the running batch of the engine, refilled without leaving compiled code."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu import rows
 from gpu.cpu import stages
+from gpu.cpu.queries import form_of, prepare, prepared_bytes
 from gpu.cpu.state import BatchState
+from gpu.errors import InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
+from gpu.rows import aligned_empty, true_distances
 
 _INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache
 _BLOCK = 1024  # queries prepared at a time
 
 
 @stages.compiled
-def run_queries(batch, line, prepared, query_scales, nodes, raw):  # type: ignore[no-untyped-def]
-    """Answer prepared queries (their addresses) with the slots of `batch`; `line` holds the parameters they share."""
-    slots, queries, scales = batch.slots, batch.queries, batch.scales
+def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-untyped-def]
+    """Answer prepared queries, uint8 [q, …], with the slots of `batch`; `line` holds the parameters they share.
+
+    starts: the node where each query begins, or -1 for the seeds.
+    """
+    slots = batch.slots
     count, width = len(prepared), len(slots)
     active = np.empty(width, np.int32)
     owner = np.empty(width, np.int64)
@@ -28,8 +35,8 @@ def run_queries(batch, line, prepared, query_scales, nodes, raw):  # type: ignor
         active[slot] = slot
         owner[slot] = slot
         slots[slot] = line
-        queries[slot] = prepared[slot]
-        scales[slot] = query_scales[slot]
+        slots[slot, stages.QUERY] = prepared[slot].ctypes.data
+        slots[slot, stages.START] = starts[slot]
         stages.reset_slot(batch, slot)
     while running > 0:
         done = stages.extend(batch, active[:running])
@@ -38,8 +45,8 @@ def run_queries(batch, line, prepared, query_scales, nodes, raw):  # type: ignor
             stages.write_result(batch, slot, nodes[owner[slot]], raw[owner[slot]])
             if admitted < count:
                 owner[slot] = admitted
-                queries[slot] = prepared[admitted]
-                scales[slot] = query_scales[admitted]
+                slots[slot, stages.QUERY] = prepared[admitted].ctypes.data
+                slots[slot, stages.START] = starts[admitted]
                 stages.reset_slot(batch, slot)
                 admitted += 1
             else:
@@ -51,40 +58,59 @@ def run_queries(batch, line, prepared, query_scales, nodes, raw):  # type: ignor
 
 
 def search(
-    data: IndexData, queries: rows.FloatArray, params: SearchParams, threads: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Nodes int64 [q, k] and distances float32 [q, k] of checked queries, on `threads` threads."""
-    nodes = np.empty((len(queries), params.k), np.int64)
-    raw = np.empty((len(queries), params.k), np.float32)
-    parts = [part for part in np.array_split(np.arange(len(queries)), threads) if len(part)]
-    if len(parts) <= 1:
-        _search_part(data, queries, params, nodes, raw)
-    else:
-        with ThreadPoolExecutor(len(parts)) as pool:
-            jobs = [
-                pool.submit(_search_part, data, queries[cut], params, nodes[cut], raw[cut])
-                for cut in (slice(int(part[0]), int(part[-1]) + 1) for part in parts)
-            ]
-            for job in jobs:
-                job.result()
-    return nodes, rows.true_distances(raw, data.rows)
-
-
-def _search_part(
     data: IndexData,
-    queries: rows.FloatArray,
+    queries: npt.ArrayLike,
     params: SearchParams,
-    nodes: npt.NDArray[np.int64],
-    raw: npt.NDArray[np.float32],
-) -> None:
-    state = BatchState([data], _INTERLEAVED, params.top_m, params.search_width)
-    state.set_params(0, 0, params)
-    line = state.batch.slots[0].copy()
-    prepared = np.zeros((min(_BLOCK, len(queries)), rows.query_bytes(data.rows.dim, data.rows.dtype)), np.uint8)
-    scales = np.zeros(len(prepared), np.float32)
-    addresses = prepared.ctypes.data + np.arange(len(prepared), dtype=np.int64) * prepared.strides[0]
-    for begin in range(0, len(queries), _BLOCK):
-        block = slice(begin, min(begin + _BLOCK, len(queries)))
-        count = block.stop - begin
-        rows.prepare(queries[block], data.rows, prepared[:count], scales[:count])
-        run_queries(state.batch, line, addresses[:count], scales[:count], nodes[block], raw[block])
+    threads: int,
+    starts: npt.NDArray[np.int64] | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
+
+    starts: the nodes where the searches begin, int64 [q], instead of the seeds.
+    """
+    array = np.asarray(queries)
+    if array.ndim != 2:
+        raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {data.rows.dim}]")
+    begins = np.full(len(array), -1, np.int64) if starts is None else starts
+    nodes = np.empty((len(array), params.k), np.int64)
+    raw = np.empty((len(array), params.k), np.float32)
+    size = max(1, min(_BLOCK, -(-len(array) // threads)))
+    blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
+
+    def run(part: list[slice]) -> None:
+        worker = _Worker(data, params, size)
+        for number, block in enumerate(part):
+            worker.run(array[block], block.start, begins[block], nodes[block], raw[block])
+            progress((number + 1) / len(part))
+
+    parts = [blocks[number::threads] for number in range(min(threads, len(blocks)))]
+    if len(parts) > 1:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(run, parts))
+    elif parts:
+        run(parts[0])
+    return nodes, true_distances(raw, data.rows)
+
+
+class _Worker:
+    """What one thread needs: slots, and room for a block of prepared queries."""
+
+    def __init__(self, data: IndexData, params: SearchParams, block: int) -> None:
+        self._state = BatchState([data], _INTERLEAVED, params.top_m, params.search_width)
+        self._state.set_params(0, 0, params)
+        self._line = self._state.batch.slots[0].copy()
+        self._form = form_of(data.rows)
+        self._prepared = aligned_empty((block, prepared_bytes(data.rows)), np.uint8)
+
+    def run(
+        self,
+        queries: npt.NDArray[Any],
+        first: int,
+        starts: npt.NDArray[np.int64],
+        nodes: npt.NDArray[np.int64],
+        raw: npt.NDArray[np.float32],
+    ) -> None:
+        prepared = self._prepared[: len(queries)]
+        prepare(queries, self._form, prepared, first)
+        run_queries(self._state.batch, self._line, prepared, starts, nodes, raw)

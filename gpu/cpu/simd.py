@@ -2,9 +2,10 @@
 
 numba offers neither float16 arithmetic nor prefetching nor a say in how a loop is cut into lanes, so the distances are
 built here by llvmlite. LLVM turns 16 lanes into one AVX-512 register, two AVX or four NEON registers.
-All addresses are uint64; rows and queries are padded with zeros to a multiple of 16 elements.
+All addresses are uint64; rows and queries are padded with zeros to the width of a step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -12,7 +13,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 LANES = 16
-_i8, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+WAYS = 8
+_i8, _i16, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FAST = ("contract", "reassoc", "nsz")
 _ACCUMULATORS = 4  # independent sums hide the latency of a fused multiply-add
 
 
@@ -29,38 +32,68 @@ def _widen_f16(builder: Any, address: Any) -> Any:
     return builder.fpext(halves, ir.VectorType(_f32, LANES))
 
 
-def _widen_i8(builder: Any, address: Any) -> Any:
-    codes = builder.load(_pointer(builder, address, ir.VectorType(_i8, LANES)), align=1)
-    return builder.sext(codes, ir.VectorType(_i32, LANES))
+def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
+    loaded = builder.load(_pointer(builder, address, ir.VectorType(of, lanes)), align=1)
+    return builder.sext(loaded, ir.VectorType(_i32, lanes))
 
 
-def _sum_loop(widen_row: Any, row_bytes: int, widen_query: Any, query_bytes: int, squared_difference: bool) -> Any:
-    """Code generator of `sum(row · query)` or `sum((row - query)²)` over `lanes` elements (a multiple of 16)."""
+def _shuffled(builder: Any, vector: Any, lanes: Sequence[int]) -> Any:
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes)))
+
+
+def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
+    """Adds 16 elements' products, or squared differences, to a sum."""
+
+    def term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
+        x = widen_row(builder, builder.add(row, builder.mul(position, ir.Constant(_i64, row_bytes))))
+        q = _widen_f32(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 4))))
+        left, right = (x, q)
+        if squared_difference:
+            left = right = builder.fsub(x, q, flags=_FAST)
+        return builder.fadd(total, builder.fmul(left, right, flags=_FAST), flags=_FAST)
+
+    return term
+
+
+def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
+    """Adds 32 products of int8 codes and an int16 query, as pairs: LLVM knows this shape as one multiply-add."""
+    x = _load_i16(builder, builder.add(row, position), _i8, 2 * LANES)
+    q = _load_i16(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 2))), _i16, 2 * LANES)
+    product = builder.mul(x, q)
+    even, odd = (_shuffled(builder, product, range(start, 2 * LANES, 2)) for start in (0, 1))
+    return builder.add(total, builder.add(even, odd))
+
+
+def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
+    """Adds the products of 32 bytes of 4-bit components: the lower halves with 32 query lanes, then the upper."""
+    codes = builder.load(_pointer(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
+    wide = builder.zext(codes, ir.VectorType(_i16, 2 * LANES))
+    halves = (
+        builder.and_(wide, ir.Constant(wide.type, [15] * 2 * LANES)),
+        builder.lshr(wide, ir.Constant(wide.type, [4] * 2 * LANES)),
+    )
+    for number, half in enumerate(halves):
+        lanes = builder.add(builder.mul(position, ir.Constant(_i64, 2)), ir.Constant(_i64, number * 2 * LANES))
+        q = _load_i16(builder, builder.add(query, builder.mul(lanes, ir.Constant(_i64, 2))), _i16, 2 * LANES)
+        product = builder.mul(builder.sext(half, q.type), q)
+        even, odd = (_shuffled(builder, product, range(start, 2 * LANES, 2)) for start in (0, 1))
+        total = builder.add(total, builder.add(even, odd))
+    return total
+
+
+def _sum_loop(term: Any, step: int, scalar: Any) -> Any:
+    """Code generator of a sum over `lanes` elements, a multiple of `step`, which is what one `term` takes."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         row, query, lanes = args
-        integer = widen_row is _widen_i8
-        scalar = _i32 if integer else _f32
         vector = ir.VectorType(scalar, LANES)
-        zero = ir.Constant(vector, None)
-        flags = () if integer else ("contract", "reassoc", "nsz")
-        add = builder.add if integer else lambda a, b: builder.fadd(a, b, flags=flags)
-        multiply = builder.mul if integer else lambda a, b: builder.fmul(a, b, flags=flags)
 
-        def term(position: Any, step: int) -> Any:
-            at = builder.add(position, ir.Constant(_i64, step * LANES))
-            x = widen_row(builder, builder.add(row, builder.mul(at, ir.Constant(_i64, row_bytes))))
-            q = widen_query(builder, builder.add(query, builder.mul(at, ir.Constant(_i64, query_bytes))))
-            if squared_difference:
-                difference = builder.fsub(x, q, flags=flags)
-                return multiply(difference, difference)
-            return multiply(x, q)
+        def add(a: Any, b: Any) -> Any:
+            return builder.add(a, b) if scalar is _i32 else builder.fadd(a, b, flags=_FAST)
 
-        def loop(start: Any, limit: Any, stride: int, sums: list[Any]) -> tuple[Any, list[Any]]:
+        def loop(start: Any, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
             before = builder.block
-            head = builder.append_basic_block("head")
-            body = builder.append_basic_block("body")
-            after = builder.append_basic_block("after")
+            head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
             builder.branch(head)
             builder.position_at_end(head)
             position = builder.phi(_i64)
@@ -68,50 +101,87 @@ def _sum_loop(widen_row: Any, row_bytes: int, widen_query: Any, query_bytes: int
             position.add_incoming(start, before)
             for phi, value in zip(phis, sums, strict=True):
                 phi.add_incoming(value, before)
-            following = builder.add(position, ir.Constant(_i64, stride * LANES))
-            builder.cbranch(builder.icmp_signed("<=", following, limit), body, after)
+            following = builder.add(position, ir.Constant(_i64, unrolled * step))
+            builder.cbranch(builder.icmp_signed("<=", following, lanes), body, after)
             builder.position_at_end(body)
-            for step in range(stride):
-                phis[step].add_incoming(add(phis[step], term(position, step)), body)
-            for phi in phis[stride:]:
-                phi.add_incoming(phi, body)
+            for i, phi in enumerate(phis):
+                if i < unrolled:
+                    at = builder.add(position, ir.Constant(_i64, i * step))
+                    phi.add_incoming(term(builder, row, query, at, phi), body)
+                else:
+                    phi.add_incoming(phi, body)
             position.add_incoming(following, body)
             builder.branch(head)
             builder.position_at_end(after)
             return position, list(phis)
 
-        position, sums = loop(ir.Constant(_i64, 0), lanes, _ACCUMULATORS, [zero] * _ACCUMULATORS)
-        position, sums = loop(position, lanes, 1, sums)
+        position, sums = loop(ir.Constant(_i64, 0), _ACCUMULATORS, [ir.Constant(vector, None)] * _ACCUMULATORS)
+        _, sums = loop(position, 1, sums)
         total = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
         width = LANES
-        while width > 1:  # halve: adds lane i and lane i + width/2
+        while width > 1:
             width //= 2
-            mask = ir.Constant(ir.VectorType(_i32, width), list(range(width)))
-            upper = ir.Constant(ir.VectorType(_i32, width), list(range(width, 2 * width)))
-            total = add(builder.shuffle_vector(total, total, mask), builder.shuffle_vector(total, total, upper))
+            total = add(_shuffled(builder, total, range(width)), _shuffled(builder, total, range(width, 2 * width)))
         return builder.extract_element(total, ir.Constant(_i32, 0))
 
     return codegen
 
 
-def _distance(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
-    integer = widen_row is _widen_i8
-    widen_query, query_bytes = (_widen_i8, 1) if integer else (_widen_f32, 4)
-    codegen = _sum_loop(widen_row, row_bytes, widen_query, query_bytes, squared_difference)
-    result = types.int32 if integer else types.float32
+def _sum(term: Any, step: int, result: Any, scalar: Any) -> Any:
+    codegen = _sum_loop(term, step, scalar)
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def distance(typing_context: Any, row: Any, query: Any, lanes: Any) -> Any:
+    def total(typing_context: Any, row: Any, query: Any, lanes: Any) -> Any:
         return result(types.uint64, types.uint64, types.int64), codegen
 
-    return distance
+    return total
 
 
-dot_f32 = _distance(_widen_f32, 4, squared_difference=False)
-l2_f32 = _distance(_widen_f32, 4, squared_difference=True)
-dot_f16 = _distance(_widen_f16, 2, squared_difference=False)
-l2_f16 = _distance(_widen_f16, 2, squared_difference=True)
-dot_i8 = _distance(_widen_i8, 1, squared_difference=False)
+# Each takes (address of a row, address of a query, lanes). Float queries are float32; lanes are a multiple of 16.
+dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, types.float32, _f32)
+l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32)
+dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32)
+l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32)
+# int8 row, int16 query, int32 result; lanes are a multiple of 32.
+dot_i8 = _sum(_code_term, 2 * LANES, types.int32, _i32)
+# 4-bit sketch, int16 query in blocks of 32 lanes (lower halves, upper halves), int32 result; lanes are bytes.
+dot_sketch = _sum(_sketch_term, 2 * LANES, types.int32, _i32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def visit(typing_context: Any, address: Any, node: Any) -> Any:
+    """Whether `node` is in the 8-entry set (uint32 × 8) at `address`; if not, it enters there and the oldest leaves."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        entries_type = ir.VectorType(_i32, WAYS)
+        pointer = _pointer(builder, args[0], entries_type)
+        entries = builder.load(pointer, align=4)
+        single = builder.insert_element(ir.Constant(entries_type, ir.Undefined), args[1], ir.Constant(_i32, 0))
+        everywhere = _shuffled(builder, single, [0] * WAYS)
+        same = builder.bitcast(builder.icmp_unsigned("==", entries, everywhere), ir.IntType(WAYS))
+        seen = builder.icmp_unsigned("!=", same, ir.Constant(ir.IntType(WAYS), 0))
+        shift = ir.Constant(ir.VectorType(_i32, WAYS), [WAYS, *range(WAYS - 1)])
+        entered = builder.shuffle_vector(entries, everywhere, shift)
+        builder.store(builder.select(seen, entries, entered), pointer, align=4)
+        return builder.zext(seen, _i64)
+
+    return types.int64(types.uint64, types.uint32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+    """Copy `size` bytes between addresses that may overlap."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointers = [_pointer(builder, address, _i8) for address in args[:2]]
+        signature = ir.FunctionType(ir.VoidType(), [pointers[0].type, pointers[1].type, _i64, ir.IntType(1)])
+        function = builder.module.declare_intrinsic(
+            "llvm.memmove", [pointers[0].type, pointers[1].type, _i64], signature
+        )
+        builder.call(function, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -128,19 +198,14 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.uint64), codegen
 
 
-def _loader(result: Any, pointee: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def load(typing_context: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.load(_pointer(builder, args[0], pointee), align=1)
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f32(typing_context: Any, address: Any) -> Any:
+    """The float32 at an address, aligned or not."""
 
-        return result(types.uint64), codegen
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _f32), align=1)
 
-    return load
-
-
-load_f32 = _loader(types.float32, _f32)
-load_u32 = _loader(types.uint32, _i32)
+    return types.float32(types.uint64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

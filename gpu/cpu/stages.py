@@ -9,9 +9,9 @@ A slot's top_m is an array of uint64 keys in ascending order: the distance's bit
 their order as integers is the order of the floats, then the node's 31 bits, then one bit: "has been a parent".
 Ties of distance are so broken by node number, and a node that comes a second time is found beside itself.
 
-The visited table is a cache: when its window of 8 entries is full, it forgets one. A forgotten node costs a second
-distance and changes nothing else, for it is either still in top_m, where merging drops its double, or was too far for
-top_m and still is, because the worst distance in top_m only falls.
+The visited table is a cache of sets of 8: when a set is full, it forgets its oldest entry. A forgotten node costs a
+second distance and changes nothing else, for it is either still in top_m, where merging drops its double, or was too
+far for top_m and still is, because the worst distance in top_m only falls.
 """
 
 from typing import Any
@@ -19,30 +19,56 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.simd import (
+    WAYS,
     bits_float,
     dot_f16,
     dot_f32,
     dot_i8,
+    dot_sketch,
     float_bits,
     l2_f16,
     l2_f32,
     load_f32,
-    load_u32,
+    move,
     prefetch,
+    visit,
 )
 
-# Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses are bytes, counts are elements.
-ROWS, ROW_BYTES, LANES, KIND, GRAPH, DEGREE, SIZE, SEEDS, SEED_COUNT, FULL, FULL_BYTES, FULL_LANES = range(12)
-COLLECTION_FIELDS = 12
+# Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
+# QUERY_ROW and QUERY_FULL offsets into a prepared query, the rest elements. SKETCHES and FULL may be 0, for none.
+(
+    ROWS,
+    ROW_BYTES,
+    LANES,
+    KIND,
+    QUERY_ROW,
+    SKETCHES,
+    SKETCH_BYTES,
+    FULL,
+    FULL_BYTES,
+    FULL_LANES,
+    QUERY_FULL,
+    GRAPH,
+    DEGREE,
+    SIZE,
+    SEEDS,
+    SEED_COUNT,
+) = range(16)
+COLLECTION_FIELDS = 16
 
-# Columns of the table of slots, int64 [slots, SLOT_FIELDS].
+# Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
+# START the node where the search begins, or -1 for the seeds.
 (
     COLLECTION,
     K,
     TOP_M,
     WIDTH,
     PATIENCE,
+    VISITED_BITS,
+    QUERY,
+    START,
     FILLED,
     CURSOR,
     UNCHANGED,
@@ -50,15 +76,14 @@ COLLECTION_FIELDS = 12
     PARENTS,
     TASK_BEGIN,
     TASK_END,
-    VISITED_BITS,
-) = range(13)
-SLOT_FIELDS = 13
+) = range(15)
+SLOT_FIELDS = 15
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 
 EMPTY = np.uint32(0xFFFFFFFF)
-WINDOW = 8
+SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
 
 
@@ -96,8 +121,7 @@ def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
     slots[slot, CURSOR] = 0
     slots[slot, UNCHANGED] = 0
     slots[slot, EXTENDS] = 0
-    for i in range((1 << slots[slot, VISITED_BITS]) + WINDOW):
-        visited[slot, i] = EMPTY
+    visited[slot, : 1 << slots[slot, VISITED_BITS]] = EMPTY
 
 
 @compiled
@@ -128,17 +152,19 @@ def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
     for slot in active:
         collection = slots[slot, COLLECTION]
         slots[slot, TASK_BEGIN] = end
-        if slots[slot, EXTENDS] == 0:
-            for i in range(collections[collection, SEED_COUNT]):
-                tasks[end] = load_u32(np.uint64(collections[collection, SEEDS] + i * 4))
-                end += 1
+        if slots[slot, EXTENDS] == 0 and slots[slot, START] >= 0:
+            tasks[end] = slots[slot, START]
+            end += 1
+        elif slots[slot, EXTENDS] == 0:
+            count = collections[collection, SEED_COUNT]
+            move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(collections[collection, SEEDS]), count * 4)
+            end += count
         else:
             degree = collections[collection, DEGREE]
             for p in range(slots[slot, PARENTS]):
                 row = collections[collection, GRAPH] + parents[slot, p] * degree * 4
-                for i in range(degree):
-                    tasks[end] = load_u32(np.uint64(row + i * 4))
-                    end += 1
+                move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(row), degree * 4)
+                end += degree
         slots[slot, TASK_END] = end
 
 
@@ -149,35 +175,32 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
     end = 0
     for slot in active:
         collection = slots[slot, COLLECTION]
-        rows, row_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
         size = collections[collection, SIZE]
+        first, first_bytes = (
+            collections[collection, SKETCHES],
+            collections[collection, SKETCH_BYTES],
+        )  # what compute_distances reads first
+        if first == 0:
+            first, first_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
+        table = visited.ctypes.data + slot * visited.strides[0]
         shift = np.uint32(32 - slots[slot, VISITED_BITS])
         begin = end
         for t in range(slots[slot, TASK_BEGIN], slots[slot, TASK_END]):
             node = tasks[t]
-            if node >= size:  # a damaged graph must not lead outside of the rows
-                continue
-            home = np.int64(np.uint32(node * _HASH) >> shift)  # numba widens products to 64 bits
-            place = home
-            while place < home + WINDOW and visited[slot, place] != EMPTY and visited[slot, place] != node:
-                place += 1
-            if place == home + WINDOW:
-                place = home
-            elif visited[slot, place] == node:
-                continue
-            visited[slot, place] = node
+            place = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
+            seen = visit(np.uint64(table + place * 4), node)
+            prefetch(np.uint64(first + np.int64(node) * first_bytes))
             tasks[end] = node
-            end += 1
-            prefetch(np.uint64(rows + np.int64(node) * row_bytes))
+            end += 1 - (seen | (node >= size))  # a damaged graph must not lead outside of the rows
         slots[slot, TASK_BEGIN] = begin
         slots[slot, TASK_END] = end
 
 
 @compiled
-def row_distance(kind, row, query, lanes, query_scale):  # type: ignore[no-untyped-def]
+def row_distance(kind, row, query, lanes, step):  # type: ignore[no-untyped-def]
     """Distance from a query to the row at an address: squared L2, or minus the dot product.
 
-    For int8 codes a constant of the query is left out, so distances compare but are not distances.
+    For int8 codes a constant of the query is left out: distances compare but are no distances. `step` is the query's.
     """
     if kind == F32_L2:
         return l2_f32(row, query, lanes)
@@ -187,28 +210,74 @@ def row_distance(kind, row, query, lanes, query_scale):  # type: ignore[no-untyp
         return l2_f16(row, query, lanes)
     if kind == F16_DOT:
         return -dot_f16(row, query, lanes)
-    dot = np.float32(dot_i8(row, query, lanes)) * query_scale * load_f32(row + np.uint64(lanes))
-    if kind == I8_DOT:
-        return -dot
-    return load_f32(row + np.uint64(lanes + 4)) - np.float32(2.0) * dot
+    dot = np.float32(dot_i8(row, query, lanes)) * step * load_f32(row + np.uint64(lanes - 8))
+    return load_f32(row + np.uint64(lanes - 4)) - np.float32(2) * dot if kind == I8_L2 else -dot
+
+
+@compiled
+def screen(batch, slot):  # type: ignore[no-untyped-def]
+    """Drop the tasks whose sketch says that they are too far for a full top_m, and fetch the rows of the others."""
+    collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
+    collection = slots[slot, COLLECTION]
+    query = np.uint64(slots[slot, QUERY])
+    l2 = (collections[collection, KIND] & 1) == 0
+    first = slots[slot, EXTENDS] == 0
+    cutoff = np.float32(np.inf)
+    if not first:
+        worst = distance_of(batch.keys[slot, slots[slot, TOP_M] - 1])
+        cutoff = worst - load_f32(query + np.uint64(SKETCH_CONSTANT)) + load_f32(query + np.uint64(SKETCH_MARGIN))
+    step = load_f32(query + np.uint64(SKETCH_STEP))
+    bias = load_f32(query + np.uint64(SKETCH_BIAS))
+    lanes = query + np.uint64(QUERY_SKETCH)
+    sketches, sketch_bytes = collections[collection, SKETCHES], collections[collection, SKETCH_BYTES]
+    rows, row_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
+    begin = end = slots[slot, TASK_BEGIN]
+    for t in range(begin, slots[slot, TASK_END]):
+        node = tasks[t]
+        sketch = np.uint64(sketches + np.int64(node) * sketch_bytes)
+        tail = sketch + np.uint64(sketch_bytes - 8)
+        estimate = -(np.float32(dot_sketch(sketch, lanes, sketch_bytes)) - bias) * step * load_f32(tail)
+        if l2:
+            estimate = load_f32(tail + np.uint64(4)) + np.float32(2) * estimate
+        if first:
+            place = end
+            while place > begin and distances[place - 1] > estimate:
+                if place < begin + SEEDS_KEPT:
+                    distances[place] = distances[place - 1]
+                    tasks[place] = tasks[place - 1]
+                place -= 1
+            if place < begin + SEEDS_KEPT:
+                distances[place] = estimate
+                tasks[place] = node
+                end = min(end + 1, begin + SEEDS_KEPT)
+        elif estimate < cutoff:
+            tasks[end] = node
+            end += 1
+            prefetch(np.uint64(rows + np.int64(node) * row_bytes))
+    slots[slot, TASK_END] = end
 
 
 @compiled
 def compute_distances(batch, active):  # type: ignore[no-untyped-def]
-    """Score every task, fetching the next row while this one is summed."""
+    """Score the tasks, those that sketches do not rule out, fetching the next row while this one is summed."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
+    for slot in active:
+        full = slots[slot, EXTENDS] == 0 or slots[slot, FILLED] == slots[slot, TOP_M]
+        if collections[slots[slot, COLLECTION], SKETCHES] != 0 and full:
+            screen(batch, slot)
     for slot in active:
         collection = slots[slot, COLLECTION]
         rows, row_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
         kind, lanes = collections[collection, KIND], collections[collection, LANES]
-        query, scale = np.uint64(batch.queries[slot]), batch.scales[slot]
+        step = load_f32(np.uint64(slots[slot, QUERY] + CODE_STEP))
+        query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_ROW])
         for t in range(slots[slot, TASK_BEGIN], slots[slot, TASK_END]):
             if t + 1 < slots[slot, TASK_END]:
                 following = rows + np.int64(tasks[t + 1]) * row_bytes
                 for offset in range(64, row_bytes, 64):
                     prefetch(np.uint64(following + offset))
             row = np.uint64(rows + np.int64(tasks[t]) * row_bytes)
-            distances[t] = row_distance(kind, row, query, lanes, scale)
+            distances[t] = row_distance(kind, row, query, lanes, step)
 
 
 @compiled
@@ -216,19 +285,17 @@ def insert(keys, slot, filled, top_m, key):  # type: ignore[no-untyped-def]
     """Put a key into a sorted top_m. Returns its position, or -1 if it is too far or there already."""
     if filled == top_m and key >= keys[slot, top_m - 1]:
         return -1
-    low, high = 0, filled
-    while low < high:
-        middle = (low + high) >> 1
-        if keys[slot, middle] < key:
-            low = middle + 1
-        else:
-            high = middle
-    if low < filled and keys[slot, low] >> np.uint64(1) == key >> np.uint64(1):
+    position, length = 0, filled
+    while length > 0:
+        half = (length + 1) >> 1
+        position += half if keys[slot, position + half - 1] < key else 0
+        length -= half
+    if position < filled and keys[slot, position] >> np.uint64(1) == key >> np.uint64(1):
         return -1
-    for i in range(min(filled, top_m - 1), low, -1):
-        keys[slot, i] = keys[slot, i - 1]
-    keys[slot, low] = key
-    return low
+    address = keys.ctypes.data + slot * keys.strides[0] + position * 8
+    move(np.uint64(address + 8), np.uint64(address), (min(filled, top_m - 1) - position) * 8)
+    keys[slot, position] = key
+    return position
 
 
 @compiled
@@ -261,14 +328,14 @@ def merge_top_m(batch, active):  # type: ignore[no-untyped-def]
 @compiled
 def rescore(batch, slot):  # type: ignore[no-untyped-def]
     """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only)."""
-    collections, slots, queries, keys = batch.collections, batch.slots, batch.queries, batch.keys
+    collections, slots, keys = batch.collections, batch.slots, batch.keys
     collection = slots[slot, COLLECTION]
     full, full_bytes = collections[collection, FULL], collections[collection, FULL_BYTES]
     if full == 0:
         return
     kind = F32_DOT if collections[collection, KIND] == I8_DOT else F32_L2
     lanes = collections[collection, FULL_LANES]
-    query = np.uint64(queries[slot] + collections[collection, LANES])
+    query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
     count = min(slots[slot, FILLED], rescore_count(slots[slot, K]))
     for i in range(count):
         node = np.int64(node_of(keys[slot, i]))
