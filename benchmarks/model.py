@@ -174,7 +174,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--model", default="smollm2-135m-instruct", help="known name, or a directory with a Llama")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
@@ -192,8 +192,8 @@ def main() -> None:
     )
     measure_prefill(ours, theirs, [32, 128, 512, 1000], random, given.rounds)
     measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, given.rounds)
-    batches = {f"{rows} rows of 200": [200] * rows for rows in (1, 2, 4, 8, 16)}
-    batches["8 rows of 20..900"] = [20, 900, 40, 300, 30, 150, 60, 80]
+    batches = {f"{rows} rows of 128": [128] * rows for rows in (1, 2, 4, 8, 16)}
+    batches["8 rows of 20..700"] = [20, 700, 40, 200, 30, 100, 60, 80]
     measure_decode(ours, theirs, batches, random, given.rounds, given.steps)
     measure_copy(model, target, [128, 512, 1000], given.rounds)
 
