@@ -3,6 +3,7 @@
 Knows nothing of what vectors mean, of search, or of language models. Linux only.
 """
 
+from ipc.arena import KvArena
 from ipc.client import ClientStatistics, RingClient
 from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result, Stage
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
@@ -19,7 +20,7 @@ from ipc.errors import (
     StaleEpoch,
     UnknownRequest,
 )
-from ipc.handover import HandoverSink, HandoverSource, KvArena, Offer, Outcome
+from ipc.handover import HandoverSink, HandoverSource, Offer, Outcome
 from ipc.memory import MemoryReference, SharedMemory
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
 from ipc.server import RingServer, ServerStatistics

@@ -1,16 +1,14 @@
 """A client's side of a session: submit vectors to a pool, poll results."""
 
 import contextlib
-import os
-import select
 import time
 from collections import deque
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
 
+from ipc.attachment import Attachment
 from ipc.descriptors import (
     CANCEL,
     LOST,
@@ -26,11 +24,7 @@ from ipc.descriptors import (
     STATUSES,
     Result,
 )
-from ipc.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
-from ipc.endpoints import connect, new_token, receive_all
 from ipc.errors import (
-    AttachRefused,
-    AttachTimeout,
     Draining,
     InvalidArgument,
     IpcError,
@@ -39,23 +33,13 @@ from ipc.errors import (
     RingFull,
     StaleEpoch,
 )
-from ipc.memory import SharedMemory
-from ipc.ring import CLOSED, EVICTED, OPEN, RingConsumer, RingProducer, Watch
-from ipc.server import result_offset
+from ipc.ring import CLOSED, EVICTED, OPEN
 from ipc.session import (
     DOORBELLS,
     EVENTFD,
-    MAX_MESSAGE_BYTES,
-    VERSION,
-    Attach,
-    Attached,
-    Refused,
-    decode_answer,
-    encode,
 )
 from ipc.spin import SpinBudget
 
-MAX_SESSION_BYTES = 1 << 32
 _STATE_REASONS = {
     CLOSED: "the pool closed the session",
     EVICTED: "the pool evicted this client: it broke the protocol",
@@ -80,106 +64,6 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     cancelled: int
     stale: int
     attached: int
-
-
-class _Session:
-    """One attachment to one life of the pool: rings, doorbells, its pidfd. Made whole or not at all."""
-
-    def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float) -> None:
-        deadline = time.monotonic_ns() + int(timeout_ms * 1e6)
-        with contextlib.ExitStack() as undo:
-            mailbox: FdMailbox | None = None
-            if doorbell == EVENTFD:
-                mailbox = FdMailbox()
-                undo.callback(mailbox.close)
-                bell = mailbox.name
-            else:
-                bell = f"{endpoint[:60]}-{new_token()}"
-                self.sleeper: Sleeper = ZmqSleeper(bell)
-                undo.callback(self.sleeper.close)
-            answer = _ask(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell), deadline)
-            self.answer = answer
-            self.ringer: Ringer
-            if mailbox is not None:
-                left_ms = max((deadline - time.monotonic_ns()) / 1e6, 1.0)
-                ringer_fd, sleeper_fd = mailbox.take(answer.token, 2, left_ms)
-                self.ringer, self.sleeper = EventfdBell(ringer_fd), EventfdBell(sleeper_fd)
-                undo.callback(self.sleeper.close)
-            else:
-                self.ringer = ZmqRinger(answer.bell)
-            undo.callback(self.ringer.close)
-            try:
-                self.pidfd = os.pidfd_open(answer.pid)
-            except OSError as error:
-                raise PeerLost(f"the pool (process {answer.pid}) is gone: {error.strerror}") from error
-            undo.callback(os.close, self.pidfd)
-            self._map(answer)
-            undo.callback(self.memory.close)
-            self.epoll = select.epoll()
-            self.epoll.register(self.sleeper.fileno(), select.EPOLLIN)
-            self.epoll.register(self.pidfd, select.EPOLLIN)
-            undo.pop_all()
-        if mailbox is not None:
-            mailbox.close()
-
-    def _map(self, answer: Attached) -> None:
-        layouts, max_k = (answer.requests, answer.results), answer.max_k
-        dims = [dim for _, dim in answer.collections]
-        if not dims or min(dims) < 1 or 4 * max(dims) != layouts[0].payload_bytes:
-            raise ProtocolViolation(f"dimensions {dims} do not fit payloads of {layouts[0].payload_bytes} bytes")
-        if max_k < 1 or 12 * max_k != layouts[1].payload_bytes:
-            raise ProtocolViolation(f"max_k {max_k} does not fit payloads of {layouts[1].payload_bytes} bytes")
-        split = result_offset(layouts[0])
-        if split + layouts[1].size != answer.memory.size:
-            raise ProtocolViolation(f"rings of {split + layouts[1].size} bytes in a memory of {answer.memory.size}")
-        self.memory = SharedMemory.open(answer.memory, max_size=MAX_SESSION_BYTES, writable=True)
-        try:
-            view = self.memory.view
-            self.requests = RingProducer(view[: layouts[0].size], layouts[0], answer.epoch)
-            self.results = RingConsumer(view[split : split + layouts[1].size], layouts[1], answer.epoch)
-        except BaseException:
-            self.memory.close()
-            raise
-        # One view per slot: making a view costs as much as copying 1.5 KB.
-        self.vectors = list(self.requests.payload(np.float32, 0, max(dims)))
-        self.ids = list(self.results.payload(np.int64, 0, max_k))
-        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
-        self.watch = Watch([self.results])
-
-    def pool_died(self) -> bool:
-        return any(fd == self.pidfd for fd, _ in self.epoll.poll(0))
-
-    def close(self) -> None:
-        self.requests.close()
-        self.ringer.ring()
-        self.epoll.close()
-        os.close(self.pidfd)
-        self.sleeper.close()
-        self.ringer.close()
-        # The mapping goes with the last view of it.
-        del self.requests, self.results, self.watch, self.vectors, self.ids, self.distances
-        self.memory.close()
-
-
-def _ask(endpoint: str, attach: Attach, deadline: int) -> Attached:
-    socket = connect(zmq.DEALER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
-    try:
-        socket.send(encode(attach))
-        while (left := deadline - time.monotonic_ns()) > 0:
-            socket.poll(max(left // 1_000_000, 1))
-            for frames in receive_all(socket):
-                try:
-                    answer: Attached | Refused = decode_answer(frames[-1])
-                except msgspec.MsgspecError as error:
-                    raise ProtocolViolation(f"the pool at {endpoint} answers nonsense: {error}") from error
-                if isinstance(answer, Refused):
-                    raise AttachRefused(f"the pool at {endpoint} refuses: {answer.reason}")
-                if answer.version != VERSION:
-                    raise ProtocolViolation(f"the pool speaks version {answer.version}, this client {VERSION}")
-                return answer
-    finally:
-        socket.close()
-    raise AttachTimeout(f"no pool answered at {endpoint}")
 
 
 class RingClient:
@@ -223,7 +107,7 @@ class RingClient:
         self._attach(timeout_ms)
 
     def _attach(self, timeout_ms: float) -> None:
-        self._session = _Session(self.endpoint, self.name, self._doorbell, timeout_ms)
+        self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms)
         answer = self._session.answer
         self.epoch = answer.epoch
         self.collections = dict(answer.collections)
@@ -398,7 +282,7 @@ class RingClient:
             finally:
                 ring.release(done)
 
-    def _read(self, session: _Session, slot: int) -> Result:
+    def _read(self, session: Attachment, slot: int) -> Result:
         fields = RESULT_HEADER.unpack_from(session.results.view, session.results.header_offsets[slot])
         request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
         if epoch != self.epoch:

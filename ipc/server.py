@@ -33,8 +33,20 @@ from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
 from ipc.endpoints import bind, new_token, receive_all, send_now
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
 from ipc.memory import SharedMemory
-from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingConsumer, RingLayout, RingProducer, Watch, format_ring
-from ipc.session import EVENTFD, MAX_MESSAGE_BYTES, VERSION, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
+from ipc.places import ClientPlace
+from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingLayout, Watch
+from ipc.session import (
+    EVENTFD,
+    MAX_MESSAGE_BYTES,
+    VERSION,
+    ZEROMQ,
+    Attach,
+    Attached,
+    Refused,
+    decode_attach,
+    encode,
+    result_offset,
+)
 from ipc.spin import SpinBudget
 
 if TYPE_CHECKING:
@@ -43,7 +55,6 @@ if TYPE_CHECKING:
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
 LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are requests
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
-_PAGE = 4096
 _MAX_NAME = 100
 
 
@@ -76,51 +87,6 @@ class _Parameters(NamedTuple):
     kind: int
     refusal: str
     values: tuple[str, Stage, int, int, int, int | None, int]
-
-
-class _Client:
-    """One attached client: its rings, its doorbell, its pidfd, and the requests it waits for."""
-
-    def __init__(
-        self,
-        handle: int,
-        name: str,
-        pidfd: int,
-        bell: Ringer,
-        memory: SharedMemory,
-        layouts: tuple[RingLayout, RingLayout],
-        epoch: int,
-        max_dim: int,
-        max_k: int,
-    ) -> None:
-        self.handle = handle
-        self.name = name
-        self.pidfd = pidfd
-        self.bell = bell
-        self.memory = memory
-        split = result_offset(layouts[0])
-        requests, results = memory.view[: layouts[0].size], memory.view[split : split + layouts[1].size]
-        format_ring(requests, layouts[0], epoch)
-        format_ring(results, layouts[1], epoch)
-        self.requests = RingConsumer(requests, layouts[0], epoch)
-        self.results = RingProducer(results, layouts[1], epoch)
-        # One view per slot: making a view costs as much as copying 1.5 KB.
-        self.vectors = list(self.requests.payload(np.float32, 0, max_dim))
-        self.ids = list(self.results.payload(np.int64, 0, max_k))
-        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
-        self.outstanding: dict[int, int] = {}  # request id → receive_ns
-        self.cancelled: set[int] = set()  # those of them that the client does not want any more
-        self.last_id = 0
-
-    def close(self) -> None:
-        self.bell.close()
-        os.close(self.pidfd)
-        self.memory.close()
-
-
-def result_offset(requests: RingLayout) -> int:
-    """Where in a session's memory the result ring begins: the first page after the request ring."""
-    return -(-requests.size // _PAGE) * _PAGE
 
 
 class RingServer:
@@ -163,8 +129,8 @@ class RingServer:
         self._max_dim = max(collections.values())
         self._layouts = (RingLayout(ring_slots, 4 * self._max_dim), RingLayout(ring_slots, 12 * max_k))
         self._spin = SpinBudget(int(spin_us * 1000))
-        self._clients: dict[int, _Client] = {}
-        self._turns: list[_Client] = []
+        self._clients: dict[int, ClientPlace] = {}
+        self._turns: list[ClientPlace] = []
         self._turn = 0
         self._watch = Watch([])
         self._parameters: dict[bytes, _Parameters] = {}
@@ -229,7 +195,7 @@ class RingServer:
         client = self._clients.get(cancel.client)
         return client is None or cancel.request_id in client.outstanding
 
-    def _drain(self, client: _Client, limit: int, now: int, requests: list[Request]) -> None:
+    def _drain(self, client: ClientPlace, limit: int, now: int, requests: list[Request]) -> None:
         ring = client.requests
         room = client.results.room(limit + len(client.outstanding)) - len(client.outstanding)
         first, done = ring.first, 0
@@ -347,7 +313,7 @@ class RingServer:
 
     def _write(
         self,
-        client: _Client,
+        client: ClientPlace,
         request_id: int,
         status: str,
         receive_ns: int,
@@ -490,7 +456,7 @@ class RingServer:
             undo.callback(bell.close)
             memory = SharedMemory.create("trinity-ring", result_offset(self._layouts[0]) + self._layouts[1].size)
             undo.callback(memory.close)
-            client = _Client(
+            client = ClientPlace(
                 handle, attach.name, pidfd, bell, memory, self._layouts, self.epoch, self._max_dim, self._max_k
             )
             self._epoll.register(pidfd, select.EPOLLIN)
@@ -527,11 +493,11 @@ class RingServer:
             raise
         return bell
 
-    def _evict(self, client: _Client) -> None:
+    def _evict(self, client: ClientPlace) -> None:
         self._counts["evicted"] += 1
         self._forget(client, EVICTED)
 
-    def _forget(self, client: _Client, state: int) -> None:
+    def _forget(self, client: ClientPlace, state: int) -> None:
         client.requests.set_state(state)
         client.bell.ring()
         gone = (request_id for request_id in client.outstanding if request_id not in client.cancelled)

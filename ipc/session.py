@@ -6,6 +6,7 @@ from ipc.memory import MemoryReference, Pid
 from ipc.ring import RingLayout
 
 VERSION = 1
+_PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 16
 
 EVENTFD, ZEROMQ = "eventfd", "zeromq"
@@ -48,3 +49,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_attach = msgspec.msgpack.Decoder(Attach).decode
 decode_answer = msgspec.msgpack.Decoder(Attached | Refused).decode
+
+
+def result_offset(requests: RingLayout) -> int:
+    """Where in a session's memory the result ring begins: the first page after the request ring."""
+    return -(-requests.size // _PAGE) * _PAGE
