@@ -21,23 +21,22 @@ def get(url: str, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
 def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
     """The JSON answer to a POST. Raises the `TrinityError` that the node answered with."""
     with _response(url, "POST", path, body, timeout_s) as response:
-        answer = json.loads(response.read())
         if response.status != 200:
-            raise _error(answer)
-        return dict(answer)
+            raise _error(response.status, response.read())
+        return dict(json.loads(response.read()))
 
 
 def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Iterator[Json]:
     """The events of a streamed answer as they come. Raises the `TrinityError` that ended it, if one did."""
     with _response(url, "POST", path, {**body, "stream": True}, timeout_s) as response:
         if response.status != 200:
-            raise _error(json.loads(response.read()))
+            raise _error(response.status, response.read())
         for line in response:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
             event = json.loads(line[len(b"data: ") :])
             if "error" in event:
-                raise _error(event)
+                raise _error(response.status, line[len(b"data: ") :])
             yield event
 
 
@@ -52,12 +51,15 @@ def _response(
         connection.request(method, path, data, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             yield response
-    except OSError as error:
-        raise Unavailable(f"no answer from {url}: {error}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
 
 
-def _error(answer: Json) -> TrinityError:
-    error = answer.get("error", {})
-    return error_of(str(error.get("code")), str(error.get("message")), error.get("param"))
+def _error(status: int, body: bytes) -> TrinityError:
+    try:
+        error = json.loads(body)["error"]
+        return error_of(str(error["code"]), str(error["message"]), error.get("param"))
+    except (ValueError, KeyError, TypeError):
+        return Unavailable(f"the node answered with status {status} and no error of its own: {body[:200]!r}")

@@ -87,7 +87,7 @@ class PoolSection(Placed, frozen=True):
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
     max_k: Annotated[int, Meta(ge=1, le=1024)] = 128
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
-    top_m: Annotated[int, Meta(ge=1, le=4096)] = 64
+    top_m: Annotated[int, Meta(ge=1, le=4096)] = 128
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
 
 

@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 
 import msgspec
+
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, Placed, Role
 
@@ -153,4 +154,5 @@ def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
         text = Path(config.http.api_keys_file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
-    return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))

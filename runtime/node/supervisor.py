@@ -120,11 +120,11 @@ class Supervisor:
             self._answer(control)
             self._reap()
             if any(child.phase is Phase.FATAL for child in self._children):
-                self._stop_all(control)
+                self._stop_all(control, listener)
                 return 1
             self._watch()
             if self._stop_signals:
-                self._stop_all(control)
+                self._stop_all(control, listener)
                 return 0
             self._restart_due(listener)
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
@@ -264,9 +264,10 @@ class Supervisor:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
 
-    def _stop_all(self, control: ControlServer) -> None:
+    def _stop_all(self, control: ControlServer, listener: socket.socket) -> None:
         """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
         log.info("draining (again to stop at once)")
+        listener.close()  # with the frontend's own gone, new connections are refused instead of left in a queue
         bound = self._clock() + self._plan.config.node.drain_s
         patience = self._stop_signals
         for role in _STOP_ORDER:

@@ -86,7 +86,7 @@ class Pool:
             stage = request.stage
             self._table.add(f"trinity_pool_queries_{stage}_total")
             try:
-                self._scheduler.add(Queued(stage, request.deadline_ns or _NEVER_NS, request.enqueue_ns, request))
+                self._scheduler.add(Queued(stage, request.deadline_ns or _NEVER_NS, request.receive_ns, request))
             except Overloaded:
                 self._refuse(request, "overloaded")
         for cancel in self._server.cancellations():

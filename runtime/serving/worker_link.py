@@ -51,6 +51,7 @@ MAX_NAME = 128
 TICK_SECONDS = 0.1
 BURST = 32
 QUEUE = 10_000  # messages that may wait for one worker; one that lets more gather is taken for lost
+_PROBE_AFTER_NS = 1_000_000_000  # silent for longer than between two reports: see whether it is still there
 
 
 @dataclass(slots=True)
@@ -200,6 +201,8 @@ class WorkerLink:
             silent = now - peer.heard_ns
             if not peer.lost and silent > self._lost_after_ns:
                 self.lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s")
+            elif not peer.lost and silent > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
+                self.lost(name, "its connection is gone")
         for request in self.requests.late(now):
             where = "decode" if request.prefilled else "prefill"
             self._fail(

@@ -183,6 +183,26 @@ def test_a_cancelled_request_is_forgotten_by_both_workers_and_late_pieces_are_an
     run(test())
 
 
+def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_silence() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            decode.close()
+            stand.clock.forward(1.1)
+            await prefill.settle()
+            while not stand.codes:  # the socket learns of the end in a thread of its own
+                stand.link.tick()
+                await asyncio.sleep(0)
+            assert stand.link.missing() == ["decode"]
+            error = await ending(request)
+            assert isinstance(error, WorkerLost)
+            assert error.message == "decode worker 'd0' was lost: its connection is gone"
+
+    run(test())
+
+
 def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_report() -> None:
     async def test() -> None:
         async with standing() as stand:
@@ -200,6 +220,7 @@ def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_
             assert isinstance(error, WorkerLost)
             assert error.message == "decode worker 'd0' was lost: silent for 10.1 s, the limit is 10.0 s"
             assert await prefill.hear() == Cancel("r1")
+            assert await decode.hear() == Welcome(EPOCH)  # it was asked whether it is still there
             assert await decode.hear() == Cancel("r1")  # for when it wakes
             await decode.report(EPOCH)
             await decode.settle()

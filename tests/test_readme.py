@@ -1,0 +1,41 @@
+"""The README is true: the files it names exist, its configuration loads, its commands are commands."""
+
+import re
+from pathlib import Path
+
+import typer.main
+
+from launchers.main import app
+from runtime.node.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_file_and_folder_that_the_readme_names_exists() -> None:
+    named = set(re.findall(r"\b(?:runtime|gpu|ipc|launchers|dashboards|tests|benchmarks)/[\w./-]*", README))
+    named = {name.rstrip("./") for name in named}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_its_configuration_loads_and_names_no_unknown_key(tmp_path: Path) -> None:
+    text = re.search(r"```toml\n(.*?)```", README, re.DOTALL)
+    assert text is not None
+    path = tmp_path / "node.toml"
+    path.write_text(re.sub(r"^# (?=\w+ = )", "", text[1], flags=re.MULTILINE))
+    config = load_config(path)
+    assert config.node.name == "my-node"
+    assert config.http.api_keys_file.endswith("keys.txt")
+
+
+def test_its_commands_exist() -> None:
+    command = typer.main.get_command(app)
+    known = set(command.commands)  # type: ignore[attr-defined]
+    used = set(re.findall(r"^trinity (\w+)", README, re.MULTILINE))
+    assert {"serve", "status", "stop", "index", "search"} <= used <= known
+
+
+def test_its_benchmarks_exist() -> None:
+    named = set(re.findall(r"python -m (benchmarks\.\w+)", README))
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
