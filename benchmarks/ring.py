@@ -5,6 +5,7 @@
 Every way runs in the same process pair pattern (a parent that asks, a child that answers), the ways in turn in every
 round, so that the machine's mood hits all alike; the table shows each way's median over rounds, and ratios are taken
 within rounds. Busy: the next request follows at once. Idle: both sides have been asleep for a few ms.
+Parent and child are pinned to a core each (with their ZeroMQ threads), where there are two.
 
 - ring: `RingProducer`/`RingConsumer`, 1,536 bytes each way, spin with yield, eventfd when asleep;
 - session: `RingClient.submit` → `RingServer.receive` → `publish` → `poll`, 384 floats out, 10 ids and distances back;
@@ -14,6 +15,7 @@ within rounds. Busy: the next request follows at once. Idle: both sides have bee
 import argparse
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import platform
 import select
@@ -99,6 +101,7 @@ class RingEnd:
 
 
 def _ring_child(reference: MemoryReference, mailbox: str, one_way: int) -> None:
+    _pin(1)
     bells = EventfdBell(), EventfdBell()
     send_fds(mailbox, b"bells", [bell.fileno() for bell in bells])
     with SharedMemory.open(reference, max_size=1 << 24, writable=True) as memory:
@@ -186,6 +189,7 @@ def ring_one_way(count: int) -> float:
 
 
 def _session_child(endpoint: str) -> None:
+    _pin(1)
     ids, distances = np.arange(K), np.linspace(0, 1, K, dtype=np.float32)
     with RingServer(endpoint, {"docs": DIM}, epoch=EPOCH, spin_us=SPIN_NS / 1e3) as server:
         while True:
@@ -239,6 +243,7 @@ def session_searches_per_second(count: int) -> float:
 
 
 def _zmq_child(there: str, back: str, one_way: int) -> None:
+    _pin(1)
     incoming = bind(zmq.PULL, there, max_message_bytes=1 << 16)
     outgoing = connect(zmq.PUSH, back, max_message_bytes=1 << 16)
     outgoing.send(b"ready")
@@ -296,6 +301,13 @@ def zmq_one_way(count: int) -> float:
 
 
 # ---- measuring
+
+
+def _pin(which: int) -> None:
+    """Keep this process, and the threads it will start, on the first or second core that it may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > which:
+        os.sched_setaffinity(0, {cores[which]})
 
 
 def _busy(trip: Callable[[], None], count: int) -> Nanoseconds:
@@ -393,10 +405,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ring"))
     arguments = parser.parse_args()
     _context.set_forkserver_preload(["ipc"])
+    multiprocessing.forkserver.ensure_running()  # before pinning: children choose their own core
+    _pin(0)
     report: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "versions": {"python": platform.python_version(), "pyzmq": zmq.__version__, "libzmq": zmq.zmq_version()},
         "load_average_before": os.getloadavg()[0],
+        "nice": os.nice(0),
         "bytes_each_way": BYTES,
         **measure(arguments.rounds, arguments.busy, arguments.idle, arguments.one_way),
     }

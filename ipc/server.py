@@ -142,11 +142,16 @@ class RingServer:
         self._no_ids = np.empty(0, np.int64)
         self._no_distances = np.empty(0, np.float32)
 
-        self._session = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
-        self._bell = EventfdBell()
-        self._zmq_bell_endpoint = f"{endpoint}-bell"
-        self._zmq_bell = ZmqSleeper(self._zmq_bell_endpoint)
-        self._epoll = select.epoll()
+        with contextlib.ExitStack() as undo:
+            self._session = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
+            undo.callback(self._session.close)
+            self._zmq_bell_endpoint = f"{endpoint}-bell"
+            self._zmq_bell = ZmqSleeper(self._zmq_bell_endpoint)
+            undo.callback(self._zmq_bell.close)
+            self._bell = EventfdBell()
+            undo.callback(self._bell.close)
+            self._epoll = select.epoll()
+            undo.pop_all()
         self._bell_fd = self._bell.fileno()
         self._zmq_bell_fd = self._zmq_bell.fileno()
         self._session_fd = int(self._session.getsockopt(zmq.FD))
