@@ -1,0 +1,54 @@
+"""Data on which distances are exact in float32, so that two searches can be compared id by id."""
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.index_data import IndexData
+from gpu.rows import checked_vectors, encode
+
+METRICS = ("cosine", "l2", "ip")
+DTYPES = ("float32", "float16", "int8")
+
+
+def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> npt.NDArray[np.float32]:
+    """Vectors with 0, 1, 4 or 16 entries of ±1: their norms are powers of two, so that normalising them is exact."""
+    vectors = np.zeros((count, dim), np.float32)
+    for vector in vectors:
+        places = random.permutation(dim)[: random.choice([0, 1, 4, 16])]
+        vector[places] = random.choice([-1, 1], size=len(places))
+    return vectors
+
+
+def random_index(
+    random: np.random.Generator, count: int, metric: str, dtype: str, degree: int, seeds: int
+) -> IndexData:
+    """Exact vectors under a graph of random edges, with loops and doubles: no search may rely on a good graph."""
+    vectors = checked_vectors(exact_vectors(random, count), metric)
+    graph = random.integers(count, size=(count, degree), dtype=np.uint32)
+    first = random.permutation(count)[:seeds].astype(np.uint32)
+    return IndexData(encode(vectors, metric, dtype), graph, first, None)
+
+
+def exact_neighbors(
+    vectors: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], metric: str, k: int
+) -> npt.NDArray[np.int64]:
+    """The true k nearest rows of each query."""
+    if metric == "cosine":
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
+    distances = -(queries @ vectors.T)
+    if metric == "l2":
+        distances = np.square(vectors).sum(axis=1) + 2 * distances
+    return np.argsort(distances, axis=1, kind="stable")[:, :k]
+
+
+def recall(found: npt.NDArray[np.int64], truth: npt.NDArray[np.int64]) -> float:
+    """The part of the true neighbours that was found."""
+    return float(np.mean([len(np.intersect1d(a, b)) / truth.shape[1] for a, b in zip(found, truth, strict=True)]))
+
+
+def clustered(random: np.random.Generator, count: int, dim: int, clusters: int = 30) -> npt.NDArray[np.float32]:
+    """Gaussian clusters of low intrinsic dimension, like embeddings: something a graph can be searched for."""
+    basis = random.standard_normal((12, dim))
+    centres = random.standard_normal((clusters, 12)) * 2
+    points = centres[random.integers(clusters, size=count)] + random.standard_normal((count, 12))
+    return (points @ basis + 0.3 * random.standard_normal((count, dim))).astype(np.float32)

@@ -1,0 +1,146 @@
+"""Slots: taken, advanced, paused, resumed, released; and what is refused."""
+
+import numpy as np
+import pytest
+
+from gpu import (
+    CpuEngine,
+    Engine,
+    GraphIndex,
+    InvalidParams,
+    InvalidSlot,
+    InvalidVector,
+    NoFreeSlot,
+    SearchParams,
+    UnknownCollection,
+)
+from tests.gpu.cases import clustered
+
+DIM = 24
+
+
+@pytest.fixture(scope="module")
+def index() -> GraphIndex:
+    return GraphIndex.build(clustered(np.random.default_rng(1), 800, DIM), metric="l2", ids=np.arange(800) + 5000)
+
+
+@pytest.fixture
+def engine(index: GraphIndex) -> Engine:
+    return CpuEngine({"docs": index}, slots=4)
+
+
+def query(number: int = 0) -> np.ndarray:
+    return clustered(np.random.default_rng(100 + number), 1, DIM)[0]
+
+
+def finish(engine: Engine, slot: int) -> None:
+    while slot not in engine.extend():
+        pass
+
+
+def test_a_query_through_a_slot_gets_what_search_gives(engine: Engine, index: GraphIndex) -> None:
+    slot = engine.admit(query(), SearchParams(k=5, top_m=32, search_width=2), "docs")
+    finish(engine, slot)
+    ids, distances = engine.result(slot)
+    expected = index.search(query()[None], k=5, top_m=32, search_width=2)
+    assert ids.tolist() == expected[0][0].tolist()
+    assert distances.tolist() == expected[1][0].tolist()
+
+
+def test_slots_are_counted_through_their_life(engine: Engine) -> None:
+    assert (engine.free_slots, engine.active_slots) == (4, 0)
+    slot = engine.admit(query(), SearchParams(), "docs")
+    assert (engine.free_slots, engine.active_slots) == (3, 1)
+    engine.pause(slot)
+    assert (engine.free_slots, engine.active_slots) == (3, 0)
+    engine.resume(slot)
+    finish(engine, slot)
+    assert (engine.free_slots, engine.active_slots) == (3, 0)
+    engine.release(slot)
+    assert (engine.free_slots, engine.active_slots) == (4, 0)
+
+
+def test_a_paused_slot_stands_still_and_goes_on_where_it_was(engine: Engine, index: GraphIndex) -> None:
+    slot = engine.admit(query(), SearchParams(), "docs")
+    other = engine.admit(query(1), SearchParams(), "docs")
+    engine.extend()
+    engine.pause(slot)
+    finish(engine, other)
+    assert engine.extends(slot) == 1
+    engine.resume(slot)
+    finish(engine, slot)
+    assert engine.result(slot)[0].tolist() == index.search(query()[None], search_width=4)[0][0].tolist()
+
+
+def test_patience_and_width_save_extends(engine: Engine) -> None:
+    wanted = [SearchParams(search_width=1), SearchParams(search_width=1, patience=3), SearchParams(search_width=8)]
+    slots = [engine.admit(query(), one, "docs") for one in wanted]
+    while engine.active_slots:
+        engine.extend()
+    plain, patient, wide = (engine.extends(slot) for slot in slots)
+    assert patient < plain
+    assert wide < plain / 4
+
+
+def test_a_released_slot_is_used_again_and_remembers_nothing(engine: Engine, index: GraphIndex) -> None:
+    for slot in [engine.admit(query(number), SearchParams(), "docs") for number in range(4)]:
+        engine.extend()
+        engine.release(slot)
+    slot = engine.admit(query(9), SearchParams(), "docs")
+    assert engine.extends(slot) == 0
+    finish(engine, slot)
+    assert engine.result(slot)[0].tolist() == index.search(query(9)[None], search_width=4)[0][0].tolist()
+
+
+def test_a_full_batch_refuses_without_harm(engine: Engine) -> None:
+    for number in range(4):
+        engine.admit(query(number), SearchParams(), "docs")
+    with pytest.raises(NoFreeSlot, match="all 4 slots are taken"):
+        engine.admit(query(), SearchParams(), "docs")
+    assert engine.active_slots == 4
+
+
+def test_a_refused_query_takes_no_slot(engine: Engine) -> None:
+    with pytest.raises(UnknownCollection, match="'papers' is none of docs"):
+        engine.admit(query(), SearchParams(), "papers")
+    with pytest.raises(InvalidVector, match=f"needs .*{DIM}"):
+        engine.admit(query()[:-1], SearchParams(), "docs")
+    with pytest.raises(InvalidVector, match="must be finite"):
+        engine.admit(np.full(DIM, np.nan), SearchParams(), "docs")
+    with pytest.raises(InvalidParams, match="top_m is 513; this engine's limit is 512"):
+        engine.admit(query(), SearchParams(top_m=513), "docs")
+    with pytest.raises(InvalidParams, match="search_width is 9; this engine's limit is 8"):
+        engine.admit(query(), SearchParams(search_width=9), "docs")
+    assert engine.free_slots == 4
+
+
+def test_a_slot_in_the_wrong_state_is_refused(engine: Engine) -> None:
+    for call in (engine.result, engine.release, engine.pause, engine.resume, engine.extends):
+        with pytest.raises(InvalidSlot, match="slot 0 is free"):
+            call(0)
+        with pytest.raises(InvalidSlot, match=r"outside 0\.\.3"):
+            call(4)
+    slot = engine.admit(query(), SearchParams(), "docs")
+    with pytest.raises(InvalidSlot, match="is running; it must be finished"):
+        engine.result(slot)
+    with pytest.raises(InvalidSlot, match="is running; it must be paused"):
+        engine.resume(slot)
+
+
+def test_an_extend_of_nothing_finishes_nothing(engine: Engine) -> None:
+    assert engine.extend().tolist() == []
+
+
+def test_limits_of_the_engine_are_checked(index: GraphIndex) -> None:
+    with pytest.raises(InvalidParams, match="at least one collection"):
+        CpuEngine({})
+    with pytest.raises(InvalidParams, match=r"slots is 0, outside 1\.\.4096"):
+        CpuEngine({"docs": index}, slots=0)
+    with pytest.raises(InvalidParams, match=r"max_top_m is 5000, outside 1\.\.4096"):
+        CpuEngine({"docs": index}, max_top_m=5000)
+
+
+def test_state_is_bounded_and_told(index: GraphIndex) -> None:
+    one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
+    per_slot = (two - one) / 8
+    assert 512 * 8 < per_slot < 512 * 8 + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000

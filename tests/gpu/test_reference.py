@@ -1,0 +1,93 @@
+"""The engine finds what the numpy reference finds, by the same steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu.cpu.search import search
+from gpu.reference import ReferenceSearch, search_reference
+from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
+
+seeds = st.integers(0, 2**32 - 1)
+params = st.builds(
+    lambda k, more, width, patience: SearchParams(k, k + more, width, patience),
+    st.integers(1, 12),
+    st.integers(0, 40),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+exactly = settings(max_examples=60, deadline=None)
+
+
+@exactly
+@given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params)
+def test_engine_and_reference_agree_on_random_graphs(seed: int, metric: str, dtype: str, wanted: SearchParams) -> None:
+    random = np.random.default_rng(seed)
+    count = int(random.integers(1, 300))
+    data = random_index(random, count, metric, dtype, int(random.integers(2, 12)), int(random.integers(1, 20)))
+    query = exact_vectors(random, 1)
+    nodes, distances = search(data, query, wanted, threads=1)
+    expected_nodes, expected_distances, _ = search_reference(data, query[0], wanted)
+    assert nodes[0].tolist() == expected_nodes.tolist()
+    assert distances[0].tolist() == expected_distances.tolist()
+
+
+@exactly
+@given(seeds, st.lists(params, min_size=1, max_size=6))
+def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_s_extends(
+    seed: int, wanted: list[SearchParams]
+) -> None:
+    random = np.random.default_rng(seed)
+    data = {
+        name: random_index(random, 200, metric, dtype, 6, 8)
+        for name, metric, dtype in (("a", "l2", "float32"), ("b", "cosine", "float16"), ("c", "ip", "int8"))
+    }
+    engine = CpuEngine({name: GraphIndex(part) for name, part in data.items()}, slots=len(wanted))
+    running = {}
+    for one in wanted:
+        name = str(random.choice(list(data)))
+        query = exact_vectors(random, 1)[0]
+        running[engine.admit(query, one, collection=name)] = ReferenceSearch(data[name], query, one)
+    while running:
+        slots = list(running)
+        paused = [slot for slot in slots if random.random() < 0.3]
+        for slot in paused:
+            engine.pause(slot)
+        finished = engine.extend().tolist()
+        for slot in paused:
+            engine.resume(slot)
+        assert set(finished) == {slot for slot in slots if slot not in paused and running[slot].extend()}
+        for slot in finished:
+            reference = running.pop(slot)
+            assert engine.extends(slot) == reference.extends
+            assert engine.result(slot)[0].tolist() == reference.result()[0].tolist()
+            assert engine.result(slot)[1].tolist() == reference.result()[1].tolist()
+            engine.release(slot)
+
+
+def test_a_visited_table_that_forgets_changes_nothing() -> None:
+    random = np.random.default_rng(5)
+    data = random_index(random, 20_000, "l2", "float32", 32, 32)
+    wanted = SearchParams(k=10, top_m=12, search_width=8)  # the table holds 1024 nodes
+    query = exact_vectors(random, 1)
+    reference = ReferenceSearch(data, query[0], wanted)
+    while not reference.extend():
+        pass
+    assert search(data, query, wanted, threads=1)[0][0].tolist() == reference.result()[0].tolist()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_with_sketches_engine_and_reference_differ_in_near_ties_only(metric: str, dtype: str) -> None:
+    random = np.random.default_rng(3)
+    vectors = clustered(random, 5000, 400)
+    index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
+    assert index.data.rows.sketch is not None
+    queries = clustered(random, 20, 400)
+    wanted = SearchParams(k=10, top_m=32, search_width=2)
+    found, distances = search(index.data, queries, wanted, threads=1)
+    expected = [search_reference(index.data, query, wanted) for query in queries]
+    assert np.mean([ids == other[0] for ids, other in zip(found, expected, strict=True)]) > 0.97
+    np.testing.assert_allclose(distances[:, 0], [other[1][0] for other in expected], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,136 @@
+"""An index on disk: what is saved is loaded, and nothing else is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex, IndexFormatError, InvalidParams
+from tests.gpu.cases import clustered
+
+
+@pytest.fixture(scope="module")
+def index() -> GraphIndex:
+    vectors = clustered(np.random.default_rng(1), 4200, 128)
+    return GraphIndex.build(vectors, metric="l2", ids=np.arange(4200) * 3)
+
+
+@pytest.fixture
+def saved(index: GraphIndex, tmp_path: Path) -> Path:
+    index.save(tmp_path / "index")
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_a_loaded_index_answers_as_the_built_one(tmp_path: Path, dtype: str) -> None:
+    random = np.random.default_rng(1)
+    built = GraphIndex.build(clustered(random, 4200, 128), metric="ip", dtype=dtype, degree=16)
+    built.save(tmp_path / "deep" / "index")
+    loaded = GraphIndex.load(tmp_path / "deep" / "index")
+    loaded.verify()
+    facts = [(i.size, i.dim, i.degree, i.metric, i.dtype, i.nbytes) for i in (built, loaded)]
+    assert facts[0] == facts[1]
+    queries = clustered(random, 20, 128)
+    for one, other in zip(built.search(queries), loaded.search(queries), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_rows_are_mapped_not_read(saved: Path) -> None:
+    data = GraphIndex.load(saved).data
+    assert isinstance(data.graph, np.memmap)
+    assert isinstance(data.rows.codes, np.memmap)
+
+
+def test_saving_again_replaces_the_index_and_leaves_nothing_beside_it(index: GraphIndex, saved: Path) -> None:
+    index.save(saved)
+    GraphIndex.load(saved).verify()
+    assert [path.name for path in saved.parent.iterdir()] == ["index"]
+
+
+def test_a_directory_that_is_no_index_is_not_replaced(index: GraphIndex, tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(IndexFormatError, match="not an index; it will not be replaced"):
+        index.save(tmp_path)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_an_index_that_was_never_saved_cannot_be_verified(index: GraphIndex) -> None:
+    with pytest.raises(InvalidParams, match="no files to verify"):
+        index.verify()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_every_file_is_named_when_it_is_missing_truncated_or_altered(saved: Path) -> None:
+    assert {"codes.npy", "graph.npy", "ids.npy", "sketch.npy"} <= set(names(saved))
+    for name in names(saved):
+        path = saved / name
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(IndexFormatError, match=name):
+            GraphIndex.load(saved)
+        path.write_bytes(content[:-10])
+        with pytest.raises(IndexFormatError, match=name):
+            GraphIndex.load(saved)
+        if name != "meta.json":
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            with pytest.raises(IndexFormatError, match=name):
+                GraphIndex.load(saved).verify()
+        path.write_bytes(content)
+    GraphIndex.load(saved).verify()
+
+
+def change(directory: Path, **values: object) -> None:
+    path = directory / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"version": 99}, "version 99; this program reads version 1"),
+        ({"format": "other"}, "does not describe a trinity-index"),
+        ({"size": 10**12}, "size is 1000000000000, outside 1..2147483647"),
+        ({"dim": -1}, "dim is -1"),
+        ({"degree": "32"}, "degree is '32'"),
+        ({"size": 4199}, "was expected"),
+        ({"metric": "hamming"}, "metric 'hamming'"),
+        ({"scale": 0.0}, "scale is 0.0"),
+        ({"slack": -1.0}, "slack is -1.0"),
+        ({"sketch_lines": 9}, "sketch_lines is 9"),
+        ({"files": {}}, "lists"),
+        ({"files": []}, "list of files"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(saved: Path, values: dict[str, object], message: str) -> None:
+    change(saved, **values)
+    with pytest.raises(IndexFormatError, match=message):
+        GraphIndex.load(saved)
+
+
+def test_pickled_arrays_are_refused(saved: Path) -> None:
+    np.save(saved / "ids.npy", np.array([object()] * 4200), allow_pickle=True)
+    files = json.loads((saved / "meta.json").read_text())["files"]
+    files["ids.npy"]["bytes"] = (saved / "ids.npy").stat().st_size
+    change(saved, files=files)
+    with pytest.raises(IndexFormatError, match=r"ids.npy"):
+        GraphIndex.load(saved)
+
+
+def test_a_graph_that_points_outside_is_found_by_verify_and_harmless_to_search(index: GraphIndex, saved: Path) -> None:
+    graph = np.array(index.data.graph)
+    graph[:, ::2] = 0xFFFFFFFF
+    np.save(saved / "graph.npy", graph)
+    loaded = GraphIndex.load(saved)
+    ids, _ = loaded.search(clustered(np.random.default_rng(1), 50, 128))
+    assert set(ids.ravel().tolist()) <= set((np.arange(4200) * 3).tolist())
+    with pytest.raises(IndexFormatError, match=r"graph.npy"):
+        loaded.verify()
+
+
+def test_no_directory_is_no_index(tmp_path: Path) -> None:
+    with pytest.raises(IndexFormatError, match="is not an index"):
+        GraphIndex.load(tmp_path / "nowhere")
