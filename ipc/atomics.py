@@ -144,7 +144,7 @@ def fence() -> None:
 
 
 @_compiled("int64(int64, int64, int64, int64, int64, int64, int64)")
-def publish(base: int, stride: int, slots: int, position: int, count: int, writer: int, sleeping: int) -> int:
+def publish(base: int, stride: int, slots: int, writer: int, sleeping: int, position: int, count: int) -> int:
     """Make `count` filled slots from `position` on visible, in order. 1: the consumer sleeps and must be rung.
 
     The sleeping word is taken back here, so only one of many sends rings.

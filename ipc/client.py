@@ -155,7 +155,7 @@ class RingClient:
             self._refuse_state()
         slot = self._loan(block_ms)
         place = session.vectors[slot]
-        (place if dim == len(place) else place[:dim])[:] = array
+        (place if dim == len(place) else place[:dim])[...] = array
         request_id, now = self._next_id, time.monotonic_ns()
         REQUEST_HEADER.pack_into(ring.view, ring.header_offsets[slot], request_id, deadline_ns, now, packed)
         self._next_id = request_id + 1
@@ -332,23 +332,30 @@ class RingClient:
     def wait(self, timeout_ms: float) -> bool:
         """Sleep until `poll` has something to return, or the time is over. True in the former case."""
         end = time.monotonic_ns() + int(timeout_ms * 1e6)
-        while True:
-            self._absorb()
-            if self._ended:
-                return True
+        while self._outstanding and not self._ended:
+            if self._unsent_cancels:
+                self._flush_cancels()
             left = end - time.monotonic_ns()
-            if left <= 0 or not self._outstanding:
-                self._check_peer()
-                return bool(self._ended)
-            self._sleep(left)
+            if self._sleep(max(left, 0)):
+                return True
+            self._check_peer()
+            if left <= 0:
+                break
+        if not self._outstanding:
+            self._check_peer()
+        return bool(self._ended)
 
-    def _sleep(self, left_ns: int) -> None:
-        begin = time.monotonic_ns()
-        if self._session.watch.spin(min(self._spin.ns, left_ns)) < 0:
-            if self.arm():
-                self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
-            self.disarm()
-            self._spin.learn(time.monotonic_ns() - begin)
+    def _sleep(self, left_ns: int) -> bool:
+        """Spin, then sleep, both bounded. True: there is news in the ring."""
+        watch = self._session.watch
+        if watch.spin(min(self._spin.ns, left_ns)) >= 0:
+            return True
+        begin = time.monotonic_ns() - self._spin.ns
+        if self.arm():
+            self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
+        self.disarm()
+        self._spin.learn(time.monotonic_ns() - begin)
+        return watch.look() >= 0
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""

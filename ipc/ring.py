@@ -19,7 +19,8 @@ confuse that peer only, and a reader position out of bounds is a `ProtocolViolat
 When full, `loan` raises `RingFull` and nothing is overwritten.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -157,6 +158,15 @@ class RingProducer(_End):
         self._seen_reader = 0
         self._full = 0
         self._rung = 0
+        # Bound once: looking five attributes up costs more than the call.
+        self._publish = partial(
+            atomics.publish,
+            self._base,
+            self._stride,
+            self._slots,
+            self._address + _WRITER,
+            self._address + _SLEEPING,
+        )
 
     def free(self) -> int:
         """Slots that can be loaned now."""
@@ -184,12 +194,10 @@ class RingProducer(_End):
         """Publish the loaned slot (or `count` slots from it on, within `free()`). True: the consumer must be rung."""
         position = self.position
         self.position = position + count
-        address = self._address
-        must_ring = atomics.publish(
-            self._base, self._stride, self._slots, position, count, address + _WRITER, address + _SLEEPING
-        )
-        self._rung += must_ring != 0
-        return must_ring != 0
+        if self._publish(position, count) == 0:
+            return False
+        self._rung += 1
+        return True
 
     def close(self) -> None:
         """Tell the consumer that nothing more will come. (It notices when it looks; ring it.)"""
@@ -216,6 +224,10 @@ class RingConsumer(_End):
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
         self._row: memoryview | None = None
+        self.first = 0
+        """The slot of the first unread position."""
+        self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
+        self._tell_reader = partial(atomics.store_release, self._address + _READER)
 
     def watch_in(self, row: memoryview) -> None:
         """Keep this ring's row of a `Watch` up to date from now on."""
@@ -234,22 +246,18 @@ class RingConsumer(_End):
         if self._row is not None:
             self._row[atomics.WATCH_SLOTS] = self._slots
 
-    @property
-    def first(self) -> int:
-        """The slot of the first unread position."""
-        return self.position % self._slots
-
     def ready(self, limit: int) -> int:
         """How many published slots, at most `limit`, can be read from `first` on."""
-        return atomics.ready(self._base, self._stride, self._slots, self.position, limit)
+        return self._ready(self.position, limit)
 
     def release(self, count: int) -> None:
         """Give the first `count` ready slots back to the producer; their views must not be read any more."""
-        self.position += count
+        self.position = position = self.position + count
+        self.first = position % self._slots
         if self._row is not None:
-            self._row[atomics.WATCH_POSITION] = self.position
+            self._row[atomics.WATCH_POSITION] = position
         # SYNC POINT: reader position, see `RingProducer.free`.
-        atomics.store_release(self._address + _READER, self.position)
+        self._tell_reader(position)
 
     def set_state(self, state: int) -> None:
         """Tell the producer: OPEN, DRAINING, CLOSED or EVICTED. (It notices when it looks; ring it.)"""
@@ -276,14 +284,12 @@ class Watch:
         self._address = int(table.ctypes.data)
         for i, ring in enumerate(self._rings):
             ring.watch_in(memoryview(table[i]))
+        self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
+        """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
 
     def look(self, start: int = 0) -> int:
         """The index of the first ring with news, from `start` on and around, or -1."""
         return atomics.look(self._address, self._rows, start)
-
-    def spin(self, spin_ns: int) -> int:
-        """Look for up to `spin_ns`, without the GIL and yielding the core. The ns until there was news, or -1."""
-        return atomics.spin(self._address, self._rows, spin_ns)
 
     def arm(self) -> bool:
         """Ask the producers to ring. False: there is news already, do not sleep."""
