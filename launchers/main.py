@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
+from launchers.dashboard_commands import dashboards_app
 from launchers.demo import demo
 from launchers.index_commands import index_app, search
 from launchers.status import show_status
@@ -29,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(index_app, name="index")
+app.add_typer(dashboards_app, name="dashboards")
 app.command()(search)
 app.command()(demo)
 

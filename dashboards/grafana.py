@@ -1,0 +1,169 @@
+"""Grafana's dashboard JSON (schema version 39) from a few plain descriptions: rows of panels, each with its queries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = dict[str, Any]
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_COLUMNS = 24
+
+
+@dataclass(frozen=True)
+class Query:
+    """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax)."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. `unit` is Grafana's name of it ("s", "bytes", "reqps", "percentunit", "short"); width in 24ths."""
+
+    kind: Literal["stat", "timeseries"]
+    title: str
+    description: str
+    queries: Sequence[Query]
+    unit: str = "short"
+    width: int = 6
+    height: int = 7
+    stacked: bool = False
+    # (from this value on, colour), lowest first; the first value is ignored by Grafana
+    thresholds: Sequence[tuple[float, str]] = ((0.0, "green"),)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A titled group of panels, laid out from left to right and wrapped."""
+
+    title: str
+    panels: Sequence[Panel] = field(default_factory=tuple)
+
+
+def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Json] = ()) -> Json:
+    """The whole dashboard. Panel ids count from 1 in reading order, so equal input gives equal JSON."""
+    panels: list[Json] = []
+    y = 0
+    for row in rows:
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"h": 1, "w": _COLUMNS, "x": 0, "y": y},
+            }
+        )
+        y += 1
+        x = tallest = 0
+        for panel in row.panels:
+            if x + panel.width > _COLUMNS:
+                x, y, tallest = 0, y + tallest, 0
+            place = {"h": panel.height, "w": panel.width, "x": x, "y": y}
+            panels.append(_panel(panel, len(panels) + 1, place))
+            x, tallest = x + panel.width, max(tallest, panel.height)
+        y += tallest
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["trinity"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,  # one crosshair for all panels
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [_datasource_variable(), *variables]},
+        "annotations": {"list": []},
+        "links": [],
+        "panels": panels,
+    }
+
+
+def label_variable(name: str, label: str, metric: str, source_label: str) -> Json:
+    """A drop-down with the values of a label of a metric; all of them by default."""
+    return {
+        "type": "query",
+        "name": name,
+        "label": label,
+        "datasource": SOURCE,
+        "query": f"label_values({metric}, {source_label})",
+        "definition": f"label_values({metric}, {source_label})",
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+        "options": [],
+    }
+
+
+def _datasource_variable() -> Json:
+    return {
+        "type": "datasource",
+        "name": "datasource",
+        "label": "Data source",
+        "query": "prometheus",
+        "options": [],
+        "refresh": 1,
+    }
+
+
+def _panel(panel: Panel, number: int, place: Json) -> Json:
+    steps = [
+        {"color": colour, "value": None if i == 0 else value} for i, (value, colour) in enumerate(panel.thresholds)
+    ]
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {
+            "defaults": {
+                "unit": panel.unit,
+                "noValue": "no traffic",
+                "thresholds": {"mode": "absolute", "steps": steps},
+                **({"custom": _lines(panel)} if panel.kind == "timeseries" else {}),
+            },
+            "overrides": [],
+        },
+        "options": _STAT_OPTIONS if panel.kind == "stat" else _LINE_OPTIONS,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend or "__auto",
+            }
+            for i, query in enumerate(panel.queries)
+        ],
+    }
+
+
+_STAT_OPTIONS = {
+    "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    "colorMode": "value",
+    "graphMode": "area",
+    "textMode": "auto",
+    "justifyMode": "auto",
+    "orientation": "auto",
+}
+_LINE_OPTIONS = {
+    "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+    "tooltip": {"mode": "multi", "sort": "desc"},
+}
+
+
+def _lines(panel: Panel) -> Json:
+    return {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 30 if panel.stacked else 5,
+        "showPoints": "never",
+        "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+    }
