@@ -1,6 +1,6 @@
 """Rings against ZeroMQ: round trips of 1.5 KB between two processes, busy and idle, and one-way vectors per second.
 
-    python -m benchmarks.ring [--rounds 7] [--out benchmarks/results/ring]
+    python -m benchmarks.ring [--rounds 7] [--out benchmarks/results/ring-host]
 
 Every way runs in the same process pair pattern (a parent that asks, a child that answers), the ways in turn in every
 round, so that the machine's mood hits all alike; the table shows each way's median over rounds, and ratios are taken
@@ -400,7 +400,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=10_000, help="round trips a round")
     parser.add_argument("--idle", type=int, default=200, help="round trips a round, 3 ms apart")
     parser.add_argument("--one-way", type=int, default=100_000, help="vectors a round")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ring"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ring-host"))
     arguments = parser.parse_args()
     _context.set_forkserver_preload(["ipc"])
     multiprocessing.forkserver.ensure_running()  # before pinning: children choose their own core
