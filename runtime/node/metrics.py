@@ -130,3 +130,14 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended"),
     ),
 }
+
+KNOBS: dict[Role, tuple[str, ...]] = {
+    "pool": (
+        "reserve",  # share of the slots owed to prefill queries, 0 to 1
+        "flush_prefill_s",  # how long a prefill query may wait for company in an idle pool
+    ),
+    "prefill": (),
+    "decode": (),
+    "frontend": (),
+}
+"""What the supervisor sets in a worker at run time, through its table."""

@@ -2,23 +2,27 @@
 
 The supervisor creates one table a worker and keeps it over restarts, so a counter never falls when a process dies.
 One writer, plain 8-byte stores, no lock: a reader may see a histogram's sum an observation ahead of its count.
+Knobs go the other way: the supervisor writes them, the worker reads them in every round of its loop. They too are kept
+over restarts, so a new process goes on with what the last one was told.
 
 ```
 words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, 0, 0        (uint64)
 words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of METRICS)
+then         one float64 a knob, NaN until it has a value                                     (in the order of KNOBS)
 ```
 """
 
 import bisect
+import math
 import time
 from enum import IntEnum
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role
-from runtime.node.metrics import METRICS, Histogram, Metric
+from runtime.node.metrics import KNOBS, METRICS, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
-_VERSION = 1
+_VERSION = 2
 _HEADER_WORDS = 8
 
 
@@ -42,13 +46,16 @@ class WorkerTable:
         for metric in METRICS[role]:
             self._offsets[metric.name] = offset
             offset += metric.words
+        self._knobs = {name: offset + number for number, name in enumerate(KNOBS[role])}
         self.role = role
 
     @classmethod
     def create(cls, role: Role, name: str) -> "WorkerTable":
-        words = _HEADER_WORDS + sum(metric.words for metric in METRICS[role])
+        words = _HEADER_WORDS + sum(metric.words for metric in METRICS[role]) + len(KNOBS[role])
         table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role)
         table._header[0], table._header[1] = _MAGIC, _VERSION
+        for name in table._knobs:
+            table.set_knob(name, math.nan)
         table.beat()  # until a worker takes it over, its heartbeat is as old as the table
         return table
 
@@ -90,6 +97,15 @@ class WorkerTable:
         self._values[offset + bisect.bisect_left(histogram.buckets, value)] += 1
         self._values[offset + histogram.words - 1] += value
 
+    def knob(self, name: str) -> float:
+        """What the supervisor wants of this worker now; NaN until a worker has begun with its configured value."""
+        return self._values[self._knobs[name]]
+
+    def begin_knob(self, name: str, configured: float) -> None:
+        """A worker starts: a knob without a value gets the configured one, any other stays as it was set."""
+        if math.isnan(self.knob(name)):
+            self.set_knob(name, configured)
+
     @property
     def state(self) -> State:
         return State(self._header[2])
@@ -97,6 +113,12 @@ class WorkerTable:
     @state.setter
     def state(self, state: State) -> None:
         self._header[2] = state
+
+    # ---- the supervisor writes
+
+    def set_knob(self, name: str, value: float) -> None:
+        """The worker takes it over with the next round of its loop, within the bounds it knows."""
+        self._values[self._knobs[name]] = value
 
     # ---- the supervisor reads
 

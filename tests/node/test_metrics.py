@@ -148,3 +148,22 @@ def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTab
     table.close()
     with pytest.raises(MemoryRefused):
         WorkerTable.open(reference, "pool")
+
+
+def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_set(table: WorkerTable) -> None:
+    worker = WorkerTable.open(table.reference, "pool")
+    assert math.isnan(table.knob("reserve"))
+    worker.begin_knob("reserve", 0.3)
+    assert table.knob("reserve") == 0.3
+    table.set_knob("reserve", 0.5)
+    worker.begin(2, 1)  # a new process in the same table
+    worker.begin_knob("reserve", 0.3)
+    assert worker.knob("reserve") == 0.5
+    worker.close()
+
+
+def test_a_knob_that_does_not_exist_is_a_key_error(table: WorkerTable) -> None:
+    with pytest.raises(KeyError):
+        table.set_knob("speed", 1.0)
+    with pytest.raises(KeyError):
+        table.knob("speed")
