@@ -1,0 +1,72 @@
+"""Data sets with exact nearest neighbours, and what a benchmark says of the machine it ran on."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """base float32 [N, d] and queries float32 [q, d] (normalised for cosine); truth int64 [q, ≥ 10], nearest first."""
+
+    name: str
+    metric: str
+    base: Array
+    queries: Array
+    truth: Array
+
+    def recall(self, ids: Array, k: int = 10) -> float:
+        """Recall@k of ids [q, k]."""
+        hits = (ids[:, :k, None] == self.truth[:, None, :k]).any(axis=2)
+        return float(hits.mean())
+
+
+def data_sets(directory: Path) -> list[str]:
+    """Names of the data sets in a directory: NAME.base.npy, NAME.query.npy, NAME.truth.npy; NAME ends in the metric."""
+    return sorted(path.name.removesuffix(".base.npy") for path in directory.glob("*.base.npy"))
+
+
+def load(directory: Path, name: str, rows: int | None = None, queries: int | None = None) -> DataSet:
+    """Read a data set. With `rows`, take the first ones only and find their exact neighbours anew."""
+    metric = name.rsplit("-", 1)[1]
+    base = np.load(directory / f"{name}.base.npy", mmap_mode="r")[:rows].astype(np.float32)
+    asked = np.load(directory / f"{name}.query.npy", mmap_mode="r")[:queries].astype(np.float32)
+    if metric == "cosine":
+        base, asked = _normalised(base), _normalised(asked)
+    truth = np.load(directory / f"{name}.truth.npy", mmap_mode="r")[:queries].astype(np.int64)
+    if rows is not None:
+        truth = nearest(base, asked, 10)
+    return DataSet(name, metric, base, asked, truth)
+
+
+def _normalised(vectors: Array) -> Array:
+    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30))
+
+
+def nearest(base: Array, queries: Array, k: int) -> Array:
+    """The exact k nearest by squared L2 (for normalised vectors also by cosine), int64 [q, k]."""
+    norms = np.einsum("ij,ij->i", base, base)
+    blocks = [
+        np.argsort(norms - 2 * (part @ base.T), axis=1, kind="stable")[:, :k] for part in np.array_split(queries, 8)
+    ]
+    return np.concatenate(blocks)
+
+
+def machine() -> dict[str, str]:
+    """Processor and system, for the record."""
+    model = next(
+        (line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")), platform.processor()
+    )
+    cores = sum(line.startswith("processor") for line in _cpu_lines())
+    return {"processor": model, "cores": str(cores), "system": platform.platform(), "python": platform.python_version()}
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

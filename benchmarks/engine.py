@@ -1,0 +1,138 @@
+"""The search engine against its peers: recall@10 and queries per second on real data, in one run.
+
+    python -m benchmarks.engine --data DIR [--sets NAME …] [--threads 1] [--rounds 5] [--clock wall|cpu] [--quick]
+                                [--keep DIR] [--out benchmarks/results/engine]
+
+Every engine answers all queries at every setting of its one search parameter; the settings of all engines take turns
+within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: between two
+settings the logarithm of the speed is interpolated, below the lowest setting its speed counts.
+--clock cpu divides by the processor time spent instead of the time on the wall: for one thread on a shared machine.
+--keep saves what was built, with the time that took, and loads it in later runs.
+--quick takes the first 10,000 rows and 300 queries, and ends in two minutes.
+Written: OUT-t1.json, OUT-t1.md and, with matplotlib, OUT-t1.png (t2 for two threads).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")  # before numpy: the libraries get their threads by name, from --threads
+
+from benchmarks.data import DataSet, data_sets, load, machine  # noqa: E402
+from benchmarks.engine_peers import EFFORTS, Contender, contenders  # noqa: E402
+from benchmarks.engine_report import plot, report  # noqa: E402
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
+STOP_AT = 0.9995  # recall above which more effort tells nothing
+
+
+def build(contender: Contender, data: DataSet, threads: int, now: Callable[[], float], keep: Path | None) -> float:
+    """Build a contender's index, or load what an earlier run kept. Returns the seconds that building took."""
+    place = None if keep is None else keep / data.name / contender.label.replace(" ", "-")
+    if place is not None and (place / "seconds").exists():
+        contender.load(place, data)
+        return float((place / "seconds").read_text())
+    begin = now()
+    contender.build(data, threads)
+    seconds = now() - begin
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+        contender.save(place)
+        (place / "seconds").write_text(str(seconds))
+    return seconds
+
+
+def measure(
+    data: DataSet, threads: int, rounds: int, clock: str, efforts: tuple[int, ...], keep: Path | None
+) -> list[dict[str, Any]]:
+    """Build every contender, then measure all their settings in turns. One record a contender."""
+    now = CLOCKS[clock]
+    records: list[dict[str, Any]] = []
+    running: list[tuple[Contender, dict[str, Any]]] = []
+    for contender in contenders()[0]:
+        try:
+            seconds = build(contender, data, threads, now, keep)
+        except Exception as error:  # a peer that cannot run here must not end the run of the others
+            print(f"  {contender.label}: left out ({error})", flush=True)
+            continue
+        record: dict[str, Any] = {
+            "label": contender.label,
+            "compressed": contender.compressed,
+            "build_s": seconds,
+            "bytes": contender.bytes(),
+            "points": [],
+        }
+        print(f"  {contender.label}: built in {record['build_s']:.1f} s", flush=True)
+        records.append(record)
+        running.append((contender, record))
+    for contender, record in running:
+        contender.search(data.queries[:8], 16, threads)  # what is compiled or allocated at first use
+        for effort in efforts:
+            recall = data.recall(contender.search(data.queries, effort, threads))
+            record["points"].append({"effort": effort, "recall": recall, "rounds": []})
+            if recall >= STOP_AT:
+                break
+    for number in range(rounds):
+        for effort in efforts:
+            for contender, record in running:
+                for point in record["points"]:
+                    if point["effort"] == effort:
+                        begin = now()
+                        contender.search(data.queries, effort, threads)
+                        point["rounds"].append(len(data.queries) / (now() - begin))
+        print(f"  round {number + 1} of {rounds}", flush=True)
+    for record in records:
+        for point in record["points"]:
+            point["qps"] = statistics.median(point["rounds"])
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sets", nargs="*", default=None)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--keep", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine"))
+    options = parser.parse_args()
+    if options.clock == "cpu" and options.threads > 1:
+        parser.error("--clock cpu adds up the threads' time; use --clock wall for more than one thread")
+    names = options.sets or data_sets(options.data)
+    if not names:
+        parser.error(f"{options.data} holds no NAME.base.npy")
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "versions": contenders()[1],
+        "threads": options.threads,
+        "clock": options.clock,
+        "rounds": 2 if options.quick else options.rounds,
+        "quick": options.quick,
+        "sets": {},
+    }
+    out = options.out.with_name(f"{options.out.name}{'-quick' if options.quick else ''}-t{options.threads}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        print(name, flush=True)
+        rows, queries = (QUICK_ROWS, QUICK_QUERIES) if options.quick else (None, None)
+        data = load(options.data, name, rows, queries)
+        efforts = QUICK_EFFORTS if options.quick else EFFORTS
+        records = measure(data, options.threads, result["rounds"], options.clock, efforts, options.keep)
+        result["sets"][name] = {"size": len(data.base), "dim": data.base.shape[1], "engines": records}
+        out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".md").write_text(report(result))
+    print(report(result))
+    plot(result, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Tables and a plot of what `benchmarks.engine` measured."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+TARGETS = {"fashion": (0.99, 0.999), "glove": (0.90, 0.95)}
+OTHERS = (0.95, 0.99)
+
+Record = dict[str, Any]
+
+
+def speed_at(record: Record, recall: float) -> float | None:
+    """Queries per second at a recall: interpolated between settings, None if no setting reaches it."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(record["points"], key=lambda point: -point["qps"]):  # fastest first: recall must rise
+        if not front or point["recall"] > front[-1][0]:
+            front.append((point["recall"], point["qps"]))
+    for (low, fast), (high, slow) in pairwise(front):
+        if low <= recall <= high:
+            part = (recall - low) / (high - low)
+            return math.exp(math.log(fast) * (1 - part) + math.log(slow) * part)
+    return front[0][1] if front and recall <= front[0][0] else None
+
+
+def targets(name: str) -> tuple[float, ...]:
+    return next((values for part, values in TARGETS.items() if part in name), OTHERS)
+
+
+def report(result: Record) -> str:
+    """The tables as Markdown."""
+    machine, versions = result["machine"], result["versions"]
+    clock = "processor time" if result["clock"] == "cpu" else "wall clock"
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores; Python {machine['python']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f"; {result['threads']} thread(s), {clock}, median of {result['rounds']} rounds"
+        + ("; first 10,000 rows only" if result["quick"] else "")
+        + ".",
+    ]
+    for name, part in result["sets"].items():
+        wanted = targets(name)
+        engines = part["engines"]
+        hnswlib = next((record for record in engines if record["label"] == "hnswlib"), None)
+        lines += ["", f"**{name}** ({part['size']:,} x {part['dim']}), recall@10 and queries/s", ""]
+        head = [f"queries/s at {recall:g}" for recall in wanted]
+        lines.append("| engine | " + " | ".join(head) + " | recall at 64 | build s | MiB |")
+        lines.append("|---|" + "---:|" * (len(wanted) + 3))
+        for record in engines:
+            cells = [_cell(record, hnswlib, recall) for recall in wanted]
+            at_64 = next((f"{point['recall']:.4f}" for point in record["points"] if point["effort"] == 64), "-")
+            build = "-" if "stepwise" in record["label"] else f"{record['build_s']:.1f}"
+            lines.append(
+                f"| {record['label']} | {' | '.join(cells)} | {at_64} | {build} | {record['bytes'] / 2**20:.0f} |"
+            )
+        lines += ["", *_ratios(engines, wanted)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(record: Record, hnswlib: Record | None, recall: float) -> str:
+    own = speed_at(record, recall)
+    if own is None:
+        return "-"
+    base = speed_at(hnswlib, recall) if hnswlib is not None else None
+    return f"{own:,.0f}" + (f" ({own / base:.2f}x)" if base else "")
+
+
+def _ratios(engines: list[Record], wanted: tuple[float, ...]) -> list[str]:
+    """What the bars ask for: ours against the best peer, stepwise against whole, int8 against float32."""
+    own = {record["label"].removeprefix("trinity "): record for record in engines if "trinity" in record["label"]}
+    peers = [record for record in engines if "trinity" not in record["label"]]
+    lines = []
+    for recall in wanted:
+        parts = []
+        best = _best([record for record in peers if not record["compressed"]], recall)
+        best_any = _best(peers, recall)
+        any_own = _best([record for label, record in own.items() if "stepwise" not in label], recall)
+        exact = speed_at(own["float32"], recall)
+        if exact and best:
+            parts.append(f"float32 / {best[1]} {exact / best[0]:.2f}x")
+        if any_own and best_any:
+            parts.append(f"{any_own[1]} / {best_any[1]} {any_own[0] / best_any[0]:.2f}x")
+        for label in ("float32 stepwise", "int8"):
+            other = speed_at(own[label], recall)
+            if other and exact:
+                parts.append(f"{label} / float32 {other / exact:.2f}x")
+        lines.append(f"- at {recall:g}: " + "; ".join(parts))
+    return lines
+
+
+def _best(records: list[Record], recall: float) -> tuple[float, str] | None:
+    speeds = [(speed, record["label"]) for record in records if (speed := speed_at(record, recall)) is not None]
+    return max(speeds, default=None)
+
+
+def plot(result: Record, path: Path) -> None:
+    """Recall against queries per second, one panel a data set. Needs matplotlib; without it nothing is drawn."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sets = result["sets"]
+    figure, axes = pyplot.subplots(1, len(sets), figsize=(6 * len(sets), 5), squeeze=False)
+    for axis, (name, part) in zip(axes[0], sets.items(), strict=True):
+        for record in part["engines"]:
+            own = "trinity" in record["label"]
+            axis.plot(
+                [1 - point["recall"] for point in record["points"]],
+                [point["qps"] for point in record["points"]],
+                marker="o" if own else "x",
+                markersize=3,
+                linewidth=2 if own else 1,
+                linestyle=":" if "stepwise" in record["label"] else "-",
+                label=record["label"],
+            )
+        axis.set(xscale="log", yscale="log", title=name, xlabel="1 - recall@10", ylabel="queries/s")
+        axis.invert_xaxis()
+        axis.grid(visible=True, which="both", alpha=0.2)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
