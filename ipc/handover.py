@@ -163,6 +163,7 @@ class HandoverSource:
         self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
         self._targets: dict[str, _Target] = {}
         self._pending: dict[int, _Pending] = {}
+        self._buried: list[Outcome] = []  # ended between two polls
         self._next_id = 1
         self._counts = dict.fromkeys(SourceStatistics.__struct_fields__, 0)
 
@@ -197,6 +198,9 @@ class HandoverSource:
 
     def _target(self, endpoint: str) -> _Target:
         target = self._targets.get(endpoint)
+        if target is not None and target.died():
+            self._bury({endpoint}, self._buried)  # a sink that was started again must not inherit the last one's death
+            target = None
         if target is None:
             self._drop_idle_targets()
             target = self._targets[endpoint] = _Target(check_endpoint(endpoint))
@@ -220,7 +224,7 @@ class HandoverSource:
 
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call. Never blocks."""
-        outcomes: list[Outcome] = []
+        outcomes, self._buried = self._buried, []
         while messages := receive_all(self.socket):
             for frames in messages:
                 try:
@@ -251,11 +255,14 @@ class HandoverSource:
         now = time.monotonic_ns()
         used = {pending.endpoint for pending in self._pending.values()}
         dead = {endpoint for endpoint in used if self._targets[endpoint].died()}
-        for offer_id, pending in list(self._pending.items()):
-            if pending.endpoint in dead:
-                self._end(offer_id, False, "lost", "lost", outcomes)
-            elif now >= pending.expires_ns:
-                self._end(offer_id, False, "expired", "expired", outcomes)
+        self._bury(dead, outcomes)
+        for offer_id in [offer_id for offer_id, pending in self._pending.items() if now >= pending.expires_ns]:
+            self._end(offer_id, False, "expired", "expired", outcomes)
+
+    def _bury(self, dead: set[str], outcomes: list[Outcome]) -> None:
+        """End what was offered to sinks that died, and forget them."""
+        for offer_id in [offer_id for offer_id, pending in self._pending.items() if pending.endpoint in dead]:
+            self._end(offer_id, False, "lost", "lost", outcomes)
         for endpoint in dead:
             self._targets.pop(endpoint).close()
 

@@ -1,12 +1,11 @@
 """A worker's link to the frontend: introduces the worker, reports its load, and brings in what it is to do."""
 
-import contextlib
 import time
 from collections.abc import Iterator
 
 import zmq
 
-from ipc.endpoints import connect
+from ipc.endpoints import connect, send_now
 from runtime.serving.messages import (
     Cancel,
     Hello,
@@ -48,8 +47,7 @@ class FrontendLink:
 
     def send(self, message: ToFrontend) -> None:
         """Queue a message. While no frontend runs it waits, and the next frontend ignores what is not its own."""
-        with contextlib.suppress(zmq.Again):  # a frontend that takes nothing is dead: its requests are void with it
-            self.socket.send(encode(message), flags=zmq.DONTWAIT)
+        send_now(self.socket, encode(message))  # a frontend that takes nothing is dead: its requests are void with it
 
     def report(self, queued: int, running: int, free_slots: int, draining: bool) -> None:
         """Tell the worker's load if it has changed, or if it was told a while ago."""

@@ -215,6 +215,26 @@ def test_the_offers_of_a_killed_decode_process_end_as_lost(arena: KvArena) -> No
         assert outcomes(source) == [Outcome(offer_id, 1, False, "lost")]
 
 
+def _pull_and_hang(endpoint: str) -> None:
+    with HandoverSink(endpoint) as sink:
+        sink.acknowledge(receive(sink)[0])
+        sink.socket.poll()  # for ever
+
+
+def test_a_sink_that_was_started_again_does_not_inherit_the_death_of_the_last_one(arena: KvArena) -> None:
+    endpoint = address()
+    with HandoverSource("prefill-0", arena) as source:
+        with child(_pull_and_hang, endpoint) as process:
+            source.offer(endpoint, 0, b"")
+            assert [outcome.accepted for outcome in outcomes(source)] == [True]
+            process.kill()
+            process.join(20)
+        with HandoverSink(endpoint) as sink:
+            offer_id = source.offer(endpoint, 1, b"")
+            sink.acknowledge(receive(sink)[0])
+            assert outcomes(source) == [Outcome(offer_id, 1, True, "")]
+
+
 def _offer_and_hang(endpoint: str) -> None:
     arena = KvArena.create(SLOTS, SLOTS * SLOT_BYTES, epoch=1)
     fill(arena, 3, 8)
