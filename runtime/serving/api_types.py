@@ -208,10 +208,10 @@ def _vector(value: object) -> object:
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise _wrong(f"vector[{index}] must be a number, not {_json_name(number)}")
+        if abs(number) > FLOAT32_MAX:  # first: an integer may be beyond any float
+            raise _wrong(f"vector[{index}] is beyond float32")
         if math.isnan(number):
             raise _wrong(f"vector[{index}] is not a number (NaN)")
-        if abs(number) > FLOAT32_MAX:
-            raise _wrong(f"vector[{index}] is beyond float32")
     return value
 
 

@@ -249,6 +249,7 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         ('{"collection": "docs", "vector": [1,2,3]}', "vector", "3 numbers, collection 'docs' has dimension 4"),
         ('{"collection": "docs", "vector": []}', "vector", "0 numbers"),
         ('{"collection": "docs", "vector": [1,2,NaN,4]}', "vector", "vector[2] is not a number (NaN)"),
+        (f'{{"collection": "docs", "vector": [1,2,1{"0" * 400},4]}}', "vector", "vector[2] is beyond float32"),
         ('{"collection": "docs", "vector": [1,2,-Infinity,4]}', "vector", "vector[2] is beyond float32"),
         ('{"collection": "docs", "vector": [1,2,3,1e39]}', "vector", "vector[3] is beyond float32"),
         ('{"collection": "docs", "vector": [1,2,3,"4"]}', "vector", "vector[3] must be a number, not a string"),
