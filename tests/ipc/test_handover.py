@@ -231,6 +231,7 @@ def test_a_sink_that_was_started_again_does_not_inherit_the_death_of_the_last_on
             process.join(20)
         with HandoverSink(endpoint) as sink:
             offer_id = source.offer(endpoint, 1, b"")
+            assert source.poll() == []
             sink.acknowledge(receive(sink)[0])
             assert outcomes(source) == [Outcome(offer_id, 1, True, "")]
 
