@@ -91,6 +91,28 @@ class PoolSection(Placed, frozen=True):
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
 
 
+class ControlSection(_Section, frozen=True):
+    """The control loop (`control_law.py`): every `interval_s` it may move the pool's reserve by at most `step`.
+
+    Targets: prefill's P95 wait for a pool slot, the stalled share of decode rows' time, the KV link's use.
+    """
+
+    enabled: bool = True
+    interval_s: Annotated[float, Meta(ge=0.2, le=0.5)] = 0.25
+    prefill_wait_target_s: Annotated[float, Meta(gt=0, le=60)] = 0.01
+    decode_stall_target: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    link_target: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    reserve_min: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    reserve_max: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    step: Annotated[float, Meta(gt=0, le=0.5)] = 0.1
+    dwell_s: Annotated[float, Meta(ge=0.2, le=600)] = 1.0
+    hysteresis: Annotated[float, Meta(ge=0.01, le=0.9)] = 0.2
+
+    def __post_init__(self) -> None:
+        if self.reserve_min > self.reserve_max:
+            raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
+
+
 class CollectionSection(_Section, frozen=True):
     """A collection that the pool loads: its name in requests, and its directory."""
 
@@ -107,6 +129,7 @@ class NodeConfig(_Section, frozen=True):
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     pool: PoolSection = PoolSection()
+    control: ControlSection = ControlSection()
     collections: tuple[CollectionSection, ...] = ()
 
 
@@ -199,6 +222,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "prefill": PrefillSection,
     "decode": DecodeSection,
     "pool": PoolSection,
+    "control": ControlSection,
     "collections": CollectionSection,
 }
 

@@ -93,6 +93,7 @@ class DecodeWorker:
         self._offers: deque[tuple[Offer, Decode]] = deque()
         self._rows: list[Row] = []
         self._free = list(range(config.decode.slots))
+        self._counted_ns = time.monotonic_ns()
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
@@ -108,6 +109,7 @@ class DecodeWorker:
     def step(self) -> None:
         """One round of the loop."""
         self._table.beat()
+        self._count_row_time()
         self._receive()
         self._pull()
         self._probe()
@@ -115,6 +117,14 @@ class DecodeWorker:
         self._publish()
         if not stepped:
             self._sleep()
+
+    def _count_row_time(self) -> None:
+        """The last round's time, once for every row, and once for every row that waited for a probe: the stalled share."""
+        now = time.monotonic_ns()
+        passed_s, self._counted_ns = (now - self._counted_ns) / 1e9, now
+        self._table.add("trinity_decode_row_seconds_total", passed_s * len(self._rows))
+        stalled = sum(row.ticket is not None for row in self._rows)
+        self._table.add("trinity_decode_stall_seconds_total", passed_s * stalled)
 
     # ---- receive
 
@@ -153,7 +163,9 @@ class DecodeWorker:
 
     def _copy(self, offer: Offer, request: Decode, slot: int) -> None:
         length = len(request.tokens)
+        begin_ns = time.monotonic_ns()
         self._model.copy_kv(self._sink.memory(offer), offer.slot, slot, length)
+        self._table.add("trinity_kv_link_busy_seconds_total", (time.monotonic_ns() - begin_ns) / 1e9)
         if not self._sink.current(offer):
             raise WorkerLost("prefill has taken its KV slot back")
         request.stages[stages.HANDOVER_END] = time.monotonic_ns()

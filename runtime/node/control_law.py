@@ -1,0 +1,195 @@
+"""The control law: from how the node fares to the pool's reserve r and prefill's flush timeout τ_pre. Pure code.
+
+The supervisor and the simulator run this same class on clocks of their own. Each stage's trouble is a *pressure*, its
+signal over its target:
+
+- prefill: the P95 wait of its queries for a slot; half as much again while the KV link is used less than its target,
+  because then decode will soon have too little to do (a link that idles while no prefill query waits says nothing);
+- decode: the share of its rows' time in which they stall for a probe.
+
+The stage with the greater pressure, if that is over 1, gets more: prefill a shorter τ_pre and then a greater r, decode a
+smaller r. With neither pressed, τ_pre goes back to where it was. Against oscillation: pressures within a band of 1 or
+of each other change nothing (hysteresis); a direction must hold for some updates before it counts, so signals that
+alternate faster never act; between two changes lies a dwell, twice as long before a reversal; a reversal halves the
+step, and only steady movement one way lets it grow back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.node.config import ControlSection
+from runtime.node.metrics import POOL_WAIT_PREFILL
+
+Knob = Literal["reserve", "flush_prefill_s"]
+
+_CONFIRM = 2  # updates in a row that must point the same way before anything changes
+_MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
+_LINK_URGENCY = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s."""
+
+    link_use: float
+    prefill_wait_p95_s: float
+    decode_stall: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A knob was moved, and why."""
+
+    knob: Knob
+    before: float
+    after: float
+    cause: str
+
+
+class ControlLaw:
+    """Holds `reserve` and `flush_prefill_s`; `update` moves them, at most one of them and by at most one step a call."""
+
+    def __init__(self, settings: ControlSection, *, reserve: float, flush_prefill_s: float) -> None:
+        self._settings = settings
+        self.reserve = min(max(reserve, settings.reserve_min), settings.reserve_max)
+        self.flush_prefill_s = self._flush_at_rest = flush_prefill_s
+        self.changes = 0
+        self._step = settings.step
+        self._changed_s = float("-inf")
+        self._last_way = 0  # of r's last move: 1 up, -1 down
+        self._way = 0
+        self._held = 0  # updates in a row that pointed `_way`
+
+    def update(self, now_s: float, signals: Signals) -> list[Change]:
+        """Take the signals of the time until `now_s` (never earlier than the last call's); what was changed."""
+        prefill, decode = self.pressures(signals)
+        way = self._direction(prefill, decode)
+        self._held = self._held + 1 if way == self._way else 1
+        self._way = way
+        reverses = way != 0 and way == -self._last_way
+        dwell_s = self._settings.dwell_s * (2 if reverses else 1)
+        if self._held < _CONFIRM or now_s - self._changed_s < dwell_s:
+            return []
+        change = self._move(way, reverses, self._cause(signals, prefill, decode))
+        if change is None:
+            return []
+        self._changed_s = now_s
+        self.changes += 1
+        return [change]
+
+    def pressures(self, signals: Signals) -> tuple[float, float]:
+        """Prefill's and decode's signal, each over its target."""
+        settings = self._settings
+        prefill = signals.prefill_wait_p95_s / settings.prefill_wait_target_s
+        if signals.link_use < settings.link_target * (1 - settings.hysteresis):
+            prefill *= _LINK_URGENCY
+        return prefill, signals.decode_stall / settings.decode_stall_target
+
+    def _direction(self, prefill: float, decode: float) -> int:
+        band = 1 + self._settings.hysteresis
+        if max(prefill, decode) <= band or max(prefill, decode) < band * min(prefill, decode):
+            return 0
+        return 1 if prefill > decode else -1
+
+    def _move(self, way: int, reverses: bool, cause: str) -> Change | None:
+        if way == 0:
+            return self._relax(max(prefill, decode), cause)
+        if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
+            return change
+        settings = self._settings
+        step = self._step / 2 if reverses else self._step * 1.5
+        step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
+        after = min(max(self.reserve + way * step, settings.reserve_min), settings.reserve_max)
+        if after == self.reserve:
+            return None
+        change = Change("reserve", self.reserve, after, cause)
+        self.reserve, self._step, self._last_way = after, step, way
+        return change
+
+    def _relax(self, pressure: float, cause: str) -> Change | None:
+        """Nobody is pressed: let prefill's queries wait for company again, up to as long as configured.
+
+        Both must be at ease, and the longer wait may take up half of the target: so it cannot press prefill itself.
+        """
+        after = min(max(self.flush_prefill_s * 2, self._flush_step), self._flush_at_rest)
+        if pressure > 0.5 or after > self._settings.prefill_wait_target_s / 2:
+            return None
+        return self._set_flush(after, cause)
+
+    @property
+    def _flush_step(self) -> float:
+        return self._flush_at_rest / 8
+
+    def _set_flush(self, value: float, cause: str) -> Change | None:
+        after = 0.0 if value < self._flush_step else value  # what is left of a few halvings is nothing
+        if after == self.flush_prefill_s:
+            return None
+        change = Change("flush_prefill_s", self.flush_prefill_s, after, cause)
+        self.flush_prefill_s = after
+        return change
+
+    def _cause(self, signals: Signals, prefill: float, decode: float) -> str:
+        return (
+            f"prefill waits {signals.prefill_wait_p95_s * 1e3:.2f} ms at P95 (pressure {prefill:.2f}), decode stalls "
+            f"{signals.decode_stall:.1%} of its time (pressure {decode:.2f}), KV link in use {signals.link_use:.1%}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """A node's counters at a moment; all only ever grow. `wait_counts` are POOL_WAIT_PREFILL's buckets, over all pools."""
+
+    link_busy_s: float
+    row_s: float
+    stall_s: float
+    wait_counts: Sequence[float]
+
+
+class SignalMeter:
+    """Readings → signals, over the last few updates: what is older fades by half with each `half_life_s`."""
+
+    def __init__(self, links: int, half_life_s: float) -> None:
+        self._links = max(links, 1)
+        self._half_life_s = half_life_s
+        self._last: tuple[float, Readings] | None = None
+        self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = 0.0
+        self._waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
+
+    def update(self, now_s: float, readings: Readings) -> Signals:
+        """Signals of the time until `now_s`. The first call has nothing to compare with: all are 0."""
+        last_s, last = self._last or (now_s, readings)
+        self._last = now_s, readings
+        passed = now_s - last_s
+        keep = 0.5 ** (passed / self._half_life_s)
+        self._elapsed_s = self._elapsed_s * keep + passed
+        self._link_busy_s = self._link_busy_s * keep + readings.link_busy_s - last.link_busy_s
+        self._row_s = self._row_s * keep + readings.row_s - last.row_s
+        self._stall_s = self._stall_s * keep + readings.stall_s - last.stall_s
+        deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
+        self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
+        return Signals(
+            link_use=_share(self._link_busy_s, self._elapsed_s * self._links),
+            prefill_wait_p95_s=quantile(0.95, POOL_WAIT_PREFILL.buckets, self._waits),
+            decode_stall=_share(self._stall_s, self._row_s),
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
+
+
+def quantile(q: float, edges: Sequence[float], counts: Sequence[float]) -> float:
+    """The q-quantile of a histogram, linear within its bucket; `counts` has one bucket more, to +∞ (its lower edge).
+
+    0 while the counts sum to less than a tenth of an observation.
+    """
+    total = sum(counts)
+    if total < 0.1:
+        return 0.0
+    rest, lower = q * total, 0.0
+    for edge, count in zip(edges, counts, strict=False):
+        if count >= rest:
+            return lower + (edge - lower) * rest / count
+        rest, lower = rest - count, edge
+    return lower
