@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu import stages
-from gpu.cpu.queries import form_of, prepare
+from gpu.cpu.queries import checked, form_of, refusal
 from gpu.cpu.state import BatchState
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index import GraphIndex
@@ -16,6 +16,7 @@ from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
 from gpu.rows import true_distances
 
 MAX_SLOTS = 4096
+_REMEMBERED = 1024  # sets of parameters that need not be checked again
 
 
 class _Slot(Enum):
@@ -52,12 +53,15 @@ class CpuEngine:
         self.max_k = max_top_m if max_k is None else min(max_k, max_top_m)
         self._data = [index.data for index in collections.values()]
         self._forms = [form_of(data.rows) for data in self._data]
+        self._lines: dict[tuple[int, SearchParams], npt.NDArray[np.int64]] = {}
         self._number = {name: number for number, name in enumerate(collections)}
         self._dims = MappingProxyType({name: index.dim for name, index in collections.items()})
         self._state = BatchState(self._data, slots, max_top_m, max_search_width)
         self._status = [_Slot.FREE] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._active = np.zeros(slots, np.int32)
+        self._nodes = np.zeros((slots, self.max_k), np.int64)
+        self._raw = np.zeros((slots, self.max_k), np.float32)
         self._active_count = 0
 
     @property
@@ -75,44 +79,45 @@ class CpuEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes that the slots take, over the indexes themselves."""
-        return self._state.nbytes
+        return self._state.nbytes + self._nodes.nbytes + self._raw.nbytes
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
         number = self._number.get(collection)
         if number is None:
             raise UnknownCollection(f"collection {collection!r} is none of {', '.join(sorted(self._number))}")
-        for name, limit in (("k", self.max_k), ("top_m", self.max_top_m), ("search_width", self.max_search_width)):
-            if getattr(params, name) > limit:
-                raise InvalidParams(f"{name} is {getattr(params, name)}; this engine's limit is {limit}")
+        line = self._lines.get((number, params))
+        if line is None:
+            line = self._new_line(number, params)
+        form = self._forms[number]
+        vector = np.asarray(query)
+        if vector.dtype != np.float32 or vector.shape != (form.dim,) or not vector.flags.c_contiguous:
+            vector = checked(vector[None], form.dim)[0]
         if not self._free:
             raise NoFreeSlot(f"all {len(self._status)} slots are taken")
         slot = self._free[-1]
-        prepare(np.asarray(query)[None], self._forms[number], self._state.queries[slot : slot + 1])
+        if not stages.admit(self._state.batch, slot, vector, form, self._state.queries[slot], line):
+            raise refusal(vector, 0)
         self._free.pop()
-        self._state.set_params(slot, number, params)
         self._activate(slot)
         return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
         """See `Engine.extend`."""
         batch = self._state.batch
-        done = stages.extend(batch, self._active[: self._active_count])
+        done = stages.advance(batch, self._active, self._active_count, self._nodes, self._raw)
+        self._active_count -= done
         finished = batch.finished[:done].copy()
         for slot in finished.tolist():
-            self._deactivate(slot)
             self._status[slot] = _Slot.FINISHED
         return finished
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._expect(slot, _Slot.FINISHED)
-        batch = self._state.batch
-        data = self._data[int(batch.slots[slot, stages.COLLECTION])]
-        k = int(batch.slots[slot, stages.K])
-        nodes, raw = np.empty(k, np.int64), np.empty(k, np.float32)
-        stages.write_result(batch, slot, nodes, raw)
-        return data.ids_of(nodes), true_distances(raw, data.rows)
+        number, k = self._state.batch.slots[slot, : stages.K + 1].tolist()
+        data = self._data[number]
+        return data.ids_of(self._nodes[slot, :k].copy()), true_distances(self._raw[slot, :k].copy(), data.rows)
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""
@@ -144,6 +149,16 @@ class CpuEngine:
         if self._status[slot] not in wanted:
             names = " or ".join(status.value for status in wanted)
             raise InvalidSlot(f"slot {slot} is {self._status[slot].value}; it must be {names}")
+
+    def _new_line(self, number: int, params: SearchParams) -> npt.NDArray[np.int64]:
+        for name, limit in (("k", self.max_k), ("top_m", self.max_top_m), ("search_width", self.max_search_width)):
+            if getattr(params, name) > limit:
+                raise InvalidParams(f"{name} is {getattr(params, name)}; this engine's limit is {limit}")
+        line = self._state.line(number, params)
+        if len(self._lines) >= _REMEMBERED:
+            self._lines.clear()
+        self._lines[number, params] = line
+        return line
 
     def _activate(self, slot: int) -> None:
         self._active[self._active_count] = slot

@@ -34,7 +34,7 @@ def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-u
     for slot in range(running):
         active[slot] = slot
         owner[slot] = slot
-        slots[slot] = line
+        slots[slot, : stages.QUERY] = line
         slots[slot, stages.QUERY] = prepared[slot].ctypes.data
         slots[slot, stages.START] = starts[slot]
         stages.reset_slot(batch, slot)
@@ -98,8 +98,7 @@ class _Worker:
 
     def __init__(self, data: IndexData, params: SearchParams, block: int) -> None:
         self._state = BatchState([data], _INTERLEAVED, params.top_m, params.search_width)
-        self._state.set_params(0, 0, params)
-        self._line = self._state.batch.slots[0].copy()
+        self._line = self._state.line(0, params)
         self._form = form_of(data.rows)
         self._prepared = aligned_empty((block, prepared_bytes(data.rows)), np.uint8)
 

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
+from gpu.cpu.queries import (
+    CODE_STEP,
+    QUERY_SKETCH,
+    SKETCH_BIAS,
+    SKETCH_CONSTANT,
+    SKETCH_MARGIN,
+    SKETCH_STEP,
+    write_query,
+)
 from gpu.cpu.simd import (
     WAYS,
     bits_float,
@@ -115,13 +123,20 @@ def node_of(key: int) -> Any:
 
 @compiled
 def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
-    """Make a slot ready for its first extend, which scores the seeds."""
-    slots, visited = batch.slots, batch.visited
-    slots[slot, FILLED] = 0
-    slots[slot, CURSOR] = 0
-    slots[slot, UNCHANGED] = 0
-    slots[slot, EXTENDS] = 0
-    visited[slot, : 1 << slots[slot, VISITED_BITS]] = EMPTY
+    """Make a slot whose parameters are set ready for its first extend, which scores the seeds."""
+    batch.slots[slot, FILLED:] = 0
+    batch.visited[slot, : 1 << batch.slots[slot, VISITED_BITS]] = EMPTY
+
+
+@compiled
+def admit(batch, slot, query, form, record, line):  # type: ignore[no-untyped-def]
+    """Take a query, float32 [d], into a slot; `line` holds its columns before QUERY. Returns whether it is finite."""
+    if not write_query(query, form, record):
+        return False
+    batch.slots[slot, :QUERY] = line
+    batch.slots[slot, START] = -1
+    reset_slot(batch, slot)
+    return True
 
 
 @compiled
@@ -377,3 +392,24 @@ def write_result(batch, slot, nodes, raw):  # type: ignore[no-untyped-def]
     for i in range(batch.slots[slot, K]):
         nodes[i] = np.int64(node_of(batch.keys[slot, i])) if i < filled else -1
         raw[i] = distance_of(batch.keys[slot, i]) if i < filled else np.inf
+
+
+@compiled
+def advance(batch, active, count, nodes, raw):  # type: ignore[no-untyped-def]
+    """`extend` of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
+
+    The results of the finished go to their slot's row of nodes and raw, both [slots, max_k].
+    """
+    done = extend(batch, active[:count])
+    for i in range(done):
+        slot = batch.finished[i]
+        write_result(batch, slot, nodes[slot], raw[slot])
+    kept = 0
+    following = 0
+    for i in range(count):
+        if following < done and active[i] == batch.finished[following]:  # merge_top_m went through them in this order
+            following += 1
+        else:
+            active[kept] = active[i]
+            kept += 1
+    return done

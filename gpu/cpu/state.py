@@ -98,16 +98,8 @@ class BatchState:
         """Bytes of all arrays."""
         return int(self.queries.nbytes) + sum(array.nbytes for array in self.batch)
 
-    def set_params(self, slot: int, collection: int, params: SearchParams) -> None:
-        """Write what a query asks into its slot, and make the slot ready for its first extend."""
+    def line(self, collection: int, params: SearchParams) -> npt.NDArray[np.int64]:
+        """The columns before QUERY of a slot whose query asks this."""
         bits = visited_bits(params.top_m, int(self.batch.collections[collection, stages.DEGREE]))
-        self.batch.slots[slot, stages.START] = -1
-        self.batch.slots[slot, : stages.QUERY] = (
-            collection,
-            params.k,
-            params.top_m,
-            params.search_width,
-            params.patience or 0,
-            bits,
-        )
-        stages.reset_slot(self.batch, slot)
+        wanted = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
+        return np.array(wanted, np.int64)

@@ -143,4 +143,4 @@ def test_limits_of_the_engine_are_checked(index: GraphIndex) -> None:
 def test_state_is_bounded_and_told(index: GraphIndex) -> None:
     one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
     per_slot = (two - one) / 8
-    assert 512 * 8 < per_slot < 512 * 8 + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000
+    assert 512 * 8 < per_slot < 512 * (8 + 12) + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000
