@@ -142,8 +142,14 @@ def _check_collections(config: NodeConfig) -> None:
 
 
 def _check_keys(config: NodeConfig) -> None:
-    if config.http.api_keys_file and not read_api_keys(config):
+    keys = read_api_keys(config)
+    if config.http.api_keys_file and not keys:
         raise ConfigError(f"http.api_keys_file: no key in {config.http.api_keys_file}")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
+            raise ConfigError(
+                f"http.api_keys_file: key {number} in {config.http.api_keys_file} has characters beyond printable ASCII"
+            )
 
 
 def read_api_keys(config: NodeConfig) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def _mapped(path: Path) -> NDArray[Any]:
         pass
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError, SyntaxError) as error:  # all of these for damaged headers
+    except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
         raise CollectionError(f"{path} is not a readable .npy file: {error}") from error
     if not isinstance(array, np.ndarray):  # an .npz archive, by its content
         array.close()

@@ -128,8 +128,8 @@ def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
     assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config) == ("first", "second")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff\n"])
-def test_a_keys_file_without_keys_is_refused(content: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff\n", b"good\nschl\xc3\xbcssel\n", b"a\tb\n"])
+def test_a_keys_file_without_usable_keys_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
