@@ -71,7 +71,7 @@ class ControlLaw:
         dwell_s = self._settings.dwell_s * (2 if reverses else 1)
         if self._held < _CONFIRM or now_s - self._changed_s < dwell_s:
             return []
-        change = self._move(way, reverses, self._cause(signals, prefill, decode))
+        change = self._move(way, reverses, max(prefill, decode), self._cause(signals, prefill, decode))
         if change is None:
             return []
         self._changed_s = now_s
@@ -92,9 +92,9 @@ class ControlLaw:
             return 0
         return 1 if prefill > decode else -1
 
-    def _move(self, way: int, reverses: bool, cause: str) -> Change | None:
+    def _move(self, way: int, reverses: bool, pressure: float, cause: str) -> Change | None:
         if way == 0:
-            return self._relax(max(prefill, decode), cause)
+            return self._relax(pressure, cause)
         if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
             return change
         settings = self._settings

@@ -1,0 +1,191 @@
+"""A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows joining and leaving between steps.
+
+Unlike there, KV is pulled beside the running batch, over a link of its own, one hand-over at a time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+from runtime.node.config import DecodeSection
+from runtime.serving.messages import Report
+from runtime.simulator.events import Events, ns
+from runtime.simulator.gpu import Gpu
+from runtime.simulator.pool import Search
+from runtime.simulator.prefill import Ask
+from runtime.simulator.request import SimRequest
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.step_batch import StepBatch
+from runtime.simulator.workload import Workload
+
+_MOST_STEPS = 64  # in one run: contexts grow, and the time of a step with them
+_PROBE_TIMEOUT_NS = 2_000_000_000  # as in runtime.serving.decode
+
+
+class SimDecode:
+    """Offers → rows. A row leaves the batch while a probe of its runs, two seconds at most."""
+
+    def __init__(
+        self,
+        name: str,
+        events: Events,
+        times: ServiceTimes,
+        limits: DecodeSection,
+        workload: Workload,
+        gpu: Gpu,
+        random: Random,
+        ask: Ask | None,
+        forget: Callable[[Search], None],
+        report: Callable[[Report], None],
+        finish: Callable[[SimRequest], None],
+    ) -> None:
+        self.name = name
+        self._events, self._times, self._limits, self._workload = events, times, limits, workload
+        self._gpu, self._random = gpu, random
+        self._ask, self._forget, self._report, self._finish = ask, forget, report, finish
+        self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
+        self.free = limits.slots
+        self.rows = 0
+        self.stalled = 0
+        self.batch: StepBatch[SimRequest] = StepBatch(events, self._between, self._step_ns, self._extra_ns)
+        self._joining: list[SimRequest] = []
+        self._context = 0  # cached tokens of all rows in the batch
+        self._extra_s = 0.0
+        self._link_free_ns = 0
+        self._counted_ns = 0
+        self.link_busy_ns = 0
+        self.row_ns = 0
+        self.stall_ns = 0
+        self.tokens = 0
+        self.probes = 0
+
+    # ---- hand-over
+
+    def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
+        self.offers.append((request, pulled))
+        self._pull()
+        self._tell()
+
+    def _pull(self) -> None:
+        while self.free and self.offers:
+            request, pulled = self.offers.popleft()
+            if request.ended:
+                self._events.after(0, pulled)
+                continue
+            self.free -= 1
+            took = ns(self._times.handover_s(request.arrival.prompt_tokens))
+            self._link_free_ns = max(self._link_free_ns, self._events.now_ns) + took
+            self.link_busy_ns += took
+            self._events.at(self._link_free_ns, lambda r=request, p=pulled: self._arrived(r, p))  # type: ignore[misc]
+
+    def _arrived(self, request: SimRequest, pulled: Callable[[], None]) -> None:
+        pulled()
+        self.count_row_time()
+        self.rows += 1
+        request.first_token_ns = self._events.now_ns
+        request.generated = 1
+        self.tokens += 1
+        request.context = request.arrival.prompt_tokens
+        self._go_on(request)
+
+    # ---- rows
+
+    def _go_on(self, row: SimRequest) -> None:
+        """After a token: the row ends, asks, or takes more steps."""
+        every = self._workload.probe_every_tokens
+        if row.ended or row.generated >= row.arrival.output_tokens:
+            self._end(row)
+        elif self._ask is not None and every and row.generated % every == 0:
+            self._probe(row)
+        else:
+            self._join(row)
+
+    def _join(self, row: SimRequest) -> None:
+        self._joining.append(row)
+        self.batch.poke()
+
+    def _steps(self, row: SimRequest) -> int:
+        """Tokens until the row's end or next probe."""
+        left = row.arrival.output_tokens - row.generated
+        every = self._workload.probe_every_tokens
+        return min(left, every - row.generated % every) if every else left
+
+    def _between(self, done: list[SimRequest], steps: int) -> int:
+        if steps:
+            self._context += steps * (len(self.batch) + len(done))
+            self.tokens += steps * (len(self.batch) + len(done))
+        for row in done:
+            taken = self._steps(row)
+            row.generated += taken
+            row.context += taken
+            self._context -= row.context
+            self._go_on(row)
+        for row in self._joining:
+            self.batch.join(row, self._steps(row))
+            self._context += row.context
+        self._joining.clear()
+        self._gpu.model_busy = bool(self.batch)
+        return _MOST_STEPS
+
+    def _step_ns(self) -> int:
+        return ns(self._times.decode_s(len(self.batch), self._context))
+
+    def _extra_ns(self) -> int:
+        extra, self._extra_s = self._extra_s, 0.0
+        return ns(extra) + self._gpu.take_debt_ns()
+
+    def _end(self, row: SimRequest) -> None:
+        self.count_row_time()
+        self.rows -= 1
+        self.free += 1
+        self._finish(row)
+        self._pull()
+        self._tell()
+
+    # ---- probes
+
+    def _probe(self, row: SimRequest) -> None:
+        assert self._ask is not None
+        self.count_row_time()
+        self.stalled += 1
+        self.probes += 1
+        waits = True
+
+        def over(status: str) -> None:
+            nonlocal waits
+            if not waits:
+                return
+            waits = False
+            self.count_row_time()
+            self.stalled -= 1
+            if status == "ok" and self._random.random() < self._workload.probe_hit:
+                self._append(row)
+            elif status == "timeout":
+                self._forget(search)
+            self._go_on_after_probe(row)
+
+        search = self._ask(self._events.now_ns + _PROBE_TIMEOUT_NS, over)
+        self._events.after(_PROBE_TIMEOUT_NS, lambda: over("timeout"))
+
+    def _append(self, row: SimRequest) -> None:
+        """New passages: a chunk that goes through the model with the row's next step."""
+        tokens = self._limits.probe_tokens
+        self._extra_s += self._times.prefill_s(row.context, tokens)
+        row.context += tokens
+
+    def _go_on_after_probe(self, row: SimRequest) -> None:
+        if row.ended:
+            self._end(row)
+        else:
+            self._join(row)
+
+    # ---- what others see
+
+    def count_row_time(self) -> None:
+        now = self._events.now_ns
+        self.row_ns += self.rows * (now - self._counted_ns)
+        self.stall_ns += self.stalled * (now - self._counted_ns)
+        self._counted_ns = now
+
+    def _tell(self) -> None:
+        self._report(Report(self.name, 1, 1, len(self.offers), self.rows, self.free))

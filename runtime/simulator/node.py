@@ -1,0 +1,253 @@
+"""The simulated node: arrivals → router → prefill → link → decode, with pools beside them and the control law above.
+
+Router, scheduler and control law are production's own classes; what stands in for the rest is in the files beside this.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from ipc import Stage
+from runtime.errors import TrinityError
+from runtime.node.config import NodeConfig
+from runtime.node.control_law import ControlLaw, Readings, SignalMeter
+from runtime.pool.estimate import Kind
+from runtime.pool.scheduler import Scheduler
+from runtime.serving.messages import Hello, Report
+from runtime.serving.router import Router
+from runtime.simulator.decode import SimDecode
+from runtime.simulator.events import Events, ns
+from runtime.simulator.gpu import Gpu
+from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.pool import Search, SimPool
+from runtime.simulator.prefill import Ask, SimPrefill
+from runtime.simulator.request import FINISHED, SimRequest
+from runtime.simulator.result import Result, Sample
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Slos, Workload
+
+PlacementKind = Literal["pool", "with-prefill", "coupled"]
+"""Where the index lies: on GPUs of its own, on every prefill GPU for all, or on every GPU for its own worker alone."""
+
+_MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length
+_HALF_LIFE_INTERVALS = 4  # as in control_loop
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run depends on, beside its arrivals."""
+
+    config: NodeConfig
+    times: ServiceTimes = ServiceTimes()
+    workload: Workload = Workload()
+    slos: Slos = Slos()
+    policy: PolicyChoice = PolicyChoice("adaptive")
+    placement: PlacementKind = "pool"
+    seed: int = 0
+    sample_s: float = 1.0
+
+
+class Simulation:
+    """One run. `run` lets every arrival go through to its end and says how they fared."""
+
+    def __init__(self, setup: Setup, arrivals: Sequence[Arrival]) -> None:
+        self._setup, self._arrivals = setup, arrivals
+        self.events = Events()
+        self._random = Random(setup.seed)
+        self.requests: list[SimRequest] = []
+        self.refused: dict[str, int] = {}
+        self._ended = 0
+        self._samples: list[Sample] = []
+        config = setup.config
+        self.router = Router(max_in_flight=config.http.max_in_flight, seed=setup.seed)
+        self.pools: list[SimPool] = []
+        self._build_workers()
+        self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=0.0)
+        self._meter = SignalMeter(len(self.decodes), config.control.interval_s * _HALF_LIFE_INTERVALS)
+
+    # ---- building
+
+    def _build_workers(self) -> None:
+        setup, config = self._setup, self._setup.config
+        shares = setup.placement != "pool"
+        slowdown = setup.times.extend_shared if shares else 1.0
+        prefill_gpus = [Gpu(slowdown) for _ in range(config.prefill.workers)]
+        decode_gpus = [Gpu(slowdown if setup.placement == "coupled" else 1.0) for _ in range(config.decode.workers)]
+        own = [self._pool(Gpu()) for _ in range(config.pool.workers)] if not shares else []
+        near = [self._pool(gpu) for gpu in prefill_gpus] if shares else []
+        coupled = [self._pool(gpu) for gpu in decode_gpus] if setup.placement == "coupled" else []
+        everyone = cycle(own or near or [self._pool(Gpu())])
+        self.decodes: dict[str, SimDecode] = {}
+        self.prefills: dict[str, SimPrefill] = {}
+        for i, gpu in enumerate(decode_gpus):
+            pools = cycle([coupled[i]]) if coupled else everyone
+            decode = SimDecode(
+                f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu, Random(setup.seed * 64 + i),
+                self._asker("decode", pools), self._forget, self.router.report, self._finish,
+            )  # fmt: skip
+            self.decodes[decode.name] = decode
+            self.router.add(self._hello("decode", decode.name, config.decode.slots))
+        for i, gpu in enumerate(prefill_gpus):
+            pools = cycle([near[i]]) if setup.placement == "coupled" else everyone
+            prefill = SimPrefill(
+                f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
+                self._asker("prefill", pools), self._offer, self.router.report, self._fail,
+            )  # fmt: skip
+            self.prefills[prefill.name] = prefill
+            self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
+
+    def _pool(self, gpu: Gpu) -> SimPool:
+        setup, limits = self._setup, self._setup.config.pool
+        scheduler = setup.policy.scheduler(limits)
+        pool = SimPool(self.events, setup.times, scheduler, Kind("docs", limits.top_m, limits.search_width), gpu)
+        self.pools.append(pool)
+        return pool
+
+    def _hello(self, role: Literal["prefill", "decode"], name: str, slots: int) -> Hello:
+        return Hello(role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=_MAX_TOKENS)
+
+    def _asker(self, stage: Stage, pools: "cycle[SimPool]") -> Ask | None:
+        """Replicas in turn, as the search client does."""
+        if not self._setup.workload.retrieval:
+            return None
+        limits = self._setup.config.pool
+        extends = -(-limits.top_m // limits.search_width)
+        ring_ns = ns(self._setup.times.ring_s)
+
+        def ask(deadline_ns: int, reply: Callable[[str], None]) -> Search:
+            more = self._random.randint(1, 3)
+            search = Search(stage, extends + more, self.events.now_ns, deadline_ns, reply)
+            pool = next(pools)
+            search.pool = pool
+            self.events.after(ring_ns, lambda: pool.ask(search))
+            return search
+
+        return ask
+
+    # ---- a request's way
+
+    def run(self) -> Result:
+        """Deterministic: the same setup and arrivals give the same result."""
+        if self._arrivals:
+            self._plan_arrival(0)
+            self._sample()
+            if self._setup.policy.kind == "adaptive" and self._setup.config.control.enabled:
+                self._control()
+        self.events.run(while_=lambda: self._ended < len(self._arrivals))
+        return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
+
+    def _plan_arrival(self, i: int) -> None:
+        self.events.at(ns(self._arrivals[i].at_s), lambda: self._arrive(i))
+
+    def _arrive(self, i: int) -> None:
+        if i + 1 < len(self._arrivals):
+            self._plan_arrival(i + 1)
+        arrival, now = self._arrivals[i], self.events.now_ns
+        try:
+            placement = self.router.place(arrival.prefix)
+        except TrinityError as error:
+            self.refused[error.code] = self.refused.get(error.code, 0) + 1
+            self._ended += 1
+            return
+        deadline_ns = now + ns(self._setup.config.http.request_timeout_s)
+        request = SimRequest(arrival, now, deadline_ns, placement)
+        self.requests.append(request)
+        self.events.at(deadline_ns, lambda: self._expire(request))
+        self.prefills[placement.prefill].receive(request)
+
+    def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
+        request.left_prefill = True
+        self.router.prefilled(request.placement)
+        self.decodes[request.placement.decode].offer(request, pulled)
+
+    def _finish(self, request: SimRequest) -> None:
+        if not request.ended:
+            self._end(request, FINISHED)
+
+    def _fail(self, request: SimRequest, code: str) -> None:
+        if not request.ended:
+            self._end(request, code)
+
+    def _expire(self, request: SimRequest) -> None:
+        """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
+        self._fail(request, "deadline_exceeded")
+
+    def _end(self, request: SimRequest, outcome: str) -> None:
+        request.outcome, request.end_ns = outcome, self.events.now_ns
+        self._ended += 1
+        self.router.finished(request.placement, prefilled=request.left_prefill)
+
+    def _forget(self, search: Search) -> None:
+        assert search.pool is not None
+        search.pool.cancel(search)
+
+    # ---- control and samples
+
+    def _control(self) -> None:
+        now_s = self.events.now_ns / 1e9
+        for change in self._law.update(now_s, self._meter.update(now_s, self._readings())):
+            for pool in self.pools:
+                assert isinstance(pool.scheduler, Scheduler)
+                if change.knob == "reserve":
+                    pool.scheduler.reserve = change.after
+                else:
+                    pool.scheduler.flush_prefill_ns = ns(change.after)
+        self.events.after(ns(self._setup.config.control.interval_s), self._control)
+
+    def _readings(self) -> Readings:
+        decodes = self.decodes.values()
+        for decode in decodes:
+            decode.count_row_time()
+        return Readings(
+            link_busy_s=sum(decode.link_busy_ns for decode in decodes) / 1e9,
+            row_s=sum(decode.row_ns for decode in decodes) / 1e9,
+            stall_s=sum(decode.stall_ns for decode in decodes) / 1e9,
+            wait_counts=[sum(bucket) for bucket in zip(*(pool.wait_counts for pool in self.pools), strict=True)],
+        )
+
+    def _sample(self) -> None:
+        prefills, decodes = self.prefills.values(), self.decodes.values()
+        self._samples.append(
+            Sample(
+                at_s=self.events.now_ns / 1e9,
+                reserve=self._law.reserve if self._setup.policy.kind == "adaptive" else self._setup.policy.reserve,
+                flush_prefill_s=self._law.flush_prefill_s,
+                pool_prefill=sum(pool.scheduler.waiting["prefill"] for pool in self.pools),
+                pool_decode=sum(pool.scheduler.waiting["decode"] for pool in self.pools),
+                prefill=sum(prefill.queued for prefill in prefills),
+                offers=sum(len(decode.offers) for decode in decodes),
+                rows=sum(decode.rows for decode in decodes),
+                stalled=sum(decode.stalled for decode in decodes),
+            )
+        )
+        self.events.after(ns(self._setup.sample_s), self._sample)
+
+    def _use(self) -> dict[str, float]:
+        """Busy shares over the whole run, and what went through."""
+        span = max(self.events.now_ns, 1)
+        decodes, prefills = self.decodes.values(), self.prefills.values()
+        for decode in decodes:
+            decode.count_row_time()
+        row_ns = sum(decode.row_ns for decode in decodes)
+        return {
+            "prefill": sum(worker.busy_ns for worker in prefills) / span / max(len(prefills), 1),
+            "decode": sum(worker.batch.busy_ns for worker in decodes) / span / max(len(decodes), 1),
+            "decode_slots": row_ns / span / max(len(decodes) * self._setup.config.decode.slots, 1),
+            "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
+            "pool": sum(pool.batch.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
+            "pool_slots": sum(pool.batch.member_steps for pool in self.pools) / 1.0,
+            "stall": sum(decode.stall_ns for decode in decodes) / max(row_ns, 1),
+            "queries": float(sum(pool.served for pool in self.pools)),
+            "probes": float(sum(decode.probes for decode in decodes)),
+            "changes": float(self._law.changes),
+            "span_s": span / 1e9,
+            "events": float(self.events.happened),
+        }
+
+
+def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Result:
+    """Run `arrivals` through the node that `setup` describes."""
+    return Simulation(setup, arrivals).run()

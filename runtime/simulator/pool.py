@@ -1,0 +1,117 @@
+"""A simulated vector pool: production's scheduler over a batch of extends on the virtual clock."""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ipc import Stage
+from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.node.metrics import POOL_WAIT_PREFILL
+from runtime.pool.estimate import Kind
+from runtime.pool.queues import Entry
+from runtime.pool.scheduler import Scheduler
+from runtime.simulator.events import Events, ns
+from runtime.simulator.gpu import Gpu
+from runtime.simulator.naive import PoolScheduler
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.step_batch import StepBatch
+
+_TOGETHER = 4  # extends that pass between two looks of the scheduler while both stages want places
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A query: how many extends it will take, and whom its end is told (its status as `ipc` has it)."""
+
+    stage: Stage
+    extends: int
+    asked_ns: int
+    deadline_ns: int
+    reply: Callable[[str], None]
+    left: int = 0  # extends, while it is paused
+    pool: "SimPool | None" = None  # that it was sent to
+
+
+class SimPool:
+    """One pool worker. `kind` is what the scheduler knows of all queries here: they ask with the same parameters."""
+
+    def __init__(
+        self,
+        events: Events,
+        times: ServiceTimes,
+        scheduler: PoolScheduler[Search],
+        kind: Kind,
+        gpu: Gpu,
+    ) -> None:
+        self._events, self._times, self._kind, self._gpu = events, times, kind, gpu
+        self.scheduler = scheduler
+        self._entries: dict[Search, Entry[Search]] = {}  # in the batch
+        self.batch: StepBatch[Search] = StepBatch(events, self._between, self._extend_ns)
+        self._each_ns = 0
+        self._pace = 1.0
+        self._wake_ns = -1
+        self.wait_counts = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
+        self.wait_ns = 0
+        self.served = 0
+
+    def ask(self, search: Search) -> None:
+        """A query has come through the ring."""
+        entry = Entry(search.stage, search.deadline_ns, self._events.now_ns, search, self._kind)
+        try:
+            self.scheduler.add(entry, self._events.now_ns)
+        except (Overloaded, DeadlineExceeded) as error:
+            self._answer(search, error.code)
+            return
+        self.batch.poke()
+
+    def cancel(self, search: Search) -> None:
+        """Forget it if it waits; one that has a slot is let go on, as its end is near. No answer follows."""
+        self.scheduler.remove(lambda other: other is search)
+
+    def _between(self, done: list[Search], steps: int) -> int:
+        now = self._events.now_ns
+        if steps:
+            self.scheduler.advanced(steps)
+            if isinstance(self.scheduler, Scheduler):
+                self.scheduler.cost.learn(len(self.batch) + len(done), self._each_ns)
+            if self._pace > 1:
+                self._gpu.owe(round(steps * self._each_ns / self._pace))
+        for search in done:
+            self.scheduler.finished(self._entries.pop(search), search.extends)
+            self.served += 1
+            self._answer(search, "ok")
+        changes = self.scheduler.next(now)
+        for entry in changes.late:
+            self._answer(entry.query, "deadline_exceeded")
+        for entry in changes.paused:
+            entry.query.left = self.batch.leave(entry.query)
+        for entry in changes.resumed:
+            self.batch.join(entry.query, entry.query.left)
+        for entry in changes.admitted:
+            self._admit(entry)
+        return self._most_steps(now)
+
+    def _admit(self, entry: Entry[Search]) -> None:
+        search = entry.query
+        self._entries[search] = entry
+        self.batch.join(search, search.extends)
+        wait_ns = self._events.now_ns - search.asked_ns
+        self.wait_ns += wait_ns
+        if search.stage == "prefill":
+            self.wait_counts[bisect.bisect_left(POOL_WAIT_PREFILL.buckets, wait_ns / 1e9)] += 1
+
+    def _most_steps(self, now: int) -> int:
+        """Until when nothing can change of itself: the scheduler is asked again then."""
+        if not self.batch and (until := self.scheduler.held_until(now)) is not None and until != self._wake_ns:
+            self._wake_ns = until
+            self._events.at(until, self.batch.poke)
+        waiting = self.scheduler.waiting
+        return _TOGETHER if waiting["prefill"] or waiting["decode"] or self.scheduler.paused else 1 << 30
+
+    def _extend_ns(self) -> int:
+        self._pace = self._gpu.pace
+        self._each_ns = ns(self._times.extend_time_s(len(self.batch)) * self._pace)
+        return self._each_ns
+
+    def _answer(self, search: Search, status: str) -> None:
+        self._events.after(ns(self._times.ring_s), lambda: search.reply(status))

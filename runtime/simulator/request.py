@@ -1,0 +1,39 @@
+"""A request on its way through the simulated node, and how it ended."""
+
+from dataclasses import dataclass
+
+from runtime.serving.router import Placement
+from runtime.simulator.traces import Arrival
+
+FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """Times are virtual ns; `outcome` is "" until it ends: once, as "finished" or with an error's code."""
+
+    arrival: Arrival
+    received_ns: int
+    deadline_ns: int
+    placement: Placement
+    prefilled_ns: int = 0
+    first_token_ns: int = 0
+    end_ns: int = 0
+    outcome: str = ""
+    left_prefill: bool = False
+    done_tokens: int = 0  # of the prompt
+    generated: int = 0
+    context: int = 0  # tokens cached by decode
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.outcome)
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.first_token_ns - self.received_ns) / 1e9
+
+    @property
+    def tpot_s(self) -> float:
+        """As `stages.spans_seconds` has it; 0 for an answer of one token."""
+        return (self.end_ns - self.first_token_ns) / 1e9 / max(self.arrival.output_tokens - 1, 1)

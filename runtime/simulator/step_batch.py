@@ -1,0 +1,109 @@
+"""A batch that advances all its members together, step by step: the pool's extends, and decode's tokens.
+
+Members join and leave between steps only. While nothing changes, many steps are one event: the batch plans a *run* up to
+the first member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
+"""
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from runtime.simulator.events import Events
+
+T = TypeVar("T", bound=Hashable)
+
+
+class StepBatch(Generic[T]):
+    """`between(done, steps)` is called between two runs with the members whose steps are over (they have left) and the
+    steps that the run took; it may `join` and `leave`, and returns the most steps to take before it is called again.
+    `step_ns()` is then asked for the time of one step, and `extra_ns()` for what the run's first step costs beside it.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        between: Callable[[list[T], int], int],
+        step_ns: Callable[[], int],
+        extra_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._events, self._between, self._step_ns, self._extra_ns = events, between, step_ns, extra_ns
+        self._ends: dict[T, int] = {}  # member → the step count at which its steps are over
+        self._heap: list[tuple[int, int, T]] = []
+        self._joined = 0
+        self._taken = 0
+        self._run = 0  # the run under way, to know a planned end that was replaced by an earlier one
+        self._begin_ns = self._first_ns = self._each_ns = self._steps = 0
+        self._resting = True
+        self.busy_ns = 0
+        self.member_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, member: T) -> bool:
+        return member in self._ends
+
+    def join(self, member: T, steps: int) -> None:
+        """Let a member take `steps` ≥ 1 steps. Only between runs."""
+        self._joined += 1
+        self._ends[member] = self._taken + steps
+        heapq.heappush(self._heap, (self._taken + steps, self._joined, member))
+
+    def leave(self, member: T) -> int:
+        """Take a member out before its steps are over; how many were left. Only between runs."""
+        return self._ends.pop(member) - self._taken
+
+    def poke(self) -> None:
+        """Something has changed: have `between` called as soon as the step under way ends."""
+        now = self._events.now_ns
+        if self._resting:
+            self._resting = False
+            self._plan(now, 0)
+            return
+        if self._steps <= 1:
+            return
+        passed = now - self._begin_ns - self._first_ns
+        steps = 1 if passed <= 0 else 1 - (-passed // self._each_ns)
+        if steps < self._steps:
+            self._steps = steps
+            self._plan(self._begin_ns + self._first_ns + (steps - 1) * self._each_ns, steps)
+
+    def _plan(self, end_ns: int, steps: int) -> None:
+        self._run += 1
+        run = self._run
+        self._steps = steps
+        self._events.at(end_ns, lambda: self._end(run))
+
+    def _end(self, run: int) -> None:
+        if run != self._run:
+            return
+        now, steps = self._events.now_ns, self._steps
+        if steps:
+            self.busy_ns += now - self._begin_ns
+            self.member_steps += steps * len(self._ends)
+        self._taken += steps
+        self._steps = 0
+        most = self._between(self._pop_done(), steps)
+        if not self._ends:
+            self._resting = True
+            return
+        self._begin_ns, self._each_ns = now, max(self._step_ns(), 1)
+        self._first_ns = self._each_ns + self._extra_ns()
+        steps = min(self._next_end() - self._taken, max(most, 1))
+        self._plan(now + self._first_ns + (steps - 1) * self._each_ns, steps)
+
+    def _next_end(self) -> int:
+        while True:
+            end, _, member = self._heap[0]
+            if self._ends.get(member) == end:
+                return end
+            heapq.heappop(self._heap)  # it left early
+
+    def _pop_done(self) -> list[T]:
+        done = []
+        while self._heap and self._heap[0][0] <= self._taken:
+            end, _, member = heapq.heappop(self._heap)
+            if self._ends.get(member) == end:
+                del self._ends[member]
+                done.append(member)
+        return done

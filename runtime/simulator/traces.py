@@ -1,0 +1,167 @@
+"""Traces of real services as arrivals: Azure (.csv), Mooncake and RAGPulse (.jsonl or .jsonl.gz).
+
+The kind is seen from the first line, not from the name. Every line is checked and every number bounded; an error names
+the file and the line.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from runtime.errors import TrinityError
+
+MAX_REQUESTS = 5_000_000
+MAX_TOKENS = 4_194_304
+_MAX_LINE_CHARS = 1 << 20
+_MAX_SECONDS = 366 * 86_400
+_AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+class TraceError(TrinityError):
+    """A trace cannot be read: missing, of no known kind, or with a line that is not what its kind says."""
+
+    code = "trace_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace: seconds after the first one, prompt and answer tokens, and its prefix blocks (hashes)."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix: tuple[int, ...] = ()
+
+
+_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: Annotated[float, Meta(ge=0, le=_MAX_SECONDS * 1e3)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: list[int] = []
+
+
+class _RagPulse(msgspec.Struct):
+    timestamp: str
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: dict[str, list[int]] = {}
+
+
+def load_trace(path: Path, limit: int = MAX_REQUESTS) -> list[Arrival]:
+    """The first `limit` requests of a trace, by time, the first one at 0 s. Raises `TraceError`."""
+    try:
+        arrivals = list(_read(path, min(limit, MAX_REQUESTS)))
+    except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
+        raise TraceError(f"{path}: cannot read the trace: {error}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: the trace is not UTF-8 text") from error
+    if not arrivals:
+        raise TraceError(f"{path}: the trace has no request")
+    arrivals.sort(key=lambda arrival: arrival.at_s)
+    begin = arrivals[0].at_s
+    return [replace(arrival, at_s=arrival.at_s - begin) for arrival in arrivals]
+
+
+def at_rate(arrivals: list[Arrival], requests_per_s: float) -> list[Arrival]:
+    """The same requests in the same order and the same bursts, with time stretched so that this is their mean rate."""
+    if requests_per_s <= 0:
+        raise TraceError(f"a rate of {requests_per_s} requests/s: it must be over 0")
+    factor = len(arrivals) / requests_per_s / max(arrivals[-1].at_s, 1e-9)
+    return [replace(arrival, at_s=arrival.at_s * factor) for arrival in arrivals]
+
+
+def mean_rate(arrivals: list[Arrival]) -> float:
+    """Requests/s over the trace's span."""
+    return len(arrivals) / max(arrivals[-1].at_s, 1e-9)
+
+
+def _read(path: Path, limit: int) -> Iterator[Arrival]:
+    lines = _lines(path)
+    first = next(lines, "")
+    if first.strip() == _AZURE_HEADER:
+        parse, begin = _azure, 2
+    else:
+        parse, begin = _json_kind(path, first), 1
+        lines = _chained(first, lines)
+    for count, (number, line) in enumerate(enumerate(lines, begin)):
+        if count == limit:
+            return
+        try:
+            yield parse(line)
+        except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
+            raise TraceError(f"{path}:{number}: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_CHARS):
+            number += 1
+            if len(line) == _MAX_LINE_CHARS:
+                raise TraceError(f"{path}:{number}: a line of over {_MAX_LINE_CHARS} characters")
+            if line.strip():
+                yield line
+
+
+def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
+    if first:
+        yield first
+    yield from rest
+
+
+def _json_kind(path: Path, line: str) -> Any:
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        row = None
+    if isinstance(row, dict) and "input_length" in row:
+        return _ragpulse if isinstance(row.get("hash_ids"), dict) else _mooncake
+    raise TraceError(f"{path}: not a trace: the first line is neither {_AZURE_HEADER!r} nor JSON with input_length")
+
+
+def _azure(line: str) -> Arrival:
+    stamp, prompt, output = line.strip().split(",")
+    moment = datetime.fromisoformat(stamp[:26])  # seven digits of a second: Python knows six
+    return _arrival(moment.timestamp(), _tokens(prompt), _tokens(output))
+
+
+def _tokens(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"{value} tokens: expected 0 to {MAX_TOKENS}")
+    return value
+
+
+def _mooncake(line: str) -> Arrival:
+    row = msgspec.json.decode(line, type=_Mooncake)
+    return _arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids)
+
+
+def _ragpulse(line: str) -> Arrival:
+    row = msgspec.json.decode(line, type=_RagPulse)
+    at_s = float(row.timestamp)
+    if not 0 <= at_s <= _MAX_SECONDS:
+        raise ValueError(f"timestamp {row.timestamp!r}: expected 0 to {_MAX_SECONDS} s")
+    parts = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+    return _arrival(at_s, row.input_length, row.output_length, [i for part in parts for i in row.hash_ids.get(part, ())])
+
+
+def _arrival(at_s: float, prompt: int, output: int, hashes: list[int] | None = None) -> Arrival:
+    """A request with no tokens on a side is served as one with one: the model needs one to begin, and draws one."""
+    chain = 0
+    prefix = []
+    for block in (hashes or [])[:32]:
+        chain = hash((chain, block))  # of integers: the same in every process
+        prefix.append(chain)
+    return Arrival(at_s, max(prompt, 1), max(output, 1), tuple(prefix))
