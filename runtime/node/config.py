@@ -79,7 +79,14 @@ class DecodeSection(Placed, frozen=True):
 
 
 class PoolSection(Placed, frozen=True):
-    """Vector-pool workers, replicas of each other. `reserve` is the share of slots kept for prefill queries."""
+    """Vector-pool workers, replicas of each other.
+
+    `slots` queries are active at most, `reserve` is the share owed to prefill queries; the engine has `spare_slots` more,
+    so that prefill queries can run while paused decode queries keep theirs. `prefill_target_s`: within which a prefill
+    query ought to be answered, else decode queries are paused for it (each `max_pauses` times at most, all of them for
+    `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before younger
+    prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an idle pool.
+    """
 
     slots: Annotated[int, Meta(ge=1, le=4096)] = 32
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
@@ -89,6 +96,13 @@ class PoolSection(Placed, frozen=True):
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 128
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
+    spare_slots: Annotated[int, Meta(ge=0, le=4096)] = 8
+    prefill_target_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+    aging_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.01
+    flush_prefill_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    flush_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
+    decode_stall_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
 
 
 class ControlSection(_Section, frozen=True):

@@ -2,31 +2,40 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from gpu import CpuEngine, Engine, GpuError, GraphIndex, SearchParams
+from gpu.cpu.engine import MAX_SLOTS
 from ipc import Request, RingServer, Stage
-from runtime.errors import Overloaded
+from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.node.config import PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
-from runtime.pool.scheduler import Queued, Scheduler
+from runtime.pool.estimate import Kind
+from runtime.pool.policy import Policy
+from runtime.pool.queues import NEVER_NS, Entry
+from runtime.pool.scheduler import Scheduler
 from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
-_NEVER_NS = 1 << 62
+_ROUND_NS = 50_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
+_GAUGES_NS = 1_000_000  # how often gauges are written
+_RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
+_RECEIVED = {stage: f"trinity_pool_queries_{stage}_total" for stage in get_args(Stage)}
+_MISSED = {stage: f"trinity_pool_missed_{stage}_total" for stage in get_args(Stage)}
 
 
-@dataclass(frozen=True)
 class Running:
-    """A query in a slot of the running batch, since `begin_ns`."""
+    """A query with a slot of the engine, since `begin_ns`."""
 
-    request: Request
-    stage: Stage
-    begin_ns: int
+    __slots__ = ("begin_ns", "entry", "slot")
+
+    def __init__(self, entry: Entry[Request], slot: int, begin_ns: int) -> None:
+        self.entry, self.slot, self.begin_ns = entry, slot, begin_ns
 
 
 class Pool:
@@ -35,18 +44,23 @@ class Pool:
     def __init__(self, worker: Worker) -> None:
         config = worker.plan.config
         limits = config.pool
+        policy = policy_of(limits)
         self._worker, self._table = worker, worker.table
+        self._targeted = policy.prefill_target_ns > 0
         indexes = {c.name: Collection.open(Path(c.path)).index for c in config.collections}
         self._engine: Engine = CpuEngine(
             indexes,
-            slots=limits.slots,
+            slots=policy.engine_slots,
             max_top_m=limits.max_top_m,
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
         )
+        self._scheduler: Scheduler[Request] = Scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
-        self._scheduler: Scheduler[Request] = Scheduler(limits.slots, limits.reserve, limits.queue)
-        self._running: dict[int, Running] = {}  # slot → query
+        self._slots: dict[int, Running] = {}  # engine slot → query
+        self._places: dict[Entry[Request], Running] = {}  # the same by query
+        self._advanced = (0, 0)  # active queries and extends of this round
+        self._gauges_ns = 0  # when gauges are written next
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
             {name: index.dim for name, index in indexes.items()},
@@ -55,6 +69,8 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
         )
+        self._table.begin_knob("reserve", limits.reserve)
+        self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set("trinity_pool_slots", limits.slots)
 
     def _warm_up(self, indexes: Mapping[str, GraphIndex], params: SearchParams) -> None:
@@ -67,35 +83,77 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running) or any(self._scheduler.waiting.values())
+        return self._scheduler.busy
 
     def step(self) -> None:
         """One round of the loop."""
+        begin_ns = time.monotonic_ns()
         self._table.beat()
+        self._turn_knobs()
         self._receive()
         self._schedule()
         finished = self._extend()
         self._publish(finished)
-        if not self.busy:
+        self._measure(begin_ns)
+        if not self._engine.active_slots:
+            self._rest()
+
+    def _turn_knobs(self) -> None:
+        """What the supervisor's control loop wants by now."""
+        self._scheduler.reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
+        self._scheduler.flush_prefill_ns = int(min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0) * 1e9)
+
+    def _measure(self, begin_ns: int) -> None:
+        """Tell the scheduler what an extend cost, and the table how things are."""
+        now = time.monotonic_ns()
+        active, extends = self._advanced
+        if extends:
+            self._scheduler.cost.learn(active, (now - begin_ns) / extends)
+            self._advanced = (0, 0)
+        if now < self._gauges_ns:
+            return
+        self._gauges_ns = now + _GAUGES_NS
+        waiting, table = self._scheduler.waiting, self._table
+        table.set("trinity_pool_queue_prefill", waiting["prefill"])
+        table.set("trinity_pool_queue_decode", waiting["decode"])
+        table.set("trinity_pool_active_slots", self._engine.active_slots)
+        table.set("trinity_pool_paused_slots", self._scheduler.paused)
+        table.set("trinity_pool_width", self._scheduler.width)
+        table.set("trinity_pool_reserve_ratio", self._scheduler.reserve)
+        table.set("trinity_pool_flush_prefill_seconds", self._scheduler.flush_prefill_ns / 1e9)
+        table.set("trinity_pool_clients", self._server.statistics().clients)
+
+    def _rest(self) -> None:
+        """Nothing runs: sleep until a request comes, or what is held back for company must wait no longer."""
+        now = time.monotonic_ns()
+        until = self._scheduler.held_until(now)
+        if until is not None:
+            self._server.wait(min((until - now) / 1e6, _IDLE_MS))
+        elif not self.busy:
             self._server.wait(_IDLE_MS)
 
     # ---- receive
 
     def _receive(self) -> None:
-        for request in self._server.receive():
-            stage = request.stage
-            self._table.add(f"trinity_pool_queries_{stage}_total")
+        for request in self._server.receive(_RECEIVE):
+            self._table.add(_RECEIVED[request.stage])
+            kind = Kind(request.collection, request.top_m, request.search_width, request.patience)
+            now = request.receive_ns
             try:
-                self._scheduler.add(Queued(stage, request.deadline_ns or _NEVER_NS, request.receive_ns, request))
+                self._scheduler.add(Entry(request.stage, request.deadline_ns or NEVER_NS, now, request, kind), now)
             except Overloaded:
                 self._refuse(request, "overloaded")
+            except DeadlineExceeded:
+                self._refuse(request, "deadline_exceeded")
         for cancel in self._server.cancellations():
             self._cancel(cancel.client, cancel.request_id)
 
     def _cancel(self, client: int, request_id: int) -> None:
-        for slot, running in list(self._running.items()):
-            if (running.request.client, running.request.request_id) == (client, request_id):
-                self._leave(slot)
+        for running in self._slots.values():
+            request = running.entry.query
+            if (request.client, request.request_id) == (client, request_id):
+                self._scheduler.left(running.entry)
+                self._leave(running)
                 self._server.publish(client, request_id, "cancelled")
                 return
         waiting = self._scheduler.remove(lambda request: (request.client, request.request_id) == (client, request_id))
@@ -106,42 +164,55 @@ class Pool:
 
     def _schedule(self) -> None:
         now = time.monotonic_ns()
-        chosen, expired = self._scheduler.next(now)
-        for queued in expired:
-            self._refuse(queued.query, "deadline_exceeded")
-        for queued in chosen:
-            self._admit(queued, now)
+        changes = self._scheduler.next(now)
+        for entry in changes.late:
+            self._refuse(entry.query, "deadline_exceeded")
+        for entry in changes.admitted:
+            self._admit(entry, now)
+        for entry in changes.paused:
+            if entry in self._places:
+                self._engine.pause(self._places[entry].slot)
+                self._table.add("trinity_pool_preemptions_total")
+        for entry in changes.resumed:
+            self._engine.resume(self._places[entry].slot)
 
-    def _admit(self, queued: Queued[Request], now: int) -> None:
-        request = queued.query
+    def _admit(self, entry: Entry[Request], now: int) -> None:
+        request = entry.query
         try:
             params = SearchParams(request.k, request.top_m, request.search_width, request.patience)
             slot = self._engine.admit(request.vector, params, request.collection)
         except GpuError:
-            self._scheduler.finished(queued.stage)
+            self._scheduler.left(entry)
             self._refuse(request, "invalid_request")
             return
-        self._running[slot] = Running(request, queued.stage, now)
-        wait = POOL_WAIT_PREFILL if queued.stage == "prefill" else POOL_WAIT_DECODE
+        self._slots[slot] = self._places[entry] = Running(entry, slot, now)
+        wait = POOL_WAIT_PREFILL if entry.stage == "prefill" else POOL_WAIT_DECODE
         self._table.observe(wait, (now - request.enqueue_ns) / 1e9)
 
     # ---- extend
 
     def _extend(self) -> list[int]:
-        """Advance every running query by one extend; the slots that finished."""
+        """Advance every active query by one extend, or by a few short ones; the slots that finished with the last."""
         active = self._engine.active_slots
         if not active:
             return []
-        self._table.add("trinity_pool_extends_total")
-        self._table.add("trinity_pool_slot_steps_total", active)
-        return list(map(int, self._engine.extend()))
+        end = time.monotonic_ns() + _ROUND_NS
+        finished, extends = self._engine.extend(), 1
+        while not len(finished) and time.monotonic_ns() < end:
+            finished = self._engine.extend()
+            extends += 1
+        self._advanced = (active, extends)
+        self._scheduler.advanced(extends)
+        self._table.add("trinity_pool_extends_total", extends)
+        self._table.add("trinity_pool_slot_steps_total", extends * active)
+        return list(map(int, finished))
 
     # ---- publish
 
     def _publish(self, finished: list[int]) -> None:
         for slot in finished:
-            running = self._running[slot]
-            request = running.request
+            running = self._slots[slot]
+            entry, request = running.entry, running.entry.query
             ids, distances = self._engine.result(slot)
             found = int(np.count_nonzero(ids != -1))
             extends = self._engine.extends(slot)
@@ -149,21 +220,21 @@ class Pool:
                 request.client, request.request_id, "ok", ids[:found], distances[:found],
                 extends=extends, begin_ns=running.begin_ns,
             )  # fmt: skip
-            self._leave(slot)
-            self._table.observe(POOL_LATENCY, (time.monotonic_ns() - request.enqueue_ns) / 1e9)
+            self._scheduler.finished(entry, extends)
+            self._leave(running)
+            now = time.monotonic_ns()
+            if now > (min(entry.due_ns, entry.deadline_ns) if self._targeted else entry.deadline_ns):
+                self._table.add(_MISSED[entry.stage])
+            self._table.observe(POOL_LATENCY, (now - request.enqueue_ns) / 1e9)
             self._table.observe(POOL_EXTENDS, extends)
-        waiting = self._scheduler.waiting
-        self._table.set("trinity_pool_queue_prefill", waiting["prefill"])
-        self._table.set("trinity_pool_queue_decode", waiting["decode"])
-        self._table.set("trinity_pool_active_slots", len(self._running))
-        self._table.set("trinity_pool_clients", self._server.statistics().clients)
 
-    def _leave(self, slot: int) -> None:
-        self._scheduler.finished(self._running.pop(slot).stage)
-        self._engine.release(slot)
+    def _leave(self, running: Running) -> None:
+        del self._slots[running.slot], self._places[running.entry]
+        self._engine.release(running.slot)
 
     def _refuse(self, request: Request, status: str) -> None:
         self._table.add("trinity_pool_queries_refused_total")
+        self._table.add(f"trinity_pool_refused_{status}_total")
         self._server.publish(request.client, request.request_id, status)
 
     def drain(self) -> None:
@@ -172,6 +243,22 @@ class Pool:
 
     def close(self) -> None:
         self._server.close()
+
+
+def policy_of(limits: PoolSection) -> Policy:
+    """The scheduler's settings, as configured."""
+    return Policy(
+        slots=limits.slots,
+        spare=min(limits.spare_slots, MAX_SLOTS - limits.slots),
+        queue=limits.queue,
+        reserve=limits.reserve,
+        prefill_target_ns=int(limits.prefill_target_s * 1e9),
+        aging_ns=int(limits.aging_s * 1e9),
+        flush_prefill_ns=int(limits.flush_prefill_s * 1e9),
+        flush_ns=int(limits.flush_s * 1e9),
+        max_pauses=limits.max_pauses,
+        decode_stall_ns=int(limits.decode_stall_s * 1e9),
+    )
 
 
 def run(worker: Worker) -> None:

@@ -1,44 +1,68 @@
-"""Which waiting query gets the next free slot. Pure: no clock, no engine, no ring; the simulator can run it as it is.
+"""Which queries are active in the next extend. Pure: no clock, no engine, no ring; the simulator runs it as it is.
 
-Two queues. Q_pre holds prefill queries, the earliest deadline first; Q_dec holds decode queries, first come first
-served. Of N slots ⌈rN⌉ are owed to Q_pre: while prefill holds fewer and its queries wait, every slot that comes free is
-theirs; beyond that the older query goes first. A share that one queue cannot fill goes to the other at once.
+Two queues. Q_pre holds prefill queries, the least slack first: slack = due − (now + Ê·T_ext), where `due` is the
+arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries, first come first served.
+
+- **Reserve.** Of N slots ⌈rN⌉ are owed to prefill: while fewer are prefill's and its queries wait, every slot that
+  comes free is theirs. Beyond that prefill goes first too, until decode's next query has aged: then the older one does.
+  A share that one stage cannot fill goes to the other at once.
+- **Preemption.** A waiting prefill query without slack left takes an active decode query's place, and while prefill
+  queries run, only as many decode queries are active beside them as let the most pressed one be answered in time, by
+  the measured cost of an extend. The others are paused: they keep their engine slots and go on before any waiting
+  decode query. None is paused more than `max_pauses` times.
+- **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the oldest has
+  the next place and is not paused any more. So the decode query with `p` before it is answered, whatever prefill does,
+  no later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query) after it came.
+- **Width.** The batch is as wide as is worth while by the measured cost of an extend, N slots at most.
+- **Company.** While nothing runs, a query waits for others until the flush timeout of its stage is over.
+- **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates.
 """
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ipc import Stage
-from runtime.errors import Overloaded
+from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.pool.estimate import ExtendCost, ExtendEstimate
+from runtime.pool.policy import Policy
+from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, PrefillQueue
+from runtime.pool.running import RunningBatch
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Queued(Generic[T]):
-    """A waiting query: its stage, its deadline and arrival (monotonic ns), and whatever the caller keeps of it."""
+@dataclass(slots=True)
+class Round(Generic[T]):
+    """What changes before the next extend. `late` have left the queue: they cannot make their deadlines any more."""
 
-    stage: Stage
-    deadline_ns: int
-    arrival_ns: int
-    query: T
+    admitted: list[Entry[T]] = field(default_factory=list)
+    paused: list[Entry[T]] = field(default_factory=list)
+    resumed: list[Entry[T]] = field(default_factory=list)
+    late: list[Entry[T]] = field(default_factory=list)
 
 
 class Scheduler(Generic[T]):
-    """Q_pre and Q_dec over `slots` slots with a reserved share `reserve` in [0, 1]; at most `capacity` queries wait."""
+    """The running batch's places, given to the queries of two queues; see the module's text.
 
-    def __init__(self, slots: int, reserve: float, capacity: int) -> None:
-        self._slots = slots
-        self._capacity = capacity
-        self._reserved = math.ceil(reserve * slots)
-        self._prefill: list[tuple[int, int, Queued[T]]] = []  # a heap by deadline; the count keeps ties in order
-        self._decode: deque[Queued[T]] = deque()
-        self._running: dict[Stage, int] = {"prefill": 0, "decode": 0}
-        self._count = 0
+    A caller gives it every query (`add`), asks before each extend who changes place (`next`), says what was done
+    (`advanced`, `cost.learn`), and who left its slot (`finished`, `left`) or its queue (`remove`).
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.reserve = policy.reserve
+        self.flush_prefill_ns = policy.flush_prefill_ns
+        self.extends = ExtendEstimate()
+        self.cost = ExtendCost()
+        self._prefill: PrefillQueue[T] = PrefillQueue()
+        self._decode: DecodeQueue[T] = DecodeQueue()
+        self._batch: RunningBatch[T] = RunningBatch(policy.max_pauses)
+        self._done = 0  # extends so far
+        self._decode_ran_ns: int | None = None  # when a decode query was active, or none wanted to be
+
+    # ---- what is so
 
     @property
     def waiting(self) -> dict[Stage, int]:
@@ -46,70 +70,191 @@ class Scheduler(Generic[T]):
 
     @property
     def running(self) -> dict[Stage, int]:
-        return dict(self._running)
+        """Active queries by stage."""
+        return {"prefill": len(self._batch.prefill), "decode": len(self._batch.decode)}
 
-    def add(self, queued: Queued[T]) -> None:
-        """Let a query wait. Raises `Overloaded` when `capacity` queries wait already."""
-        waiting = len(self._prefill) + len(self._decode)
-        if waiting >= self._capacity:
-            raise Overloaded(f"the pool's queue is full: {waiting} queries wait, and {self._capacity} may")
-        if queued.stage == "prefill":
-            self._count += 1
-            heapq.heappush(self._prefill, (queued.deadline_ns, self._count, queued))
-        else:
-            self._decode.append(queued)
+    @property
+    def paused(self) -> int:
+        return len(self._batch.paused)
 
-    def next(self, now_ns: int) -> tuple[list[Queued[T]], list[Queued[T]]]:
-        """The queries that take the free slots now, and those found too late for their deadline: both leave the queues.
+    @property
+    def busy(self) -> bool:
+        return bool(self._batch.held or self._prefill or self._decode)
 
-        A decode query that waits behind others is found late only when it comes to the front.
+    @property
+    def width(self) -> int:
+        """How many active queries are worth while now, N at most."""
+        return self.cost.worthwhile(self._policy.slots, self._policy.waste)
+
+    def reserved(self, slots: int) -> int:
+        """⌈r·slots⌉."""
+        return math.ceil(self.reserve * slots)
+
+    # ---- queries come and go
+
+    def add(self, entry: Entry[T], now_ns: int) -> None:
+        """Let a query wait. Raises `Overloaded` when the queue is full and `DeadlineExceeded` for a hopeless one.
+
+        Decode queries leave a quarter of the queue free, so that there is room for prefill queries however many come.
         """
-        expired = self._drop_expired(now_ns)
-        free = self._slots - self._running["prefill"] - self._running["decode"]
-        chosen: list[Queued[T]] = []
-        while free > len(chosen) and (self._prefill or self._decode):
-            chosen.append(self._take(self._choose()))
-            expired += self._drop_expired(now_ns)
-        return chosen, expired
+        policy = self._policy
+        waiting = len(self._prefill) + len(self._decode)
+        if waiting >= policy.queue:
+            raise Overloaded(f"the pool's queue is full: {waiting} queries wait, and {policy.queue} may")
+        if entry.stage == "decode" and len(self._decode) >= policy.decode_queue:
+            raise Overloaded(f"{len(self._decode)} decode queries wait, and {policy.decode_queue} may")
+        entry.extends = self.extends.of(entry.kind)
+        if self._finish_ns(entry, now_ns) >= entry.deadline_ns:
+            raise DeadlineExceeded("the pool cannot answer the query before its deadline")
+        if entry.stage == "decode":
+            self._decode.push(entry)
+            return
+        entry.due_ns = min(entry.deadline_ns, entry.arrival_ns + policy.prefill_target_ns)
+        entry.start_by_ns = entry.due_ns - int(entry.extends * self.cost.of(self.width))
+        self._prefill.push(entry)
 
-    def finished(self, stage: Stage) -> None:
-        """A running query of this stage has left its slot."""
-        self._running[stage] -= 1
+    def _finish_ns(self, entry: Entry[T], now_ns: int) -> int:
+        """When the query would be answered if all went well for it: decode queries wait for those before them."""
+        ahead = 0.0
+        if entry.stage == "decode":
+            width = self.width
+            ahead = self._decode.work / width * self.cost.of(width)
+        return now_ns + int(ahead + entry.extends * self.cost.of(1))
+
+    def advanced(self, extends: int) -> None:
+        """Every active query has advanced by `extends`. What they took: `cost.learn`."""
+        self._done += extends
+
+    def finished(self, entry: Entry[T], extends: int) -> None:
+        """A query is answered, after so many extends, and has left its slot."""
+        self.extends.learn(entry.kind, extends)
+        self._batch.leave(entry)
+
+    def left(self, entry: Entry[T]) -> None:
+        """A query has left its slot without an answer."""
+        self._batch.leave(entry)
 
     def remove(self, matches: Callable[[T], bool]) -> T | None:
         """Take the waiting query that `matches` out (it was cancelled, or its client is gone); None if none does."""
-        for i, (_, _, queued) in enumerate(self._prefill):
-            if matches(queued.query):
-                self._prefill[i] = self._prefill[-1]
-                self._prefill.pop()
-                heapq.heapify(self._prefill)
-                return queued.query
-        for i, queued in enumerate(self._decode):
-            if matches(queued.query):
-                del self._decode[i]
-                return queued.query
-        return None
+        found = self._prefill.remove(matches) or self._decode.remove(matches)
+        return found.query if found else None
 
-    def _choose(self) -> Stage:
-        if not self._decode:
+    # ---- who is active next
+
+    def next(self, now_ns: int) -> Round[T]:
+        """Give the places of the next extend."""
+        batch, changes = self._batch, Round[T]()
+        self._drop_late(now_ns, changes)
+        if batch.decode or not (batch.paused or self._decode) or self._decode_ran_ns is None:
+            self._decode_ran_ns = now_ns
+        if self.held_until(now_ns) is not None:
+            return changes
+        width = self.width
+        if now_ns - self._decode_ran_ns >= self._policy.decode_stall_ns and batch.active < width:
+            self._let_oldest_decode_run(changes)
+        self._preempt(now_ns, width, changes)
+        self._fill(now_ns, width, changes)
+        self._make_room(now_ns, width, changes)
+        return changes
+
+    def held_until(self, now_ns: int) -> int | None:
+        """Until when what waits is held back for company; None if it is not, or nothing waits."""
+        prefill, decode, batch = self._prefill, self._decode, self._batch
+        waiting = len(prefill) + len(decode)
+        if not waiting or batch.held or waiting >= self.width:
+            return None
+        until = NEVER_NS
+        if prefill:
+            until = min(prefill.front.arrival_ns + self.flush_prefill_ns, prefill.front.start_by_ns)
+        if decode:
+            until = min(until, decode.front.arrival_ns + self._policy.flush_ns)
+        return until if until > now_ns else None
+
+    def _drop_late(self, now_ns: int, changes: Round[T]) -> None:
+        """Those at the front that cannot make their deadlines any more."""
+        alone = self.cost.of(1)
+        for queue in (self._prefill, self._decode):
+            while queue and queue.front.deadline_ns <= now_ns + int(queue.front.extends * alone):
+                changes.late.append(queue.pop())
+
+    def _let_oldest_decode_run(self, changes: Round[T]) -> None:
+        if self._may_start("decode"):
+            self._batch.settle(self._start("decode", changes))
+
+    def _preempt(self, now_ns: int, width: int, changes: Round[T]) -> None:
+        """Decode queries give their places to waiting prefill queries without slack."""
+        batch = self._batch
+        while batch.active >= width and self._may_start("prefill") and self._prefill.front.start_by_ns <= now_ns:
+            if not self._pause(changes):
+                return
+            self._start("prefill", changes)
+
+    def _fill(self, now_ns: int, width: int, changes: Round[T]) -> None:
+        batch = self._batch
+        while batch.active < width:
+            stage = self._choose(now_ns, width)
+            if stage == "decode" and len(batch.decode) >= self._decode_room(now_ns, width):
+                stage = "prefill" if self._may_start("prefill") else None
+            if stage is None:
+                return
+            self._start(stage, changes)
+
+    def _make_room(self, now_ns: int, width: int, changes: Round[T]) -> None:
+        """Pause decode queries until those that are left let prefill be in time."""
+        while len(self._batch.decode) > self._decode_room(now_ns, width):
+            if not self._pause(changes):
+                return
+
+    def _choose(self, now_ns: int, width: int) -> Stage | None:
+        """Whose turn the next place is."""
+        prefill, decode = self._may_start("prefill"), self._may_start("decode")
+        if not (prefill and decode):
+            return "prefill" if prefill else "decode" if decode else None
+        if len(self._batch.prefill) < self.reserved(width):
             return "prefill"
-        if not self._prefill:
-            return "decode"
-        # Both wait. Prefill is owed its reserve; decode may hold what is left of the slots.
-        return "prefill" if self._running["prefill"] < self._reserved else self._older()
+        arrival = self._next_decode().arrival_ns
+        aged = now_ns - arrival >= self._policy.aging_ns and arrival < self._prefill.front.arrival_ns
+        return "decode" if aged else "prefill"
 
-    def _older(self) -> Stage:
-        """Beyond the reserve neither stage goes before the other: whoever arrived first."""
-        return "prefill" if self._prefill[0][2].arrival_ns <= self._decode[0].arrival_ns else "decode"
+    def _decode_room(self, now_ns: int, width: int) -> int:
+        """How many decode queries may be active beside the prefill queries that are."""
+        prefill = self._batch.prefill
+        if not prefill:
+            return width
+        allowed = min((entry.due_ns - now_ns) / self._left(entry) for entry in prefill)
+        return max(0, self.cost.most_within(allowed, width) - len(prefill))
 
-    def _take(self, stage: Stage) -> Queued[T]:
-        self._running[stage] += 1
-        return heapq.heappop(self._prefill)[2] if stage == "prefill" else self._decode.popleft()
+    def _left(self, entry: Entry[T]) -> float:
+        """Extends that an active query is expected to take yet. Some take more than expected: never next to none."""
+        return max(entry.extends - (self._done - entry.began), 0.25 * entry.extends, 1.0)
 
-    def _drop_expired(self, now_ns: int) -> list[Queued[T]]:
-        expired = []
-        while self._prefill and self._prefill[0][0] <= now_ns:
-            expired.append(heapq.heappop(self._prefill)[2])
-        while self._decode and self._decode[0].deadline_ns <= now_ns:
-            expired.append(self._decode.popleft())
-        return expired
+    def _may_start(self, stage: Stage) -> bool:
+        batch = self._batch
+        if stage == "decode" and batch.paused:
+            return True
+        queue = self._prefill if stage == "prefill" else self._decode
+        return bool(queue) and batch.held < self._policy.engine_slots
+
+    def _next_decode(self) -> Entry[T]:
+        return self._batch.paused[0] if self._batch.paused else self._decode.front
+
+    def _start(self, stage: Stage, changes: Round[T]) -> Entry[T]:
+        """The next query of a stage becomes active: of decode's, a paused one before those that wait."""
+        if stage == "decode" and self._batch.paused:
+            entry = self._batch.resume()
+            changes.resumed.append(entry)
+            return entry
+        entry = (self._prefill if stage == "prefill" else self._decode).pop()
+        self._batch.admit(entry, self._done)
+        changes.admitted.append(entry)
+        return entry
+
+    def _pause(self, changes: Round[T]) -> bool:
+        entry = self._batch.pause_youngest()
+        if entry is None:
+            return False
+        if entry in changes.resumed:
+            changes.resumed.remove(entry)
+        else:
+            changes.paused.append(entry)
+        return True

@@ -38,8 +38,10 @@ MakePool = Callable[..., InProcessPool]
 
 @pytest.fixture
 def make_pool(collection: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
-    """Pools that are closed after the test, and never sleep for long."""
+    """Pools that are closed after the test, never sleep for long, and look around after every extend."""
     monkeypatch.setattr(process, "_IDLE_MS", 1.0)
+    monkeypatch.setattr(process, "_ROUND_NS", 0)
+    monkeypatch.setattr(process, "_GAUGES_NS", 0)
     made: list[InProcessPool] = []
 
     def make(plan: Any = None, name: str = "pool-0", epoch: int = 1, **pool: Any) -> InProcessPool:

@@ -1,202 +1,262 @@
-"""The scheduler: prefill's reserve, orders, deadlines, and that every query leaves exactly once."""
+"""The scheduler: prefill's reserve, orders, deadlines, preemption, and the bounds that keep decode queries served."""
 
 import math
-from collections import deque
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ipc import Stage
-from runtime.errors import Overloaded
-from runtime.pool.scheduler import Queued, Scheduler
+from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.pool.estimate import Kind
+from runtime.pool.policy import Policy
+from runtime.pool.queues import NEVER_NS, Entry
+from runtime.pool.scheduler import Round, Scheduler
 
-NEVER = 1 << 62
 STAGES = st.sampled_from(["prefill", "decode"])
+KIND = Kind("docs", 40, 4)  # 13 extends are expected
 
 
-def queued(stage: Stage, name: int, *, deadline: int = NEVER, arrival: int = 0) -> Queued[int]:
-    return Queued(stage, deadline, arrival, name)
+def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0, kind: Kind = KIND) -> Entry[int]:
+    return Entry(stage, deadline, arrival, name, kind)
 
 
-def filled(made: Scheduler[int], *queries: Queued[int]) -> Scheduler[int]:
-    for query in queries:
-        made.add(query)
+def scheduler(slots: int, reserve: float, queue: int = 1000, **policy: int) -> Scheduler[int]:
+    return Scheduler(Policy(slots=slots, reserve=reserve, queue=queue, **policy))
+
+
+def filled(made: Scheduler[int], *entries: Entry[int], now: int = 0) -> Scheduler[int]:
+    for one in entries:
+        made.add(one, now)
     return made
 
 
-def taken(made: Scheduler[int], now: int = 0) -> list[int]:
-    return [query.query for query in made.next(now)[0]]
+def names(entries: Iterable[Entry[int]]) -> list[int]:
+    return [one.query for one in entries]
+
+
+def measured(made: Scheduler[int], fixed: float, each: float) -> Scheduler[int]:
+    """A scheduler that has seen what extends cost."""
+    for _ in range(20):
+        for active in (1, 8):
+            made.cost.learn(active, fixed + each * active)
+    return made
 
 
 def test_prefill_goes_by_deadline_and_decode_by_arrival() -> None:
     made = filled(
-        Scheduler(8, 0.5, 100),
-        *(queued("prefill", name, deadline=deadline) for name, deadline in ((1, 30), (2, 10), (3, 20))),
-        *(queued("decode", name, deadline=deadline) for name, deadline in ((4, 30), (5, 10), (6, 20))),
+        scheduler(8, 0.4),
+        *(entry("prefill", name, deadline=deadline) for name, deadline in ((1, 30), (2, 10), (3, 20))),
+        *(entry("decode", name, deadline=deadline) for name, deadline in ((4, 30), (5, 10), (6, 20))),
     )
-    order = taken(made)
+    order = names(made.next(0).admitted)
     assert [name for name in order if name < 4] == [2, 3, 1]
     assert [name for name in order if name >= 4] == [4, 5, 6]
 
 
 def test_equal_deadlines_keep_the_order_of_arrival() -> None:
-    made = filled(Scheduler(4, 1.0, 100), *(queued("prefill", name, deadline=5) for name in range(4)))
-    assert taken(made) == [0, 1, 2, 3]
+    made = filled(scheduler(4, 1.0), *(entry("prefill", name, deadline=5) for name in range(4)))
+    assert names(made.next(0).admitted) == [0, 1, 2, 3]
+
+
+def test_of_equal_deadlines_the_query_that_takes_longer_goes_first() -> None:
+    made = measured(scheduler(1, 1.0), 10, 10)
+    filled(made, entry("prefill", 1, deadline=10**6), entry("prefill", 2, deadline=10**6, kind=Kind("docs", 400, 4)))
+    assert names(made.next(0).admitted) == [2]
 
 
 @given(st.integers(1, 64), st.floats(0.0, 1.0))
 def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slots: int, reserve: float) -> None:
-    made: Scheduler[int] = Scheduler(slots, reserve, 1000)
-    filled(made, *(queued("decode", name, arrival=0) for name in range(slots)))
-    filled(made, *(queued("prefill", name, arrival=1) for name in range(slots)))
+    made = scheduler(slots, reserve, queue=1000)
+    filled(made, *(entry("decode", name, arrival=0) for name in range(slots)))
+    filled(made, *(entry("prefill", name, arrival=1) for name in range(slots)))
     made.next(2)
     assert made.running == {"prefill": math.ceil(reserve * slots), "decode": slots - math.ceil(reserve * slots)}
 
 
-@given(st.integers(1, 64), st.floats(0.0, 1.0), STAGES)
+@given(st.integers(1, 64), st.floats(0.0, 0.9), STAGES)
 def test_a_share_that_one_stage_cannot_use_goes_to_the_other(slots: int, reserve: float, stage: Stage) -> None:
-    made = filled(Scheduler(slots, reserve, 1000), *(queued(stage, name) for name in range(slots + 5)))
-    assert len(taken(made)) == slots
+    made = filled(scheduler(slots, reserve), *(entry(stage, name) for name in range(slots + 5)))
+    assert len(made.next(0).admitted) == slots
     assert made.running[stage] == slots
 
 
 def test_every_slot_that_comes_free_is_prefills_until_it_has_its_reserve() -> None:
-    made = filled(Scheduler(4, 0.5, 100), *(queued("decode", name, arrival=0) for name in range(8)))
+    decode = [entry("decode", name, arrival=0) for name in range(8)]
+    made = filled(scheduler(4, 0.5), *decode)
     made.next(0)
-    filled(made, *(queued("prefill", name, arrival=9) for name in range(10, 14)))
+    filled(made, *(entry("prefill", name, arrival=9) for name in range(10, 14)))
     order = []
-    for _ in range(4):
-        made.finished("decode")
-        order += taken(made, 10)
+    for one in decode[:4]:
+        made.finished(one, 10)
+        order += names(made.next(10).admitted)
     assert order == [10, 11, 4, 5]  # then the older one
 
 
-def test_beyond_the_reserve_the_older_query_goes_first() -> None:
+@pytest.mark.parametrize(("aging", "order"), [(0, [2, 1, 3]), (10, [1, 2, 3])])
+def test_beyond_the_reserve_prefill_goes_first_until_decode_has_aged_then_the_older_one(
+    aging: int, order: list[int]
+) -> None:
     made = filled(
-        Scheduler(3, 0.0, 100),
-        queued("prefill", 1, arrival=5),
-        queued("decode", 2, arrival=4),
-        queued("decode", 3, arrival=6),
+        scheduler(3, 0.0, aging_ns=aging),
+        entry("prefill", 1, arrival=5),
+        entry("decode", 2, arrival=4),
+        entry("decode", 3, arrival=6),
     )
-    assert taken(made) == [2, 1, 3]
+    assert names(made.next(7).admitted) == order
 
 
-def test_a_query_whose_deadline_has_come_is_expired_and_takes_no_slot() -> None:
+def test_a_query_whose_deadline_has_come_is_late_and_takes_no_slot() -> None:
     made = filled(
-        Scheduler(1, 0.0, 100),
-        queued("prefill", 1, deadline=10),
-        queued("prefill", 2, deadline=11),
-        queued("decode", 3, deadline=10),
-        queued("decode", 4, deadline=11, arrival=-1),
+        scheduler(1, 0.0),
+        entry("prefill", 1, deadline=10),
+        entry("prefill", 2, deadline=11),
+        entry("decode", 3, deadline=10),
+        entry("decode", 4, deadline=11, arrival=-1),
+        now=9,
     )
-    chosen, expired = made.next(10)
-    assert [query.query for query in chosen] == [4]
-    assert sorted(query.query for query in expired) == [1, 3]
-    assert [query.query for query in made.next(11)[1]] == [2]
+    changes = made.next(10)
+    assert names(changes.admitted) == [4]
+    assert sorted(names(changes.late)) == [1, 3]
+    assert names(made.next(11).late) == [2]
 
 
-def test_late_queries_behind_the_front_are_found_in_the_same_round() -> None:
-    made = filled(
-        Scheduler(2, 0.0, 100),
-        queued("decode", 1),
-        queued("decode", 2, deadline=5),
-        queued("decode", 3),
-    )
-    chosen, expired = made.next(5)
-    assert [query.query for query in chosen] == [1, 3]
-    assert [query.query for query in expired] == [2]
-
-
-def test_more_waiting_than_the_capacity_is_refused_and_what_waits_stays() -> None:
-    made = filled(Scheduler(1, 0.5, 2), queued("prefill", 1), queued("decode", 2))
+def test_a_full_queue_refuses_and_what_waits_stays() -> None:
+    made = filled(scheduler(1, 0.5, queue=2), entry("prefill", 1), entry("decode", 2))
     with pytest.raises(Overloaded, match="2 queries wait, and 2 may"):
-        made.add(queued("prefill", 3))
+        made.add(entry("prefill", 3), 0)
     assert made.waiting == {"prefill": 1, "decode": 1}
 
 
-class EveryQueryLeavesOnce(RuleBasedStateMachine):
-    """Against a plain model of the two queues, under any order of calls."""
-
-    @initialize(slots=st.integers(1, 6), reserve=st.floats(0.0, 1.0), capacity=st.integers(1, 12))
-    def start(self, slots: int, reserve: float, capacity: int) -> None:
-        self.slots, self.reserved, self.capacity = slots, math.ceil(reserve * slots), capacity
-        self.scheduler: Scheduler[int] = Scheduler(slots, reserve, capacity)
-        self.prefill: list[Queued[int]] = []
-        self.decode: deque[Queued[int]] = deque()
-        self.running: list[Queued[int]] = []
-        self.now = self.names = 0
-        self.left: list[int] = []  # taken, expired or removed
-        self.accepted: list[int] = []
-
-    @rule(stage=STAGES, slack=st.integers(-2, 20))
-    def add(self, stage: Stage, slack: int) -> None:
-        self.names += 1
-        query = queued(stage, self.names, deadline=self.now + slack, arrival=self.now)
-        if len(self.prefill) + len(self.decode) >= self.capacity:
-            with pytest.raises(Overloaded):
-                self.scheduler.add(query)
-            return
-        self.scheduler.add(query)
-        self.accepted.append(query.query)
-        (self.prefill if stage == "prefill" else self.decode).append(query)
-
-    @rule(by=st.integers(0, 8))
-    def time_passes(self, by: int) -> None:
-        self.now += by
-
-    @rule()
-    def next(self) -> None:
-        before = len(self.running)
-        owed = self.reserved - sum(query.stage == "prefill" for query in self.running)
-        chosen, expired = self.scheduler.next(self.now)
-        assert all(query.deadline_ns <= self.now for query in expired)
-        assert all(query.deadline_ns > self.now for query in chosen)
-        for query in [*chosen, *expired]:
-            (self.prefill if query.stage == "prefill" else self.decode).remove(query)
-            self.left.append(query.query)
-        self.running += chosen
-        prefill = [query for query in chosen if query.stage == "prefill"]
-        decode = [query for query in chosen if query.stage == "decode"]
-        # earliest deadline first; first come, first served
-        assert prefill == sorted(prefill, key=lambda query: (query.deadline_ns, query.query))
-        assert all(query.deadline_ns >= last.deadline_ns for query in self.prefill for last in prefill[-1:])
-        assert decode == sorted(decode, key=lambda query: query.query)
-        assert all(query.query > last.query for query in self.decode for last in decode[-1:])
-        # no slot stays free while a query waits, and prefill has what it is owed before decode has any
-        if self.prefill or self.decode:
-            assert len(self.running) == self.slots
-        if self.prefill:
-            assert len(prefill) >= min(owed, self.slots - before)
-        assert all(query.deadline_ns > self.now for query in self.prefill)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        query = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.scheduler.finished(query.stage)
-
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        name = data.draw(st.integers(1, self.names + 1))
-        waiting = [query for query in (*self.prefill, *self.decode) if query.query == name]
-        assert self.scheduler.remove(lambda query: query == name) == (name if waiting else None)
-        for query in waiting:
-            (self.prefill if query.stage == "prefill" else self.decode).remove(query)
-            self.left.append(name)
-
-    @invariant()
-    def counts_agree_and_nothing_is_lost(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        assert self.scheduler.waiting == {"prefill": len(self.prefill), "decode": len(self.decode)}
-        running = [query.stage for query in self.running]
-        assert self.scheduler.running == {"prefill": running.count("prefill"), "decode": running.count("decode")}
-        assert len(self.running) <= self.slots
-        waiting = [query.query for query in (*self.prefill, *self.decode)]
-        assert sorted(self.left + waiting) == self.accepted
+def test_decode_queries_leave_a_quarter_of_the_queue_free() -> None:
+    made = filled(scheduler(1, 0.3, queue=8), *(entry("decode", name) for name in range(6)))
+    with pytest.raises(Overloaded, match="6 decode queries wait, and 6 may"):
+        made.add(entry("decode", 6), 0)
+    filled(made, *(entry("prefill", name) for name in range(2)))
 
 
-TestEveryQueryLeavesOnce = EveryQueryLeavesOnce.TestCase
-TestEveryQueryLeavesOnce.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+def test_a_query_that_cannot_make_its_deadline_is_refused_at_once() -> None:
+    made = measured(scheduler(4, 0.3), 10, 10)  # alone, 13 extends take 260
+    with pytest.raises(DeadlineExceeded):
+        made.add(entry("prefill", 1, deadline=1200), 1000)
+    made.add(entry("prefill", 2, deadline=1300), 1000)
+    with pytest.raises(DeadlineExceeded):
+        made.add(entry("decode", 3, deadline=1200), 1000)
+
+
+def test_a_decode_query_is_refused_for_those_before_it() -> None:
+    made = measured(scheduler(4, 0.0), 10, 10)  # four extends at a time take 50: a query more is 13 · 50/4 = 162.5
+    filled(made, *(entry("decode", name) for name in range(10)))
+    with pytest.raises(DeadlineExceeded):
+        made.add(entry("decode", 10, deadline=1800), 0)
+    made.add(entry("prefill", 11, deadline=1800), 0)
+    made.add(entry("decode", 12, deadline=2000), 0)
+
+
+def test_what_waited_too_long_for_its_deadline_is_late_before_the_deadline_has_passed() -> None:
+    made = measured(scheduler(1, 0.0), 10, 10)
+    made.add(entry("prefill", 1, deadline=300), 0)
+    assert names(made.next(50).late) == [1]
+
+
+# ---- company
+
+
+def test_a_query_in_an_idle_pool_waits_for_company_until_its_flush_timeout() -> None:
+    made = scheduler(4, 0.5, flush_prefill_ns=10, flush_ns=30)
+    filled(made, entry("decode", 1, arrival=0))
+    assert (made.held_until(5), made.next(5).admitted) == (30, [])
+    filled(made, entry("prefill", 2, arrival=6), now=6)
+    assert (made.held_until(7), made.next(7).admitted) == (16, [])
+    assert sorted(names(made.next(16).admitted)) == [1, 2]
+    assert made.held_until(17) is None
+    filled(made, entry("decode", 3, arrival=17), now=17)
+    assert names(made.next(17).admitted) == [3]  # company is there
+
+
+def test_a_full_batch_and_a_query_without_slack_do_not_wait_for_company() -> None:
+    made = filled(scheduler(2, 0.5, flush_ns=30), entry("decode", 1), entry("decode", 2))
+    assert names(made.next(1).admitted) == [1, 2]
+    made = filled(scheduler(2, 0.5, flush_prefill_ns=30), entry("prefill", 1, deadline=5))
+    assert made.held_until(1) == 5
+
+
+def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:
+    made = filled(scheduler(4, 0.0, flush_prefill_ns=30), entry("prefill", 1))
+    made.flush_prefill_ns = 0
+    assert names(made.next(1).admitted) == [1]
+    made.reserve = 1.0
+    filled(made, *(entry("decode", name, arrival=-5) for name in (2, 3)), *(entry("prefill", name) for name in (4, 5)))
+    assert names(made.next(2).admitted) == [4, 5, 2]
+
+
+# ---- preemption
+
+
+def test_a_prefill_query_without_slack_takes_the_youngest_decode_querys_place_which_goes_on_later() -> None:
+    decode = [entry("decode", name) for name in range(3)]
+    made = filled(scheduler(2, 0.0, spare=1, prefill_target_ns=100), *decode)
+    made.next(0)
+    late = entry("prefill", 10, arrival=5)
+    filled(made, late)
+    assert made.next(50) == Round()  # there is time
+    changes = made.next(105)
+    assert (names(changes.paused), names(changes.admitted)) == ([1, 0], [10])  # by now, decode has no room at all
+    assert (made.running, made.paused) == ({"prefill": 1, "decode": 0}, 2)
+    made.finished(late, 9)
+    assert names(made.next(106).resumed) == [0, 1]
+    made.finished(decode[0], 9)
+    assert names(made.next(107).admitted) == [2]
+
+
+def test_as_many_decode_queries_are_active_as_leave_prefill_in_time() -> None:
+    made = measured(scheduler(8, 0.5, spare=8), 100, 10)
+    filled(made, *(entry("decode", name) for name in range(8)))
+    assert len(made.next(0).admitted) == 8
+    urgent = entry("prefill", 10, deadline=13 * 140)  # 13 extends with four active ones take that long
+    filled(made, urgent)
+    changes = made.next(0)
+    assert (names(changes.admitted), names(changes.paused)) == ([10], [7, 6, 5, 4, 3])
+    assert made.running == {"prefill": 1, "decode": 3}
+
+
+def test_without_spare_slots_nothing_is_preempted_beyond_the_engine() -> None:
+    made = filled(scheduler(2, 0.0, prefill_target_ns=0), *(entry("decode", name) for name in range(2)))
+    made.next(0)
+    filled(made, entry("prefill", 10))
+    assert made.next(10) == Round()
+
+
+def test_a_decode_query_is_paused_a_bounded_number_of_times() -> None:
+    made = filled(scheduler(1, 1.0, spare=1, prefill_target_ns=0, max_pauses=2), entry("decode", 1))
+    made.next(0)
+    for turn in range(2):
+        late = entry("prefill", 10 + turn, arrival=10 * turn)
+        filled(made, late)
+        assert names(made.next(10 * turn).paused) == [1]
+        made.finished(late, 9)
+        assert names(made.next(10 * turn + 1).resumed) == [1]
+    filled(made, entry("prefill", 20, arrival=30))
+    assert made.next(30) == Round()
+
+
+def test_when_no_decode_query_ran_for_the_stall_bound_the_oldest_does_whatever_the_reserve() -> None:
+    made = filled(scheduler(1, 1.0, decode_stall_ns=100), entry("decode", 1))
+    running: list[Entry[int]] = []
+    for now in range(0, 200, 10):
+        filled(made, entry("prefill", 10 + now, arrival=now))
+        if running:
+            made.finished(running.pop(), 5)
+        running += made.next(now).admitted
+        if running[0].query == 1:
+            break
+    assert now == 100
+
+
+def test_the_batch_is_as_wide_as_is_worth_while() -> None:
+    made = measured(scheduler(32, 0.5), fixed=6, each=10)  # 6 ≤ 10% of 10·a from a = 6 on
+    assert made.width == 6
+    filled(made, *(entry("decode", name) for name in range(20)))
+    assert len(made.next(0).admitted) == 6
+    assert measured(scheduler(32, 0.5), fixed=100, each=0).width == 32  # as on a GPU

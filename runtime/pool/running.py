@@ -1,0 +1,58 @@
+"""The queries that have a slot in the engine: active ones by stage, and paused ones."""
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from runtime.pool.queues import Entry
+
+T = TypeVar("T")
+
+
+class RunningBatch(Generic[T]):
+    """Who is active and who is paused. Prefill queries are never paused."""
+
+    def __init__(self, max_pauses: int) -> None:
+        self._max_pauses = max_pauses
+        self.prefill: list[Entry[T]] = []
+        self.decode: list[Entry[T]] = []  # in the order of their turns
+        self.paused: deque[Entry[T]] = deque()  # the first to go on first
+
+    @property
+    def active(self) -> int:
+        return len(self.prefill) + len(self.decode)
+
+    @property
+    def held(self) -> int:
+        """Engine slots in use."""
+        return len(self.prefill) + len(self.decode) + len(self.paused)
+
+    def admit(self, entry: Entry[T], began: int) -> None:
+        entry.began = began
+        (self.prefill if entry.stage == "prefill" else self.decode).append(entry)
+
+    def leave(self, entry: Entry[T]) -> None:
+        """It is finished or cancelled. Raises ValueError if it has no slot."""
+        for group in (self.prefill, self.decode, self.paused):
+            if entry in group:
+                group.remove(entry)
+                return
+        raise ValueError("the query has no slot")
+
+    def pause_youngest(self) -> Entry[T] | None:
+        """Pause the decode query that came last and may still be paused; None if there is none."""
+        for i in range(len(self.decode) - 1, -1, -1):
+            if self.decode[i].pauses < self._max_pauses:
+                entry = self.decode.pop(i)
+                entry.pauses += 1
+                self.paused.appendleft(entry)  # those paused before it came after it
+                return entry
+        return None
+
+    def resume(self) -> Entry[T]:
+        entry = self.paused.popleft()
+        self.decode.append(entry)
+        return entry
+
+    def settle(self, entry: Entry[T]) -> None:
+        """This query is not paused any more."""
+        entry.pauses = self._max_pauses
