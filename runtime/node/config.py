@@ -81,11 +81,12 @@ class DecodeSection(Placed, frozen=True):
 class PoolSection(Placed, frozen=True):
     """Vector-pool workers, replicas of each other.
 
-    `slots` queries are active at most, `reserve` is the share owed to prefill queries; the engine has `spare_slots` more,
-    so that prefill queries can run while paused decode queries keep theirs. `prefill_target_s`: within which a prefill
-    query ought to be answered, else decode queries are paused for it (each `max_pauses` times at most, all of them for
-    `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before younger
-    prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an idle pool.
+    `slots` queries are active at most, and `reserve` is the share owed to prefill queries. The engine has `spare_slots`
+    more, so that prefill queries can run while paused decode queries keep theirs. `prefill_target_s`: within which a
+    prefill query ought to be answered, else decode queries are paused for it (each `max_pauses` times at most, all of
+    them for `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before
+    younger prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an
+    idle pool.
     """
 
     slots: Annotated[int, Meta(ge=1, le=4096)] = 32
