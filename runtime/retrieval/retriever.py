@@ -1,5 +1,6 @@
 """From a text to the nearest passages: embed it, ask the pool, fetch the documents."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,22 @@ class Retriever:
         self.library = library
         self.client = client
         self._collections: dict[int, str] = {}  # ticket → collection
+
+    def warm_up(self, within_s: float = 5.0) -> None:
+        """Search every collection once, so that first uses (compiled code, files, the session) are not a user's.
+
+        Without a pool in time there is no warm-up: it may start later than its clients.
+        """
+        end = time.monotonic_ns() + int(within_s * 1e9)
+        waiting = {
+            self.ask(np.ones(dim, np.float32), name, 1, stage="decode", deadline_ns=end)
+            for name, dim in self.library.dims.items()
+        }
+        while waiting and time.monotonic_ns() < end:
+            waiting -= {found.ticket for found in self.poll()}
+            self.client.sleep((), 10)
+        for ticket in waiting:
+            self.cancel(ticket)
 
     def ask(self, vector: npt.NDArray[np.float32], collection: str, k: int, stage: Stage, deadline_ns: int) -> int:
         """Send a query vector to the pool. Raises `Overloaded` or `WorkerLost` when no pool takes it."""

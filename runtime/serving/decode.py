@@ -88,6 +88,7 @@ class DecodeWorker:
             Library(worker.plan, threads=config.decode.threads),
             SearchClient.of_plan(worker.plan, worker.name),
         )
+        self._retriever.warm_up()
         endpoint = worker.plan.endpoint(worker.name)
         self._sink = HandoverSink(endpoint)
         self._offers: deque[tuple[Offer, Decode]] = deque()

@@ -72,6 +72,7 @@ class PrefillWorker:
             Library(worker.plan, threads=config.prefill.threads),
             SearchClient.of_plan(worker.plan, worker.name),
         )
+        self._retriever.warm_up()
         self._source = HandoverSource(
             worker.name, self._arena, lease_ms=worker.plan.config.http.request_timeout_s * 1e3
         )
