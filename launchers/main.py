@@ -14,6 +14,7 @@ from ipc import IpcError
 from launchers.dashboard_commands import dashboards_app
 from launchers.demo import demo
 from launchers.index_commands import index_app, search
+from launchers.simulate_command import simulate_node
 from launchers.status import show_status
 from runtime import preflight
 from runtime.errors import TrinityError
@@ -33,6 +34,7 @@ app.add_typer(index_app, name="index")
 app.add_typer(dashboards_app, name="dashboards")
 app.command()(search)
 app.command()(demo)
+app.command("simulate")(simulate_node)
 
 NodeName = Annotated[str, typer.Argument(help="The node's name, or its run directory.")]
 

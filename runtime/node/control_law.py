@@ -7,9 +7,9 @@ signal over its target:
   because then decode will soon have too little to do (a link that idles while no prefill query waits says nothing);
 - decode: the share of its rows' time in which they stall for a probe.
 
-The stage with the greater pressure, if that is over 1, gets more: prefill a shorter τ_pre and then a greater r, decode a
-smaller r. With neither pressed, τ_pre goes back to where it was. Against oscillation: pressures within a band of 1 or
-of each other change nothing (hysteresis); a direction must hold for some updates before it counts, so signals that
+The stage with the greater pressure, if that is over 1, gets more: prefill a shorter τ_pre and then a greater r,
+decode a smaller r. With neither pressed, τ_pre goes back to where it was. Against oscillation: pressures
+within a band of 1 or of each other change nothing (hysteresis); a direction must hold for some updates before it counts, so signals that
 alternate faster never act; between two changes lies a dwell, twice as long before a reversal; a reversal halves the
 step, and only steady movement one way lets it grow back.
 """
@@ -48,7 +48,7 @@ class Change:
 
 
 class ControlLaw:
-    """Holds `reserve` and `flush_prefill_s`; `update` moves them, at most one of them and by at most one step a call."""
+    """Holds `reserve` and `flush_prefill_s`; `update` moves them, at most one of them, by at most one step, a call."""
 
     def __init__(self, settings: ControlSection, *, reserve: float, flush_prefill_s: float) -> None:
         self._settings = settings
@@ -138,7 +138,7 @@ class ControlLaw:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """A node's counters at a moment; all only ever grow. `wait_counts` are POOL_WAIT_PREFILL's buckets, over all pools."""
+    """A node's counters at a moment; all only grow. `wait_counts` are POOL_WAIT_PREFILL's buckets, over all pools."""
 
     link_busy_s: float
     row_s: float
@@ -147,11 +147,11 @@ class Readings:
 
 
 class SignalMeter:
-    """Readings → signals, over the last few updates: what is older fades by half with each `half_life_s`."""
+    """Readings → signals, over about the last second: what is older fades by half with every four intervals."""
 
-    def __init__(self, links: int, half_life_s: float) -> None:
+    def __init__(self, links: int, interval_s: float) -> None:
         self._links = max(links, 1)
-        self._half_life_s = half_life_s
+        self._half_life_s = 4 * interval_s
         self._last: tuple[float, Readings] | None = None
         self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = 0.0
         self._waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)

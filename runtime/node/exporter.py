@@ -1,6 +1,6 @@
 """The workers' tables and the supervisor's own figures, in Prometheus's text format."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,11 +13,17 @@ from runtime.node.table import WorkerTable
 
 
 class NodeCollector(Collector):
-    """Exports every worker's table, and the supervisor's own figures of them."""
+    """Exports every worker's table, the supervisor's own figures of them, and what `more` gives."""
 
-    def __init__(self, tables: dict[str, WorkerTable], node: "NodeFigures") -> None:
+    def __init__(
+        self,
+        tables: dict[str, WorkerTable],
+        node: "NodeFigures",
+        more: Callable[[], Iterable[CounterMetricFamily | GaugeMetricFamily]] = tuple,
+    ) -> None:
         self._tables = tables
         self._node = node
+        self._more = more
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         by_role: dict[Role, list[str]] = {}
@@ -27,6 +33,7 @@ class NodeCollector(Collector):
             for metric in METRICS[role]:
                 yield self._family(metric, names)
         yield from self._node.families()
+        yield from self._more()
 
     def _family(
         self, metric: Metric, names: Iterable[str]

@@ -1,6 +1,6 @@
 """The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
 
-Its loop: serve the control socket → reap the dead → start what is due → stop what hangs.
+Its loop: serve the control socket → reap the dead → start what is due → stop what hangs → tune the pools.
 Workers are its children and die with it; nothing of a node outlives its supervisor.
 """
 
@@ -24,6 +24,7 @@ import psutil
 
 from runtime.node.backoff import Backoff
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
+from runtime.node.control_loop import ControlLoop
 from runtime.node.exporter import NodeCollector, NodeFigures, render
 from runtime.node.listen import listen
 from runtime.node.placement import NodePlan, WorkerPlan
@@ -94,6 +95,8 @@ class Supervisor:
         self._children = [
             Child(place, WorkerTable.create(place.role, place.name), Backoff(random_source)) for place in plan.workers
         ]
+        tables = {child.place.name: child.table for child in self._children}
+        self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
         self._stop_signals = 0
         self._announced = False
 
@@ -127,6 +130,7 @@ class Supervisor:
                 self._stop_all(control, listener)
                 return 0
             self._restart_due(listener)
+            self._control_loop.step(self._clock())
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
                 self._announced = True
                 on_ready(self._info)
@@ -326,7 +330,8 @@ class Supervisor:
             restarts={w.name: w.restarts for w in workers},
             resident_bytes={w.name: w.resident_bytes for w in workers},
         )
-        return render(NodeCollector({child.place.name: child.table for child in self._children}, figures))
+        tables = {child.place.name: child.table for child in self._children}
+        return render(NodeCollector(tables, figures, self._control_loop.families))
 
 
 def _worker_status(child: Child, now_ns: int) -> WorkerStatus:

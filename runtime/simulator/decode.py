@@ -1,4 +1,4 @@
-"""A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows joining and leaving between steps.
+"""A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows join and leave between steps.
 
 Unlike there, KV is pulled beside the running batch, over a link of its own, one hand-over at a time.
 """

@@ -16,7 +16,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.control_law import ControlLaw, Readings, SignalMeter
 from runtime.pool.estimate import Kind
 from runtime.pool.scheduler import Scheduler
-from runtime.serving.messages import Hello, Report
+from runtime.serving.messages import Hello
 from runtime.serving.router import Router
 from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, ns
@@ -34,7 +34,6 @@ PlacementKind = Literal["pool", "with-prefill", "coupled"]
 """Where the index lies: on GPUs of its own, on every prefill GPU for all, or on every GPU for its own worker alone."""
 
 _MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length
-_HALF_LIFE_INTERVALS = 4  # as in control_loop
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +64,8 @@ class Simulation:
         self.router = Router(max_in_flight=config.http.max_in_flight, seed=setup.seed)
         self.pools: list[SimPool] = []
         self._build_workers()
-        self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=0.0)
-        self._meter = SignalMeter(len(self.decodes), config.control.interval_s * _HALF_LIFE_INTERVALS)
+        self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=config.pool.flush_prefill_s)
+        self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
 
     # ---- building
 
@@ -85,8 +84,9 @@ class Simulation:
         for i, gpu in enumerate(decode_gpus):
             pools = cycle([coupled[i]]) if coupled else everyone
             decode = SimDecode(
-                f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu, Random(setup.seed * 64 + i),
-                self._asker("decode", pools), self._forget, self.router.report, self._finish,
+                f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu,
+                Random(setup.seed * 64 + i), self._asker("decode", pools), self._forget, self.router.report,
+                self._finish,
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots))
@@ -135,6 +135,7 @@ class Simulation:
             self._plan_arrival(0)
             self._sample()
             if self._setup.policy.kind == "adaptive" and self._setup.config.control.enabled:
+                self._set_knobs()
                 self._control()
         self.events.run(while_=lambda: self._ended < len(self._arrivals))
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
@@ -188,14 +189,15 @@ class Simulation:
 
     def _control(self) -> None:
         now_s = self.events.now_ns / 1e9
-        for change in self._law.update(now_s, self._meter.update(now_s, self._readings())):
-            for pool in self.pools:
-                assert isinstance(pool.scheduler, Scheduler)
-                if change.knob == "reserve":
-                    pool.scheduler.reserve = change.after
-                else:
-                    pool.scheduler.flush_prefill_ns = ns(change.after)
+        if self._law.update(now_s, self._meter.update(now_s, self._readings())):
+            self._set_knobs()
         self.events.after(ns(self._setup.config.control.interval_s), self._control)
+
+    def _set_knobs(self) -> None:
+        for pool in self.pools:
+            assert isinstance(pool.scheduler, Scheduler)
+            pool.scheduler.reserve = self._law.reserve
+            pool.scheduler.flush_prefill_ns = ns(self._law.flush_prefill_s)
 
     def _readings(self) -> Readings:
         decodes = self.decodes.values()

@@ -83,12 +83,12 @@ class SimPool:
         changes = self.scheduler.next(now)
         for entry in changes.late:
             self._answer(entry.query, "deadline_exceeded")
-        for entry in changes.paused:
-            entry.query.left = self.batch.leave(entry.query)
         for entry in changes.resumed:
             self.batch.join(entry.query, entry.query.left)
         for entry in changes.admitted:
             self._admit(entry)
+        for entry in changes.paused:  # last: a query may be admitted and paused at once, for another's sake
+            entry.query.left = self.batch.leave(entry.query)
         return self._most_steps(now)
 
     def _admit(self, entry: Entry[Search]) -> None:

@@ -18,7 +18,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
-| `extend_shared` | 2 | an extend's time beside a busy model on the same GPU, over its time alone (time slices); an assumption |
+| `extend_shared` | 2 | an extend beside a busy model on the same GPU, over one alone (time slices); an assumption |
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |

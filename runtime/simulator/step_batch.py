@@ -1,7 +1,7 @@
 """A batch that advances all its members together, step by step: the pool's extends, and decode's tokens.
 
-Members join and leave between steps only. While nothing changes, many steps are one event: the batch plans a *run* up to
-the first member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
+Members join and leave between steps only. While nothing changes, many steps are one event: the batch plans a *run* up
+to the first member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
 """
 
 import heapq

@@ -154,7 +154,8 @@ def _ragpulse(line: str) -> Arrival:
     if not 0 <= at_s <= _MAX_SECONDS:
         raise ValueError(f"timestamp {row.timestamp!r}: expected 0 to {_MAX_SECONDS} s")
     parts = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
-    return _arrival(at_s, row.input_length, row.output_length, [i for part in parts for i in row.hash_ids.get(part, ())])
+    hashes = [block for part in parts for block in row.hash_ids.get(part, ())]
+    return _arrival(at_s, row.input_length, row.output_length, hashes)
 
 
 def _arrival(at_s: float, prompt: int, output: int, hashes: list[int] | None = None) -> Arrival:

@@ -1,0 +1,112 @@
+"""`trinity simulate`: a node and a trace on a virtual clock; with --plan, the best split of GPUs for them."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from runtime.node.config import load_config
+from runtime.simulator.capacity import capacity, demands
+from runtime.simulator.node import PlacementKind, Setup, simulate
+from runtime.simulator.plan import Plan, plans
+from runtime.simulator.plot import draw
+from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.result import Result
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.traces import MAX_REQUESTS, at_rate, load_trace, mean_rate
+from runtime.simulator.workload import Slos, Workload
+
+
+def simulate_node(
+    config: Annotated[Path, typer.Option(help="The node's TOML file.")],
+    trace: Annotated[Path, typer.Option(help="Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
+    policy: Annotated[str, typer.Option(help="adaptive, fixed:r, fifo, prefill-first or decode-first.")] = "adaptive",
+    placement: Annotated[
+        Literal["pool", "with-prefill", "coupled"], typer.Option(help="Where the index lies.")
+    ] = "pool",
+    rate: Annotated[float, typer.Option(help="Requests/s to stretch the trace's time to; 0: as it is.", min=0)] = 0.0,
+    limit: Annotated[int, typer.Option(help="Requests of the trace to take.", min=2)] = MAX_REQUESTS,
+    times: Annotated[Path | None, typer.Option(help="Service times (.json); else those of an H100.")] = None,
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token.")] = 1.0,
+    tpot: Annotated[float, typer.Option(help="SLO: seconds a token after it, in the mean.")] = 0.025,
+    probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0: none.", min=0)] = 32,
+    seed: Annotated[int, typer.Option(help="Of ties and of what the trace does not say.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for result.json and timeline.png.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Search the best split of --gpus and the placement.")] = False,
+    gpus: Annotated[int, typer.Option(help="GPUs of the node, for --plan.", min=2, max=8)] = 8,
+) -> None:
+    """Run a trace through a simulated node, with production's scheduler, router and control law."""
+    setup = Setup(
+        config=load_config(config),
+        times=ServiceTimes() if times is None else ServiceTimes.load(times),
+        workload=Workload(probe_every_tokens=probe_every),
+        slos=Slos(ttft_s=ttft, tpot_s=tpot),
+        policy=PolicyChoice.parse(policy),
+        placement=placement,
+        seed=seed,
+    )
+    arrivals = load_trace(trace, limit)
+    console = Console()
+    console.print(f"{len(arrivals)} requests, {mean_rate(arrivals):.2f}/s; service times: {setup.times.source}")
+    if plan:
+        found = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
+        console.print(_plans_table(found))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
+    if rate:
+        arrivals = at_rate(arrivals, rate)
+    needs = demands(setup, arrivals)
+    most = capacity(setup, arrivals)
+    console.print(
+        f"the busiest resource, {max(needs, key=lambda name: needs[name])}, allows {most:.2f} requests/s at most: "
+        f"this is {mean_rate(arrivals) / most:.0%} of it"
+    )
+    result = simulate(setup, arrivals)
+    console.print(_result_table(result))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+        drawn = draw([result], out / "timeline.png")
+        console.print(
+            f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no picture without matplotlib")
+        )
+
+
+def _result_table(result: Result) -> Table:
+    table = Table(title=f"{result.policy}, index {result.placement}, {result.sent_per_s:.2f} requests/s sent")
+    for name in ("", "met SLO", "p50", "p90", "p99"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, share, spread in (
+        ("TTFT (s)", result.ttft_attainment, result.ttft_s),
+        ("TPOT (ms)", result.tpot_attainment, result.tpot_s),
+    ):
+        unit = 1e3 if "ms" in name else 1.0
+        table.add_row(name, f"{share:.1%}", *(f"{value * unit:.2f}" for value in (spread.p50, spread.p90, spread.p99)))
+    table.add_row("both", f"{result.attainment:.1%}", f"goodput {result.goodput:.2f}/s", "", "")
+    shares = ", ".join(f"{name} {result.use[name]:.0%}" for name in ("prefill", "decode", "pool", "link", "stall"))
+    table.caption = f"busy: {shares}; ends: {', '.join(f'{n} {name}' for name, n in sorted(result.outcomes.items()))}"
+    return table
+
+
+def _plans_table(found: list[Plan]) -> Table:
+    table = Table(title="Greatest rate at which 90% of the sent requests meet both SLOs")
+    for name in ("placement", "prefill", "decode", "pool", "slots", "busiest", "capacity/s", "rate/s"):
+        table.add_column(name, justify="left" if name in ("placement", "busiest") else "right")
+    for plan in found:
+        table.add_row(
+            _NAMES[plan.placement], str(plan.prefill), str(plan.decode), str(plan.pool), str(plan.decode_slots),
+            plan.busiest, f"{plan.capacity:.2f}", f"{plan.rate:.2f}",
+        )  # fmt: skip
+    return table
+
+
+_NAMES: dict[PlacementKind, str] = {
+    "pool": "own GPUs",
+    "with-prefill": "with prefill",
+    "coupled": "coupled",
+}
