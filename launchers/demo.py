@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,9 @@ def demo(
     ] = False,
 ) -> None:
     """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(kind) is signal.SIG_DFL:  # else it was started to outlive its terminal
+            signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node as Ctrl-C does
     console = Console()
     console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
     home = cache_directory() / "demo"
