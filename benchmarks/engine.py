@@ -1,7 +1,7 @@
 """The search engine against its peers: recall@10 and queries per second on real data, in one run.
 
-    python -m benchmarks.engine --data DIR [--sets NAME …] [--threads 1] [--rounds 5] [--clock wall|cpu] [--quick]
-                                [--keep DIR] [--out benchmarks/results/engine]
+    python -m benchmarks.engine --data DIR [--sets NAME …] [--engines NAME …] [--threads 1]
+        [--rounds 5] [--clock wall|cpu] [--quick] [--keep DIR] [--out benchmarks/results/engine]
 
 Every engine answers all queries at every setting of its one search parameter; the settings of all engines take turns
 within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: between two
@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 from benchmarks.data import DataSet, data_sets, load, machine  # noqa: E402
 from benchmarks.engine_peers import EFFORTS, Contender, contenders  # noqa: E402
-from benchmarks.engine_report import plot, report  # noqa: E402
+from benchmarks.engine_report import plot, report, targets  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
-STOP_AT = 0.9995  # recall above which more effort tells nothing
 
 
 def build(contender: Contender, data: DataSet, threads: int, now: Callable[[], float], keep: Path | None) -> float:
@@ -50,13 +49,20 @@ def build(contender: Contender, data: DataSet, threads: int, now: Callable[[], f
 
 
 def measure(
-    data: DataSet, threads: int, rounds: int, clock: str, efforts: tuple[int, ...], keep: Path | None
+    data: DataSet,
+    engines: list[Contender],
+    threads: int,
+    rounds: int,
+    clock: str,
+    efforts: Sequence[int],
+    keep: Path | None,
 ) -> list[dict[str, Any]]:
-    """Build every contender, then measure all their settings in turns. One record a contender."""
+    """Build every engine, then measure all settings in turns, up to the highest recall asked for: one record each."""
+    enough = max(targets(data.name))
     now = CLOCKS[clock]
     records: list[dict[str, Any]] = []
     running: list[tuple[Contender, dict[str, Any]]] = []
-    for contender in contenders()[0]:
+    for contender in engines:
         try:
             seconds = build(contender, data, threads, now, keep)
         except Exception as error:  # a peer that cannot run here must not end the run of the others
@@ -77,7 +83,7 @@ def measure(
         for effort in efforts:
             recall = data.recall(contender.search(data.queries, effort, threads))
             record["points"].append({"effort": effort, "recall": recall, "rounds": []})
-            if recall >= STOP_AT:
+            if recall >= enough:
                 break
     for number in range(rounds):
         for effort in efforts:
@@ -98,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="*", default=None)
+    parser.add_argument("--engines", nargs="*", default=None, help="names, or what they begin with")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
@@ -110,9 +117,12 @@ def main() -> None:
     names = options.sets or data_sets(options.data)
     if not names:
         parser.error(f"{options.data} holds no NAME.base.npy")
+    engines, versions = contenders()
+    if options.engines is not None:
+        engines = [engine for engine in engines if engine.label.startswith(tuple(options.engines))]
     result: dict[str, Any] = {
         "machine": machine(),
-        "versions": contenders()[1],
+        "versions": versions,
         "threads": options.threads,
         "clock": options.clock,
         "rounds": 2 if options.quick else options.rounds,
@@ -126,7 +136,7 @@ def main() -> None:
         rows, queries = (QUICK_ROWS, QUICK_QUERIES) if options.quick else (None, None)
         data = load(options.data, name, rows, queries)
         efforts = QUICK_EFFORTS if options.quick else EFFORTS
-        records = measure(data, options.threads, result["rounds"], options.clock, efforts, options.keep)
+        records = measure(data, engines, options.threads, result["rounds"], options.clock, efforts, options.keep)
         result["sets"][name] = {"size": len(data.base), "dim": data.base.shape[1], "engines": records}
         out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         out.with_suffix(".md").write_text(report(result))
