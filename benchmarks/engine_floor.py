@@ -3,8 +3,8 @@
     python -m benchmarks.engine_floor --data DIR [--sets NAME …] [--top-m 28] [--dtype float32] [--clock wall|cpu]
 
 bytes per query = sketches · 64·lines + rows · row bytes + expanded nodes · degree · 4, counted by running the stages
-one by one. Two rates bound the time: reading memory in order, and gathering whole rows at random, one thread. A data set
-that fits into the caches can go below the floor of memory.
+one by one. Two rates bound the time: reading memory in order, and gathering whole rows at random, one thread. A data
+set that fits into the caches can go below the floor of memory.
 """
 
 import argparse
@@ -85,8 +85,8 @@ def line(data: DataSet, dtype: str, top_m: int, now: Callable[[], float]) -> str
     took = statistics.median(times)
     return (
         f"| {data.name} | {dtype} | {data.recall(ids):.4f} | {met:.0f} | {scored:.0f} | {expanded:.0f} "
-        f"| {total / 1024:.0f} | {plain / 1e9:.1f} | {gathered / 1e9:.1f} | {total / plain * 1e6:.0f} | {total / gathered * 1e6:.0f} "
-        f"| {took * 1e6:.0f} |"
+        f"| {total / 1024:.0f} | {plain / 1e9:.1f} | {gathered / 1e9:.1f} "
+        f"| {total / plain * 1e6:.0f} | {total / gathered * 1e6:.0f} | {took * 1e6:.0f} |"
     )
 
 
