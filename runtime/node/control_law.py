@@ -9,9 +9,9 @@ signal over its target:
 
 The stage with the greater pressure, if that is over 1, gets more: prefill a shorter τ_pre and then a greater r,
 decode a smaller r. With neither pressed, τ_pre goes back to where it was. Against oscillation: pressures
-within a band of 1 or of each other change nothing (hysteresis); a direction must hold for some updates before it counts, so signals that
-alternate faster never act; between two changes lies a dwell, twice as long before a reversal; a reversal halves the
-step, and only steady movement one way lets it grow back.
+within a band of 1 or of each other change nothing (hysteresis); a direction must hold without a break for the dwell
+before each step, so signals that alternate faster never act; a reversal halves the step, and only steady movement one
+way lets it grow back, so slower alternation is damped.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from runtime.node.metrics import POOL_WAIT_PREFILL
 
 Knob = Literal["reserve", "flush_prefill_s"]
 
-_CONFIRM = 2  # updates in a row that must point the same way before anything changes
 _MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
 _LINK_URGENCY = 1.5
 
@@ -56,25 +55,22 @@ class ControlLaw:
         self.flush_prefill_s = self._flush_at_rest = flush_prefill_s
         self.changes = 0
         self._step = settings.step
-        self._changed_s = float("-inf")
         self._last_way = 0  # of r's last move: 1 up, -1 down
         self._way = 0
-        self._held = 0  # updates in a row that pointed `_way`
+        self._since_s = float("inf")  # since when the signals have pointed `_way`, and no step was taken
 
     def update(self, now_s: float, signals: Signals) -> list[Change]:
         """Take the signals of the time until `now_s` (never earlier than the last call's); what was changed."""
         prefill, decode = self.pressures(signals)
         way = self._direction(prefill, decode)
-        self._held = self._held + 1 if way == self._way else 1
-        self._way = way
-        reverses = way != 0 and way == -self._last_way
-        dwell_s = self._settings.dwell_s * (2 if reverses else 1)
-        if self._held < _CONFIRM or now_s - self._changed_s < dwell_s:
+        if way != self._way or self._since_s > now_s:
+            self._way, self._since_s = way, now_s
+        if now_s - self._since_s < self._settings.dwell_s:
             return []
-        change = self._move(way, reverses, max(prefill, decode), self._cause(signals, prefill, decode))
+        change = self._move(way, max(prefill, decode), self._cause(signals, prefill, decode))
         if change is None:
             return []
-        self._changed_s = now_s
+        self._since_s = now_s
         self.changes += 1
         return [change]
 
@@ -92,13 +88,13 @@ class ControlLaw:
             return 0
         return 1 if prefill > decode else -1
 
-    def _move(self, way: int, reverses: bool, pressure: float, cause: str) -> Change | None:
+    def _move(self, way: int, pressure: float, cause: str) -> Change | None:
         if way == 0:
             return self._relax(pressure, cause)
         if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
             return change
         settings = self._settings
-        step = self._step / 2 if reverses else self._step * 1.5
+        step = self._step * (0.5 if way == -self._last_way else 1.5)
         step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
         after = min(max(self.reserve + way * step, settings.reserve_min), settings.reserve_max)
         if after == self.reserve:
@@ -112,14 +108,13 @@ class ControlLaw:
 
         Both must be at ease, and the longer wait may take up half of the target: so it cannot press prefill itself.
         """
-        after = min(max(self.flush_prefill_s * 2, self._flush_step), self._flush_at_rest)
-        if pressure > 0.5 or after > self._settings.prefill_wait_target_s / 2:
-            return None
-        return self._set_flush(after, cause)
+        most = min(self._flush_at_rest, self._settings.prefill_wait_target_s / 2)
+        after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
+        return self._set_flush(after, cause) if pressure <= 0.5 and after > self.flush_prefill_s else None
 
     @property
     def _flush_step(self) -> float:
-        return self._flush_at_rest / 8
+        return min(self._flush_at_rest, self._settings.prefill_wait_target_s) / 8
 
     def _set_flush(self, value: float, cause: str) -> Change | None:
         after = 0.0 if value < self._flush_step else value  # what is left of a few halvings is nothing

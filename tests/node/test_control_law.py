@@ -1,0 +1,257 @@
+"""The control law: which way it moves, how far at most, that it settles, and that it cannot be made to swing."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from runtime.errors import ConfigError
+from runtime.node.config import ControlSection, PoolSection, parse_config
+from runtime.node.control_law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
+from runtime.node.control_loop import ControlLoop
+from runtime.node.metrics import POOL_WAIT_PREFILL
+from runtime.node.table import WorkerTable
+
+SETTINGS = ControlSection()
+CALM = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.0)
+PREFILL_WAITS = Signals(link_use=0.5, prefill_wait_p95_s=0.1, decode_stall=0.0)
+DECODE_STALLS = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.9)
+BUCKETS = len(POOL_WAIT_PREFILL.buckets) + 1
+
+SIGNALS = st.builds(
+    Signals,
+    link_use=st.floats(0, 1),
+    prefill_wait_p95_s=st.floats(0, 1),
+    decode_stall=st.floats(0, 1),
+)
+
+
+def law(reserve: float = 0.5, flush_s: float = 0.0, section: ControlSection = SETTINGS) -> ControlLaw:
+    return ControlLaw(section, reserve=reserve, flush_prefill_s=flush_s)
+
+
+def fed(made: ControlLaw, *signals: Signals, interval_s: float = 0.25) -> list[tuple[float, Change]]:
+    """Its changes and their times, with one of `signals` an update."""
+    changes: list[tuple[float, Change]] = []
+    for i, now in enumerate(signals):
+        changes += [(i * interval_s, change) for change in made.update(i * interval_s, now)]
+    return changes
+
+
+def test_prefill_that_waits_too_long_gets_more_slots() -> None:
+    made = law()
+    ((_, change), *_) = fed(made, *[PREFILL_WAITS] * 6)
+    assert (change.knob, change.before, change.after) == ("reserve", 0.5, pytest.approx(0.6))
+    assert "prefill waits 100.00 ms" in change.cause
+
+
+def test_decode_that_stalls_gets_slots_back() -> None:
+    made = law()
+    fed(made, *[DECODE_STALLS] * 6)
+    assert made.reserve == pytest.approx(0.4)
+
+
+def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_when_nobody_is_pressed() -> None:
+    made = law(flush_s=0.004)
+    knobs = [change.knob for _, change in fed(made, *[PREFILL_WAITS] * 40)]
+    assert knobs[:4] == ["flush_prefill_s"] * 4
+    assert knobs[4] == "reserve"
+    assert made.flush_prefill_s == 0
+    reserve = made.reserve
+    for i in range(100):
+        made.update(100 + i * 0.25, CALM)
+    assert made.flush_prefill_s == pytest.approx(0.004)
+    assert made.reserve == reserve
+
+
+def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would_press_prefill_again() -> None:
+    made = law(flush_s=0.05)
+    fed(made, *[PREFILL_WAITS] * 40)
+    for i in range(400):
+        made.update(100 + i * 0.25, CALM)
+    assert 0 < made.flush_prefill_s <= SETTINGS.prefill_wait_target_s / 2
+
+
+def test_an_idle_link_makes_prefills_wait_urgent_and_means_nothing_when_no_prefill_query_waits() -> None:
+    waits = SETTINGS.prefill_wait_target_s * 0.9
+    assert not fed(law(), *[Signals(0.5, waits, 0.0)] * 20)
+    assert fed(law(), *[Signals(0.0, waits, 0.0)] * 20)
+    assert not fed(law(), *[Signals(0.0, 0.0, 0.0)] * 20)
+
+
+def test_when_both_are_pressed_alike_nothing_moves() -> None:
+    both = Signals(0.5, SETTINGS.prefill_wait_target_s * 3, SETTINGS.decode_stall_target * 3)
+    assert not fed(law(), *[both] * 50)
+
+
+@given(SIGNALS, st.floats(0, 1), st.floats(0, 0.1))
+def test_constant_signals_converge(signals: Signals, reserve: float, flush_s: float) -> None:
+    made = law(reserve, flush_s)
+    fed(made, *[signals] * 400)
+    assert not fed(made, *[signals] * 0)
+    for i in range(400, 800):
+        assert not made.update(i * 0.25, signals)
+
+
+@given(st.lists(SIGNALS, min_size=2, max_size=300))
+def test_every_step_is_bounded_and_so_is_how_often_one_is_taken(signals: list[Signals]) -> None:
+    made = law()
+    changes = fed(made, *signals)
+    for _, change in changes:
+        if change.knob == "reserve":
+            assert abs(change.after - change.before) <= SETTINGS.step + 1e-12
+            assert SETTINGS.reserve_min <= change.after <= SETTINGS.reserve_max
+    for (earlier, _), (later, _) in pairwise(changes):
+        assert later - earlier >= SETTINGS.dwell_s
+    assert made.changes == len(changes)
+
+
+@given(SIGNALS, SIGNALS)
+def test_signals_that_alternate_at_every_look_move_nothing(one: Signals, other: Signals) -> None:
+    made = law()
+    pressures = [made.pressures(signals) for signals in (one, other)]
+    if any(abs(a - b) > 0 for a, b in pressures) and fed(made, *[one, other] * 100):
+        # only if both of them ask for the same is that one steady signal
+        assert len({change.after > change.before for _, change in fed(law(), *[one, other] * 100)}) == 1
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40))
+def test_signals_that_alternate_swing_the_reserve_no_further_than_dwell_and_step_allow(half_period: int) -> None:
+    made = law()
+    values = []
+    for i in range(40 * half_period):
+        made.update(i * 0.25, PREFILL_WAITS if (i // half_period) % 2 else DECODE_STALLS)
+        values.append(made.reserve)
+    late = values[20 * half_period :]
+    moves = int(half_period * 0.25 / SETTINGS.dwell_s)
+    assert max(late) - min(late) <= moves * SETTINGS.step + 1e-9
+
+
+def test_alternation_slower_than_the_dwell_is_damped_to_a_part_of_the_step() -> None:
+    made = law()
+    values = []
+    for i in range(800):  # each stage presses for 2.25 s: long enough for two steps
+        made.update(i * 0.25, PREFILL_WAITS if (i // 9) % 2 else DECODE_STALLS)
+        values.append(made.reserve)
+    assert 0 < max(values[400:]) - min(values[400:]) <= SETTINGS.step / 2
+
+
+@given(st.floats(0.2, 5.0), st.floats(0.2, 5.0), st.floats(0.1, 0.9))
+def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
+    prefill_load: float, decode_load: float, start: float
+) -> None:
+    """Waits fall as r grows, stalls rise: it must find a place where neither is pressed more, and stay there."""
+    made = law(start)
+    values = []
+    for i in range(2000):
+        wait_s = SETTINGS.prefill_wait_target_s * prefill_load * (1.2 - made.reserve)
+        stall = min(1.0, SETTINGS.decode_stall_target * decode_load * (0.2 + made.reserve))
+        made.update(i * 0.25, Signals(0.5, wait_s, stall))
+        values.append(made.reserve)
+    assert max(values[1000:]) - min(values[1000:]) <= SETTINGS.step / 4
+
+
+def test_reserve_bounds_that_cross_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reserve_min = 0\.8 is over reserve_max = 0\.2"):
+        parse_config({"control": {"reserve_min": 0.8, "reserve_max": 0.2}})
+
+
+# ---- the meter
+
+
+def readings(link_s: float = 0, row_s: float = 0, stall_s: float = 0, *waits: int) -> Readings:
+    """`waits`: buckets that have one observation each."""
+    return Readings(link_s, row_s, stall_s, [float(waits.count(bucket)) for bucket in range(BUCKETS)])
+
+
+def test_signals_are_of_what_happened_between_two_looks() -> None:
+    meter = SignalMeter(links=2, interval_s=0.25)
+    assert meter.update(10.0, readings(5, 100, 50, 3)) == Signals(0, 0, 0)
+    signals = meter.update(11.0, readings(5.5, 104, 51, 3, 5))
+    assert signals.link_use == pytest.approx(0.5 / 2)
+    assert signals.decode_stall == pytest.approx(0.25)
+    assert POOL_WAIT_PREFILL.buckets[4] < signals.prefill_wait_p95_s <= POOL_WAIT_PREFILL.buckets[5]
+
+
+def test_what_is_long_past_fades() -> None:
+    meter = SignalMeter(links=1, interval_s=0.25)
+    meter.update(0, readings())
+    stalled = meter.update(1, readings(1, 1, 1, 8))
+    assert (stalled.decode_stall, stalled.link_use) == (1, 1)
+    for i in range(2, 12):
+        signals = meter.update(i, readings(1, i, 1, 8))
+    assert signals.decode_stall < 0.01
+    assert signals.prefill_wait_p95_s == 0
+
+
+@given(st.lists(st.floats(1e-5, 29), min_size=1, max_size=50), st.floats(0.01, 0.99))
+def test_a_quantile_of_a_histogram_lies_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
+    edges = POOL_WAIT_PREFILL.buckets
+    counts = [0.0] * BUCKETS
+    for value in values:
+        counts[sum(edge < value for edge in edges)] += 1
+    true = sorted(values)[min(int(q * len(values) - 1e-9), len(values) - 1)]
+    bucket = sum(edge < true for edge in edges)
+    low = edges[bucket - 1] if bucket else 0.0
+    found = quantile(q, edges, counts)
+    assert low - 1e-12 <= found <= edges[bucket] + 1e-12
+
+
+# ---- the loop
+
+
+@pytest.fixture
+def tables() -> Iterator[dict[str, WorkerTable]]:
+    made = {
+        "pool-0": WorkerTable.create("pool", "pool-0"),
+        "pool-1": WorkerTable.create("pool", "pool-1"),
+        "decode-0": WorkerTable.create("decode", "decode-0"),
+    }
+    yield made
+    for table in made.values():
+        table.close()
+
+
+def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
+    tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ControlLoop(SETTINGS, PoolSection(reserve=0.5), tables)
+    assert [tables[name].knob("reserve") for name in ("pool-0", "pool-1")] == [0.5, 0.5]
+    with caplog.at_level("INFO", "control"):
+        for i in range(7):
+            tables["decode-0"].add("trinity_decode_row_seconds_total", 1.0)
+            tables["decode-0"].add("trinity_decode_stall_seconds_total", 0.9)
+            loop.step(100 + i * 0.25)
+    assert [tables[name].knob("reserve") for name in ("pool-0", "pool-1")] == pytest.approx([0.4, 0.4])
+    assert "decode stalls 90.0%" in caplog.text
+    figures = {family.name: family.samples[0].value for family in loop.families()}
+    assert figures == {
+        "trinity_control_reserve": pytest.approx(0.4),
+        "trinity_control_flush_prefill_seconds": 0,
+        "trinity_control_changes": 1,
+    }
+
+
+def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict[str, WorkerTable]) -> None:
+    loop = ControlLoop(SETTINGS, PoolSection(reserve=0.5), tables)
+    for i in range(100):
+        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        loop.step(1 + i * 0.002)  # a fifth of a second
+    assert loop.law.changes == 0
+    for i in range(100):
+        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        loop.step(1.25 + i * 0.25)
+    assert loop.law.reserve == SETTINGS.reserve_max
+
+
+def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTable]) -> None:
+    tables["pool-0"].set_knob("reserve", 0.7)
+    loop = ControlLoop(replace(SETTINGS, enabled=False), PoolSection(reserve=0.5), tables)
+    for i in range(20):
+        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        loop.step(i * 0.25)
+    assert tables["pool-0"].knob("reserve") == 0.7
