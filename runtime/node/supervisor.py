@@ -158,7 +158,7 @@ class Supervisor:
                 return
 
     def _answer(self, control: ControlServer) -> None:
-        control.serve(status=self.status, metrics=self.metrics_text, stop=self.request_stop)
+        control.serve(status=self.status, metrics=self.metrics_text, stop=self._request_drain)
 
     def _reap(self) -> None:
         for child in self._children:
@@ -255,6 +255,10 @@ class Supervisor:
     def request_stop(self) -> None:
         """Drain and stop; asked a second time, stop at once."""
         self._stop_signals += 1
+
+    def _request_drain(self) -> None:
+        """`trinity stop`: whoever asks a second time waits for the same drain, and cuts nothing short."""
+        self._stop_signals = max(1, self._stop_signals)
 
     def _catch_signals(self) -> None:
         def stop(signum: int, frame: FrameType | None) -> None:

@@ -210,6 +210,18 @@ def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
     assert not (node.home / "run").exists()
 
 
+def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start: StartTiny) -> None:
+    node = start({"pool-0": ["ignore stop"]}, drain_s=3.0)
+    node.ready()
+    info = node.info
+    for _ in range(2):
+        ask(info.control, "stop")
+    begin = time.monotonic()
+    assert node.ended() == 0
+    assert time.monotonic() - begin > 1.5
+    assert "not drained within 3 s" in node.log.read_text()
+
+
 def test_a_worker_that_does_not_drain_in_time_is_killed(start: StartTiny) -> None:
     node = start({"pool-0": ["ignore stop"]}, drain_s=0.3)
     workers = node.ready().workers
