@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Sequence
 from types import FrameType
 
@@ -26,6 +27,7 @@ from runtime.serving.worker_link import WorkerLink
 
 _BEAT_S = 0.1
 _SEARCH_S = 10.0
+_LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
 _END_COUNTERS = {
     "stop": "trinity_requests_finished_total",
     "length": "trinity_requests_finished_total",
@@ -118,10 +120,16 @@ async def _serve(worker: Worker) -> None:
 
 async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
     """The loop's sign of life, written by the loop itself."""
+    drain_s = worker.plan.config.node.drain_s
+    drain_s -= min(_LAST_WORDS_S, drain_s / 2)
+    stopping_at: float | None = None
     while True:
         worker.table.beat()
         if worker.stopping:
             server.should_exit = True  # a signal that came before the server listened to signals counts too
+            stopping_at = stopping_at or time.monotonic()
+            if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
+                link.end_all(Unavailable("the node has stopped before the answer was whole"))
         worker.table.set("trinity_requests_in_flight", link.statistics().in_flight)
         await asyncio.sleep(_BEAT_S)
 

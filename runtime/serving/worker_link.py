@@ -191,8 +191,12 @@ class WorkerLink:
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
-            for request in self.requests.all():
-                self._fail(request, WorkerLost("the frontend is stopping"))
+            self.end_all(WorkerLost("the frontend is stopping"))
+
+    def end_all(self, error: TrinityError) -> None:
+        """End every request that is in flight with `error`; their workers are told."""
+        for request in self.requests.all():
+            self._fail(request, error)
 
     def tick(self) -> None:
         """End what is late, and what belongs to workers that have fallen silent."""
