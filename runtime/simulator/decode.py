@@ -44,7 +44,7 @@ class SimDecode:
         self._gpu, self._random = gpu, random
         self._ask, self._forget, self._report, self._finish = ask, forget, report, finish
         self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
-        self.free = limits.slots
+        self.slots = self.free = limits.slots
         self.rows = 0
         self.stalled = 0
         self.batch: StepBatch[SimRequest] = StepBatch(events, self._between, self._step_ns, self._extra_ns)

@@ -59,6 +59,7 @@ class Simulation:
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
         self._ended = 0
+        self._draining = False
         self._samples: list[Sample] = []
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, seed=setup.seed)
@@ -140,6 +141,11 @@ class Simulation:
         self.events.run(while_=lambda: self._ended < len(self._arrivals))
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
 
+    def drain(self) -> None:
+        """After `run`: let what was still under way for requests that had ended come to its end too."""
+        self._draining = True
+        self.events.run()
+
     def _plan_arrival(self, i: int) -> None:
         self.events.at(ns(self._arrivals[i].at_s), lambda: self._arrive(i))
 
@@ -188,6 +194,8 @@ class Simulation:
     # ---- control and samples
 
     def _control(self) -> None:
+        if self._draining:
+            return
         now_s = self.events.now_ns / 1e9
         if self._law.update(now_s, self._meter.update(now_s, self._readings())):
             self._set_knobs()
@@ -211,6 +219,8 @@ class Simulation:
         )
 
     def _sample(self) -> None:
+        if self._draining:
+            return
         prefills, decodes = self.prefills.values(), self.decodes.values()
         self._samples.append(
             Sample(

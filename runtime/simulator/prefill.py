@@ -35,7 +35,7 @@ class SimPrefill:
         self.asking = 0
         self.waiting: deque[SimRequest] = deque()
         self._running: list[SimRequest] = []
-        self.free = limits.slots
+        self.slots = self.free = limits.slots
         self.busy_ns = 0
         self.tokens = 0
 

@@ -1,0 +1,41 @@
+"""Small nodes and arrivals to simulate."""
+
+from random import Random
+
+from msgspec.structs import replace
+
+from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
+from runtime.simulator.node import Setup
+from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+
+POLICIES = ("adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
+
+
+def config(*, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000) -> NodeConfig:
+    return NodeConfig(
+        http=HttpSection(max_in_flight=in_flight),
+        prefill=PrefillSection(workers=prefill, slots=4, chunk_tokens=512),
+        decode=DecodeSection(workers=decode, slots=slots),
+        pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02),
+    )
+
+
+def setup(policy: str = "adaptive", *, slot_s: float = 1e-7, seed: int = 0, node: NodeConfig | None = None) -> Setup:
+    """`slot_s`: what a slot adds to an extend; about 35 extends a query."""
+    times = ServiceTimes(extend_s=1e-5, extend_slot_s=slot_s)
+    return Setup(config=node or config(), times=times, policy=PolicyChoice.parse(policy), seed=seed)
+
+
+def poisson(count: int, rate: float, *, prompt: int = 300, output: int = 100, seed: int = 1) -> list[Arrival]:
+    random, at = Random(seed), 0.0
+    arrivals = []
+    for _ in range(count):
+        arrivals.append(Arrival(at, random.randint(1, 2 * prompt), random.randint(1, 2 * output)))
+        at += random.expovariate(rate)
+    return arrivals
+
+
+def without_retrieval(made: Setup) -> Setup:
+    return replace(made, workload=replace(made.workload, retrieval=False))

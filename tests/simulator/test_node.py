@@ -1,0 +1,137 @@
+"""The simulated node: the same again from a seed, every request ends once, and policies differ where they should."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from runtime.errors import ConfigError
+from runtime.simulator.node import PlacementKind, Simulation, simulate
+from runtime.simulator.plan import fitting_slots, plans
+from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.service import ServiceTimes
+from tests.simulator.nodes import POLICIES, config, poisson, setup
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -> None:
+    arrivals = poisson(150, 15.0)
+    first, again = (simulate(setup(policy, slot_s=1e-4), arrivals) for _ in range(2))
+    assert msgspec.json.encode(first) == msgspec.json.encode(again)
+    other = simulate(setup(policy, slot_s=1e-4, seed=1), arrivals)
+    assert first.ttft_s != other.ttft_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    placement=st.sampled_from(["pool", "with-prefill", "coupled"]),
+    count=st.integers(1, 60),
+    rate=st.floats(0.5, 200),
+    slot_s=st.sampled_from([1e-7, 1e-4, 3e-3]),
+    in_flight=st.sampled_from([3, 1000]),
+    timeout_s=st.sampled_from([0.3, 600.0]),
+)
+def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
+    policy: str, placement: PlacementKind, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float
+) -> None:
+    made = replace(setup(policy, slot_s=slot_s, node=config(in_flight=in_flight)), placement=placement)
+    http = replace(made.config.http, request_timeout_s=timeout_s)
+    simulation = Simulation(replace(made, config=replace(made.config, http=http)), poisson(count, rate))
+    ends: list[int] = []
+    end = simulation._end
+
+    def counted(request: object, outcome: str) -> None:
+        ends.append(id(request))
+        end(request, outcome)  # type: ignore[arg-type]
+
+    simulation._end = counted  # type: ignore[method-assign, assignment]
+    result = simulation.run()
+    assert sum(result.outcomes.values()) == count
+    assert "" not in result.outcomes
+    assert len(ends) == len(set(ends)) == len(simulation.requests)
+    assert simulation.router.in_flight == 0
+    simulation.drain()
+    for worker in [*simulation.prefills.values(), *simulation.decodes.values()]:
+        assert worker.free == worker.slots
+    for pool in simulation.pools:
+        assert not pool.batch
+        assert not any(pool.scheduler.waiting.values())
+
+
+def test_with_a_pool_that_is_too_small_prefill_first_protects_the_first_token_and_decode_first_does_not() -> None:
+    arrivals = poisson(400, 6.5)
+    waits = {}
+    for policy in POLICIES:
+        waits[policy] = simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals).ttft_s.p90
+    assert waits["prefill-first"] < waits["fifo"] < waits["decode-first"]
+    assert waits["fixed:0.3"] < waits["fifo"]
+    assert waits["adaptive"] < waits["fifo"]
+
+
+def test_with_a_pool_that_is_never_full_all_policies_do_alike() -> None:
+    arrivals = poisson(200, 5.0)
+    found = [simulate(setup(policy), arrivals) for policy in POLICIES]
+    assert all(result.ttft_s.p90 == pytest.approx(found[0].ttft_s.p90, rel=0.02) for result in found)
+
+
+def test_the_control_loop_moves_the_reserve_while_decode_starves() -> None:
+    result = simulate(setup("adaptive", slot_s=6e-4), poisson(300, 10.0))
+    assert result.use["changes"] > 0
+    assert len({sample.reserve for sample in result.samples}) > 1
+    fixed = simulate(setup("fixed:0.3", slot_s=6e-4), poisson(300, 10.0))
+    assert {sample.reserve for sample in fixed.samples} == {0.3}
+
+
+@pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:1.5", "fixed:nan", "lifo", "fifo:1"])
+def test_an_unknown_policy_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        PolicyChoice.parse(text)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_reads_back_as_it_is_written(policy: str) -> None:
+    assert str(PolicyChoice.parse(policy)) == policy
+
+
+# ---- planning
+
+
+def test_a_plan_uses_every_gpu_and_puts_the_best_first() -> None:
+    found = plans(setup(), poisson(120, 5.0), gpus=4, tried=1)
+    assert {plan.placement for plan in found} == {"pool", "with-prefill", "coupled"}
+    assert all(plan.prefill + plan.decode + plan.pool == 4 for plan in found)
+    assert [plan.rate for plan in found] == sorted((plan.rate for plan in found), reverse=True)
+
+
+def test_an_index_beside_the_kv_takes_decode_slots_away() -> None:
+    made = setup()
+    tight = replace(made, times=replace(made.times, gpu_bytes=19.5e9, weight_bytes=16e9, index_bytes=1e9))
+    arrivals = poisson(50, 5.0, prompt=3000)
+    assert 0 < fitting_slots(tight, arrivals, index_there=True) < fitting_slots(tight, arrivals, index_there=False)
+
+
+def test_gpus_too_small_for_the_model_cannot_be_planned() -> None:
+    made = setup()
+    with pytest.raises(ConfigError, match="no split"):
+        plans(replace(made, times=replace(made.times, gpu_bytes=1e9)), poisson(10, 5.0), gpus=4)
+
+
+# ---- service times
+
+
+def test_service_times_come_back_from_their_file(tmp_path: Path) -> None:
+    times = ServiceTimes(source="here", extend_s=1e-3)
+    times.save(tmp_path / "times.json")
+    assert ServiceTimes.load(tmp_path / "times.json") == times
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"extend_s": -1}', '{"extend_us": 3}', '{"extend_s": "x"}', "[" * 70_000])
+def test_a_file_that_holds_no_service_times_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"times\.json"):
+        ServiceTimes.load(path)

@@ -1,0 +1,137 @@
+"""The simulated node against what queueing theory says it must do."""
+
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection
+from runtime.simulator.capacity import capacity, demands
+from runtime.simulator.node import Setup, Simulation, simulate
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.traces import Arrival, at_rate
+from runtime.simulator.workload import Workload
+from tests.simulator.nodes import config, poisson, setup, without_retrieval
+
+TOKEN_S = 1e-4
+
+
+def single_server(arrivals: list[Arrival]) -> Simulation:
+    """A node whose only cost is prefill's, one prompt after another: a queue with one server."""
+    made = Setup(
+        config=NodeConfig(
+            http=HttpSection(max_in_flight=100_000),
+            prefill=PrefillSection(workers=1, slots=1, chunk_tokens=65_536),
+            decode=DecodeSection(workers=1, slots=512),
+        ),
+        times=ServiceTimes(prefill_pass_s=0, prefill_token_s=TOKEN_S, prefill_pair_s=0, link_s=0, kv_token_bytes=0),
+        workload=Workload(retrieval=False),
+    )
+    simulation = Simulation(made, arrivals)
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6])
+def test_exponential_arrivals_and_services_wait_as_the_m_m_1_formula_says(load: float) -> None:
+    random, at, mean_tokens = Random(7), 0.0, 1000.0
+    service_s = mean_tokens * TOKEN_S
+    arrivals = []
+    for _ in range(30_000):
+        at += random.expovariate(load / service_s)
+        arrivals.append(Arrival(at, max(1, round(random.expovariate(1 / mean_tokens))), 1))
+    simulation = single_server(arrivals)
+    mean_s = sum(request.ttft_s for request in simulation.requests) / len(arrivals)
+    assert mean_s == pytest.approx(service_s / (1 - load), rel=0.06)
+
+
+def test_each_request_waits_as_lindleys_recursion_says() -> None:
+    """One server, first come first served: a request's wait is the last one's wait and service less the gap, or 0."""
+    random, at = Random(5), 0.0
+    arrivals = []
+    for _ in range(3000):
+        at += random.expovariate(9.0)
+        arrivals.append(Arrival(at, random.randint(1, 2000), 1))
+    simulation = single_server(arrivals)
+    free_s = 0.0
+    for request in simulation.requests:
+        free_s = max(free_s, request.arrival.at_s) + request.arrival.prompt_tokens * TOKEN_S
+        assert request.ttft_s == pytest.approx(free_s - request.arrival.at_s, abs=1e-4)
+
+
+def test_equal_services_wait_half_as_long_as_exponential_ones() -> None:
+    """M/D/1: the wait is ρ / (2 μ (1 - ρ))."""
+    random, at, load, service_s = Random(3), 0.0, 0.7, 0.1
+    arrivals = []
+    for _ in range(20_000):
+        at += random.expovariate(load / service_s)
+        arrivals.append(Arrival(at, 1000, 1))
+    simulation = single_server(arrivals)
+    mean_wait_s = sum(request.ttft_s for request in simulation.requests) / len(arrivals) - service_s
+    assert mean_wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.06)
+
+
+def test_littles_law_holds_for_the_rows_of_decode_and_the_requests_of_the_node() -> None:
+    simulation = Simulation(replace(setup(), sample_s=0.05), poisson(1500, 12.0))
+    result = simulation.run()
+    span_s = simulation.events.now_ns / 1e9
+    residence_s = sum(r.end_ns - r.first_token_ns for r in simulation.requests) / 1e9
+    rows = sum(decode.row_ns for decode in simulation.decodes.values()) / 1e9
+    assert rows == pytest.approx(residence_s, rel=1e-9)
+    sampled = sum(sample.rows for sample in result.samples) / len(result.samples)
+    assert sampled == pytest.approx(residence_s / span_s, rel=0.03)
+
+
+def test_littles_law_holds_for_the_waits_of_the_pool() -> None:
+    simulation = Simulation(replace(setup(slot_s=1.5e-4), sample_s=0.01), poisson(600, 9.0))
+    result = simulation.run()
+    waited_s = sum(pool.wait_ns for pool in simulation.pools) / 1e9
+    sampled = sum(s.pool_prefill + s.pool_decode for s in result.samples) / len(result.samples)
+    assert sampled == pytest.approx(waited_s / (simulation.events.now_ns / 1e9), rel=0.1, abs=0.02)
+
+
+def test_prefill_is_busy_for_the_rate_times_the_mean_service() -> None:
+    """The utilisation law; pass overheads are left out to make the service time exact."""
+    made = without_retrieval(setup())
+    made = replace(made, times=replace(made.times, prefill_pass_s=0.0))
+    arrivals = poisson(1000, 15.0)
+    simulation = Simulation(made, arrivals)
+    simulation.run()
+    busy_s = sum(worker.busy_ns for worker in simulation.prefills.values()) / 1e9
+    assert busy_s == pytest.approx(
+        sum(made.times.prefill_s(0, arrival.prompt_tokens) for arrival in arrivals), rel=0.01
+    )
+
+
+def test_every_query_takes_its_extends_and_every_token_its_step() -> None:
+    arrivals = poisson(300, 10.0)
+    simulation = Simulation(setup(), arrivals)
+    result = simulation.run()
+    assert result.outcomes == {"finished": 300}
+    tokens = sum(decode.tokens for decode in simulation.decodes.values())
+    assert tokens == sum(arrival.output_tokens for arrival in arrivals)
+    probes = sum((arrival.output_tokens - 1) // 32 for arrival in arrivals)
+    assert result.use["probes"] == probes
+    assert result.use["queries"] == probes + len(arrivals)
+    assert sum(worker.tokens for worker in simulation.prefills.values()) == sum(a.prompt_tokens for a in arrivals)
+
+
+def test_below_the_capacity_queues_end_and_above_it_they_grow() -> None:
+    arrivals = poisson(400, 1.0)
+    made = setup(slot_s=1e-3)
+    most = capacity(made, arrivals)
+    assert max(demands(made, arrivals), key=lambda name: demands(made, arrivals)[name]) == "pool"
+    below, above = (simulate(made, at_rate(arrivals, most * load)) for load in (0.7, 1.5))
+    assert below.ttft_s.p99 < 2.0
+    assert above.ttft_s.p99 > 3 * below.ttft_s.p99
+    assert above.use["pool"] > 0.9
+
+
+def test_sharing_gpus_slows_both_sides_down() -> None:
+    arrivals = poisson(400, 10.0)
+    made = setup(slot_s=2e-5, node=config(pools=1))
+    own = simulate(made, arrivals)
+    near = simulate(replace(made, placement="with-prefill"), arrivals)
+    coupled = simulate(replace(made, placement="coupled"), arrivals)
+    assert near.use["prefill"] > own.use["prefill"]
+    assert coupled.tpot_s.p50 > own.tpot_s.p50

@@ -1,0 +1,100 @@
+"""Traces: every kind is read, and what is wrong is named with its line."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from runtime.simulator.traces import TraceError, at_rate, load_trace, mean_rate
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+MOONCAKE = """{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
+{"timestamp": 500, "input_length": 7, "output_length": 0, "hash_ids": [0, 1, 9]}
+"""
+RAGPULSE = """{"timestamp": "82", "input_length": 3112, "output_length": 192, "hash_ids": {"sys_prompt": [8302], "user_input": [5]}, "session_id": "x"}
+{"timestamp": "93", "input_length": 3167, "output_length": 86, "hash_ids": {"sys_prompt": [8302], "user_input": [6]}, "session_id": "x"}
+"""  # noqa: E501
+
+
+def written(tmp_path: Path, text: str, name: str = "trace") -> Path:
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def test_an_azure_trace_begins_at_0_and_keeps_its_gaps(tmp_path: Path) -> None:
+    first, second = load_trace(written(tmp_path, AZURE))
+    assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0, 374, 44)
+    assert second.at_s == pytest.approx(4.314579, abs=1e-5)
+
+
+def test_a_mooncake_trace_is_put_in_order_and_its_blocks_become_chained_prefixes(tmp_path: Path) -> None:
+    first, second = load_trace(written(tmp_path, MOONCAKE, "trace.jsonl.gz"))
+    assert (first.prompt_tokens, first.output_tokens) == (7, 1)  # an answer has one token at least
+    assert second.at_s == 0.5
+    assert first.prefix[:2] == second.prefix[:2]
+    assert first.prefix[2] != second.prefix[2]
+
+
+def test_a_ragpulse_trace_has_its_times_as_text_and_its_blocks_by_part(tmp_path: Path) -> None:
+    first, second = load_trace(written(tmp_path, RAGPULSE))
+    assert (second.at_s, second.prompt_tokens) == (11, 3167)
+    assert first.prefix[0] == second.prefix[0]
+    assert first.prefix[1] != second.prefix[1]
+
+
+def test_a_rate_stretches_time_and_changes_nothing_else(tmp_path: Path) -> None:
+    arrivals = load_trace(written(tmp_path, AZURE))
+    faster = at_rate(arrivals, 10.0)
+    assert mean_rate(faster) == pytest.approx(10.0)
+    assert [a.prompt_tokens for a in faster] == [a.prompt_tokens for a in arrivals]
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    assert len(load_trace(written(tmp_path, AZURE + "nonsense\n"), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a trace"),
+        ("hello\n", "not a trace"),
+        ("[1]\n", "not a trace"),
+        (AZURE.splitlines()[0] + "\n", "no request"),
+        (AZURE + "2023-11-16 18:15:51,-5,1\n", r"trace:4: -5 tokens"),
+        (AZURE + "2023-11-16 18:15:51,99999999999,1\n", r"trace:4: 99999999999 tokens"),
+        (AZURE + "yesterday,1,1\n", "trace:4"),
+        (AZURE + "1,2\n", "trace:4"),
+        (MOONCAKE + '{"timestamp": -1, "input_length": 1, "output_length": 1}\n', "trace:3.*timestamp"),
+        (MOONCAKE + '{"timestamp": 1}\n', "trace:3.*input_length"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": 1e99, "output_length": 1}\n', "trace:3"),
+        (RAGPULSE + '{"timestamp": "x", "input_length": 1, "output_length": 1, "hash_ids": {}}\n', "trace:3"),
+        (RAGPULSE + '{"timestamp": "nan", "input_length": 1, "output_length": 1, "hash_ids": {}}\n', "trace:3"),
+        (AZURE + "1" * 1_100_000, "over 1048576 characters"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        load_trace(written(tmp_path, text))
+
+
+def test_a_file_that_is_missing_damaged_or_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot read"):
+        load_trace(tmp_path / "none.csv")
+    damaged = tmp_path / "trace.csv.gz"
+    damaged.write_bytes(gzip.compress(AZURE.encode() * 100)[:60])
+    with pytest.raises(TraceError, match="cannot read"):
+        load_trace(damaged)
+    damaged.write_bytes(b"plain")
+    with pytest.raises(TraceError, match="cannot read"):
+        load_trace(damaged)
+    binary = tmp_path / "trace.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match="not UTF-8"):
+        load_trace(binary)
