@@ -9,6 +9,7 @@ from typing import NamedTuple
 _MAX_KINDS = 1024  # clients choose parameters freely; what is learnt of them is bounded
 _MEMORY = 64  # queries after which an old one counts for 1/e
 _ROUNDS = 256  # the same of rounds
+_INERTIA = 1.0  # slots², how much spread it takes to change a slope
 _OUTLIER = 4.0  # a round that took longer than this many times what was expected counts as that long
 
 
@@ -64,8 +65,8 @@ class ExtendCost:
         self._aa += (active * active - self._aa) * weight
         self._at += (active * extend_ns - self._at) * weight
         spread = self._aa - self._a * self._a
-        if spread > 0.25:  # else all rounds were alike: the slope stays what it was
-            self.each_ns = (self._at - self._a * self._t) / spread
+        # The less the numbers of active slots differed, the more the slope stays what it was.
+        self.each_ns = (self._at - self._a * self._t + _INERTIA * self.each_ns) / (spread + _INERTIA)
         self.each_ns = min(max(self.each_ns, 0.0), self._t / self._a)
         self.fixed_ns = self._t - self.each_ns * self._a
 

@@ -1,11 +1,12 @@
 """A vector-pool worker's process. Its loop: receive → schedule → extend → publish."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpu import CpuEngine, Engine, GpuError, GraphIndex, SearchParams
 from gpu.cpu.engine import MAX_SLOTS
@@ -24,6 +25,7 @@ _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _ROUND_NS = 50_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
 _GAUGES_NS = 1_000_000  # how often gauges are written
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
+_CALIBRATED = (8, 1, 16, 4)  # active slots of warm-up batches, after those that compile
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
 _RECEIVED = {stage: f"trinity_pool_queries_{stage}_total" for stage in get_args(Stage)}
 _MISSED = {stage: f"trinity_pool_missed_{stage}_total" for stage in get_args(Stage)}
@@ -41,7 +43,7 @@ class Running:
 class Pool:
     """One pool worker: ring server → scheduler → engine → ring server."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, scheduler: Callable[[Policy], Scheduler[Request]] = Scheduler) -> None:
         config = worker.plan.config
         limits = config.pool
         policy = policy_of(limits)
@@ -55,7 +57,7 @@ class Pool:
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
         )
-        self._scheduler: Scheduler[Request] = Scheduler(policy)
+        self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
         self._slots: dict[int, Running] = {}  # engine slot → query
         self._places: dict[Entry[Request], Running] = {}  # the same by query
@@ -74,12 +76,27 @@ class Pool:
         self._table.set("trinity_pool_slots", limits.slots)
 
     def _warm_up(self, indexes: Mapping[str, GraphIndex], params: SearchParams) -> None:
-        """A query through every collection: compiling and first touches belong to the start, not to a user's query."""
+        """Queries through every collection: compiling and first touches belong to the start, not to a user's query.
+
+        The scheduler learns what extends cost with few and with many active slots.
+        """
         for name, index in indexes.items():
-            slot = self._engine.admit(np.ones(index.dim, np.float32), params, name)
-            while slot not in self._engine.extend():
-                pass
-            self._engine.release(slot)
+            self._extend_until_one_is_done(name, index.dim, 1, params)  # compiles
+            for active in (min(active, self._engine.free_slots) for active in _CALIBRATED):
+                for ns in self._extend_until_one_is_done(name, index.dim, active, params):
+                    self._scheduler.cost.learn(active, ns)
+
+    def _extend_until_one_is_done(self, name: str, dim: int, active: int, params: SearchParams) -> list[int]:
+        """What each extend took, in ns."""
+        engine, times, done = self._engine, [], False
+        slots = [engine.admit(_direction(dim, n), params, name) for n in range(active)]
+        while not done:
+            begin_ns = time.monotonic_ns()
+            done = len(engine.extend()) > 0
+            times.append(time.monotonic_ns() - begin_ns)
+        for slot in slots:
+            engine.release(slot)
+        return times
 
     @property
     def busy(self) -> bool:
@@ -214,7 +231,7 @@ class Pool:
             running = self._slots[slot]
             entry, request = running.entry, running.entry.query
             ids, distances = self._engine.result(slot)
-            found = int(np.count_nonzero(ids != -1))
+            found = len(ids) if ids[-1] != -1 else int(np.count_nonzero(ids != -1))
             extends = self._engine.extends(slot)
             self._server.publish(
                 request.client, request.request_id, "ok", ids[:found], distances[:found],
@@ -243,6 +260,11 @@ class Pool:
 
     def close(self) -> None:
         self._server.close()
+
+
+def _direction(dim: int, number: int) -> NDArray[np.float32]:
+    """Queries that differ, whatever the data."""
+    return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
 
 
 def policy_of(limits: PoolSection) -> Policy:

@@ -104,7 +104,7 @@ class Scheduler(Generic[T]):
         if entry.stage == "decode" and len(self._decode) >= policy.decode_queue:
             raise Overloaded(f"{len(self._decode)} decode queries wait, and {policy.decode_queue} may")
         entry.extends = self.extends.of(entry.kind)
-        if self._finish_ns(entry, now_ns) >= entry.deadline_ns:
+        if entry.deadline_ns != NEVER_NS and self._finish_ns(entry, now_ns) >= entry.deadline_ns:
             raise DeadlineExceeded("the pool cannot answer the query before its deadline")
         if entry.stage == "decode":
             self._decode.push(entry)
@@ -143,18 +143,21 @@ class Scheduler(Generic[T]):
 
     def next(self, now_ns: int) -> Round[T]:
         """Give the places of the next extend."""
-        batch, changes = self._batch, Round[T]()
+        batch = self._batch
+        changes: Round[T] = Round()
         self._drop_late(now_ns, changes)
         if batch.decode or not (batch.paused or self._decode) or self._decode_ran_ns is None:
             self._decode_ran_ns = now_ns
-        if self.held_until(now_ns) is not None:
+        if not batch.held and self.held_until(now_ns) is not None:
             return changes
         width = self.width
         if now_ns - self._decode_ran_ns >= self._policy.decode_stall_ns and batch.active < width:
             self._let_oldest_decode_run(changes)
-        self._preempt(now_ns, width, changes)
+        if self._prefill:
+            self._preempt(now_ns, width, changes)
         self._fill(now_ns, width, changes)
-        self._make_room(now_ns, width, changes)
+        if batch.prefill:
+            self._make_room(now_ns, width, changes)
         return changes
 
     def held_until(self, now_ns: int) -> int | None:
@@ -174,7 +177,10 @@ class Scheduler(Generic[T]):
         """Those at the front that cannot make their deadlines any more."""
         alone = self.cost.of(1)
         for queue in (self._prefill, self._decode):
-            while queue and queue.front.deadline_ns <= now_ns + int(queue.front.extends * alone):
+            while queue:
+                front = queue.front
+                if front.deadline_ns == NEVER_NS or front.deadline_ns > now_ns + front.extends * alone:
+                    break
                 changes.late.append(queue.pop())
 
     def _let_oldest_decode_run(self, changes: Round[T]) -> None:
