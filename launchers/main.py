@@ -14,7 +14,7 @@ from ipc import IpcError
 from launchers.dashboard_commands import dashboards_app
 from launchers.demo import demo
 from launchers.index_commands import index_app, search
-from launchers.simulate_command import simulate_node
+from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
 from runtime import preflight
 from runtime.errors import TrinityError
@@ -35,6 +35,7 @@ app.add_typer(dashboards_app, name="dashboards")
 app.command()(search)
 app.command()(demo)
 app.command("simulate")(simulate_node)
+app.command("calibrate")(calibrate_machine)
 
 NodeName = Annotated[str, typer.Argument(help="The node's name, or its run directory.")]
 

@@ -1,4 +1,6 @@
-"""`trinity simulate`: a node and a trace on a virtual clock; with --plan, the best split of GPUs for them."""
+"""`trinity simulate`: a node and a trace on a virtual clock; with --plan, the best split of GPUs for them.
+`trinity calibrate`: the service times it needs, measured here.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.node.config import load_config
+from runtime.simulator.calibrate import calibrate
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import PlacementKind, Setup, simulate
 from runtime.simulator.plan import Plan, plans
@@ -75,6 +78,17 @@ def simulate_node(
         console.print(
             f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no picture without matplotlib")
         )
+
+
+def calibrate_machine(
+    config: Annotated[Path, typer.Option(help="The node's TOML file: its model and its first collection.")],
+    out: Annotated[Path, typer.Option(help="The service times to write (.json), for simulate --times.")],
+) -> None:
+    """Measure the service times of this machine; let it do nothing else meanwhile."""
+    console = Console()
+    measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
+    measured.save(out)
+    console.print(f"wrote {out}: {measured.source}")
 
 
 def _result_table(result: Result) -> Table:

@@ -48,15 +48,15 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
         ends.append(id(request))
         end(request, outcome)  # type: ignore[arg-type]
 
-    simulation._end = counted  # type: ignore[method-assign, assignment]
+    simulation._end = counted  # type: ignore[method-assign]
     result = simulation.run()
     assert sum(result.outcomes.values()) == count
     assert "" not in result.outcomes
     assert len(ends) == len(set(ends)) == len(simulation.requests)
     assert simulation.router.in_flight == 0
     simulation.drain()
-    for worker in [*simulation.prefills.values(), *simulation.decodes.values()]:
-        assert worker.free == worker.slots
+    assert all(worker.free == worker.slots for worker in simulation.prefills.values())
+    assert all(worker.free == worker.slots for worker in simulation.decodes.values())
     for pool in simulation.pools:
         assert not pool.batch
         assert not any(pool.scheduler.waiting.values())

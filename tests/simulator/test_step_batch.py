@@ -10,7 +10,7 @@ STEP = 10
 
 
 def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
-    """Members that come at (time, steps) with time in ns: when their steps are over. A step takes 10 ns + 3 ns a member."""
+    """When the steps of members that come at (ns, steps) are over. A step takes 10 ns + 3 ns a member."""
     events = Events()
     waiting: list[tuple[int, int]] = []
     ends: dict[int, int] = {}
