@@ -10,6 +10,7 @@ FIFO queue, static batches) are the same loop and engine with another scheduler 
 Every round runs everything once, one after the other; tables show medians over rounds, ratios are taken within rounds.
 Latencies are from the client's enqueue to the pool's publish, so they leave out when a client, which shares its core
 with the other one, looks. p99s of a shared machine hold the neighbours' share: the quietest round is shown too.
+Throughputs are per second of CPU time that the pool's (or the engine's) process got, so that neighbours do not count.
 
 - throughput: clients keep 64 queries each outstanding; against `CpuEngine` alone in one process on the pool's core.
 - overload: one client asks prefill queries at random times, 15% of what the pool can do; the other decode queries
@@ -88,7 +89,7 @@ def _pool_main(plan: NodePlan, name: str, core: int, pipe: Connection) -> None:
     pool = POOLS[name](Worker(WorkerSpec(plan, "pool-0", 1, table.reference, os.getppid())))
     gc.collect()
     gc.freeze()
-    pipe.send("ready")
+    pipe.send(os.getpid())
     while not pipe.poll():
         for _ in range(200):
             pool.step()
@@ -165,7 +166,7 @@ def _engine_main(collection: Path, queries: Vectors, load: Load, slots: int, cor
     pipe.send("ready")
     while pipe.recv() is not None:
         done = count = 0
-        end = time.monotonic_ns() + int(load.seconds * 1e9)
+        end, cpu = time.monotonic_ns() + int(load.seconds * 1e9), time.process_time()
         while time.monotonic_ns() < end:
             while engine.free_slots:
                 engine.admit(queries[count * 7919 % len(queries)], params, "docs")
@@ -174,7 +175,12 @@ def _engine_main(collection: Path, queries: Vectors, load: Load, slots: int, cor
                 engine.result(slot)
                 engine.release(slot)
                 done += 1
-        pipe.send(done / load.seconds)
+        pipe.send(done / (time.process_time() - cpu))
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of a process's CPU time, for `clock_gettime` (Linux's MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED)."""
+    return (~pid << 3) | 2
 
 
 def _pin(core: int) -> None:
@@ -208,12 +214,17 @@ class Bench:
         self._options = options
         pool_core, client_core = cores[0], cores[-1]
         self.usual = (1.0, 10, options.top_m, options.search_width)
-        self._endpoints = {}
+        self._endpoints: dict[str, str] = {}
+        self._clocks: dict[str, int] = {}
         for name in POOLS:
-            settings = {"slots": options.slots, "spare_slots": options.slots}
+            settings = {
+                "slots": options.slots,
+                "spare_slots": options.slots,
+                "prefill_target_s": options.prefill_target_ms / 1e3,
+            }
             plan = resolve(parse_config({"pool": settings, "collections": [{"name": "docs", "path": str(collection)}]}))
             pipe = stack.enter_context(_process(_pool_main, plan, name, pool_core))
-            pipe.recv()
+            self._clocks[name] = _cpu_clock(pipe.recv())
             self._endpoints[name] = plan.endpoint("pool-0")
         self._clients = [stack.enter_context(_process(_client_main, queries, client_core)) for _ in range(2)]
         load = Load("decode", options.seconds, (self.usual,))
@@ -221,34 +232,42 @@ class Bench:
         self._engine.recv()
 
     def engine(self) -> float:
-        """Queries a second of the engine alone."""
+        """Queries a CPU second of the engine alone."""
         self._engine.send("go")
         return float(self._engine.recv())
 
     def ask(self, pool: str, *loads: Load) -> list[Outcome]:
         """Both clients (or the first) ask a pool at the same time."""
         begin = time.monotonic_ns() + 200_000_000
+        end = begin + int(loads[0].seconds * 1e9)
         clients = self._clients[: len(loads)]
         for client, load in zip(clients, loads, strict=True):
             client.send((self._endpoints[pool], load, begin))
+        times = []
+        for until in (begin, end):
+            time.sleep(max(0, until - time.monotonic_ns()) / 1e9)
+            times.append((time.monotonic_ns(), time.clock_gettime_ns(self._clocks[pool])))
+        self.cpu = (times[1][1] - times[0][1]) / (times[1][0] - times[0][0])
         return [client.recv() for client in clients]
 
     def round(self, seed: int) -> dict[str, float]:
         seconds, usual = self._options.seconds, (self.usual,)
-        found: dict[str, float] = {"engine_per_s": self.engine()}
+        found: dict[str, float] = {"engine_per_cpu_s": self.engine()}
         full = [Load("decode", seconds, usual, window=64, seed=seed + n) for n in range(2)]
-        found["pool_per_s"] = capacity = sum(outcome.per_second() for outcome in self.ask("trinity", *full))
+        capacity = sum(outcome.per_second() for outcome in self.ask("trinity", *full))
+        found |= {"pool_per_cpu_s": capacity / self.cpu, "pool_cpu": self.cpu}
 
         prefill = Load("prefill", seconds, usual, rate=_PREFILL_SHARE * capacity, seed=seed)
         flood = Load("decode", seconds, usual, rate=_OVERLOAD * capacity, seed=seed + 1)
         (alone,) = self.ask("trinity", prefill)
         found |= {"alone_p50_us": alone.p(50), "alone_p99_us": alone.p(99)}
         (only,) = self.ask("trinity", flood)
-        found["decode_only_per_s"] = only.per_second()
+        found["decode_only_per_cpu_s"] = only.per_second() / self.cpu
         for pool in POOLS:
             first, second = self.ask(pool, prefill, flood)
             found |= {f"{pool}_prefill_p50_us": first.p(50), f"{pool}_prefill_p99_us": first.p(99)}
-            found |= {f"{pool}_prefill_per_s": first.per_second(), f"{pool}_decode_per_s": second.per_second()}
+            found[f"{pool}_prefill_per_cpu_s"] = first.per_second() / self.cpu
+            found[f"{pool}_decode_per_cpu_s"] = second.per_second() / self.cpu
             found |= {f"{pool}_decode_p99_us": second.p(99), f"{pool}_dropped_per_s": second.dropped / seconds}
 
         small, large = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
@@ -265,14 +284,14 @@ class Bench:
 
 def ratios(found: dict[str, float]) -> dict[str, float]:
     """The bars' figures of one round."""
-    share = found["trinity_prefill_per_s"] / found["pool_per_s"]
+    share = found["trinity_prefill_per_cpu_s"] / found["decode_only_per_cpu_s"]
     return {
-        "pool / engine": found["pool_per_s"] / found["engine_per_s"],
+        "pool / engine": found["pool_per_cpu_s"] / found["engine_per_cpu_s"],
         "prefill p99, overload / alone": found["trinity_prefill_p99_us"] / found["alone_p99_us"],
         "prefill p99, FIFO / ours": found["fifo_prefill_p99_us"] / found["trinity_prefill_p99_us"],
         "prefill p99, static / ours": found["static_prefill_p99_us"] / found["trinity_prefill_p99_us"],
-        "decode / (decode alone - prefill's share)": found["trinity_decode_per_s"]
-        / (found["decode_only_per_s"] * (1 - share)),
+        "decode / (decode alone - prefill's share)": found["trinity_decode_per_cpu_s"]
+        / (found["decode_only_per_cpu_s"] * (1 - share)),
         "small p99, static / ours": found["static_small_p99_us"] / found["trinity_small_p99_us"],
     }
 
@@ -335,6 +354,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--top-m", type=int, default=128)
     parser.add_argument("--search-width", type=int, default=4)
+    parser.add_argument("--prefill-target-ms", type=float, default=0.0, help="pool.prefill_target_s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -351,7 +371,7 @@ def main() -> None:
         "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}",
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, numpy {np.__version__}; seed {options.seed}, {options.rounds} rounds of "
-        f"{options.seconds:g} s, {options.slots} slots",
+        f"{options.seconds:g} s, {options.slots} slots, prefill target {options.prefill_target_ms:g} ms",
         "rounds": [{key: round(value, 2) for key, value in found.items()} for found in rounds],
         "ratios": [{key: round(value, 3) for key, value in ratios(found).items()} for found in rounds],
     }

@@ -31,7 +31,7 @@ class Policy:
     flush_ns: int = 0
     max_pauses: int = 16
     decode_stall_ns: int = 50 * _MS
-    waste: float = 0.1
+    waste: float = 0.03
 
     @property
     def engine_slots(self) -> int:

@@ -22,7 +22,7 @@ from runtime.pool.scheduler import Scheduler
 from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
-_ROUND_NS = 50_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
+_ROUND_NS = 100_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
 _GAUGES_NS = 1_000_000  # how often gauges are written
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
 _CALIBRATED = (8, 1, 16, 4)  # active slots of warm-up batches, after those that compile
