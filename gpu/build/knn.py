@@ -6,12 +6,11 @@ cells, cell by cell, in one matrix product each. Cells are disjoint, so no pair 
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from gpu.compiled import compiled
 from gpu.rows import FloatArray
 
 Neighbors = npt.NDArray[np.uint32]
@@ -122,18 +121,14 @@ def _meet(
         _offer(distances, norms, their_norms, some, members, keys)
 
 
-def _compiled(function: Any) -> Any:
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
-
-
-@_compiled
+@compiled
 def _add_rows(rows, owners, sums):  # type: ignore[no-untyped-def]
     for i in range(len(rows)):
         for j in range(rows.shape[1]):
             sums[owners[i], j] += rows[i, j]
 
 
-@_compiled
+@compiled
 def _smallest(values, out):  # type: ignore[no-untyped-def]
     """The positions of the smallest values of each row, ascending."""
     width = out.shape[1]
@@ -152,7 +147,7 @@ def _smallest(values, out):  # type: ignore[no-untyped-def]
                 out[i, place] = j
 
 
-@_compiled
+@compiled
 def _offer(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
     """Insert members into the sorted lists of visitors. A key is the squared distance's bits, then the row number."""
     k = keys.shape[1]
@@ -184,7 +179,7 @@ def _offer(dots, norms, member_norms, visitors, members, keys):  # type: ignore[
                 worst = bits[0]
 
 
-@_compiled
+@compiled
 def _fill(keys, count):  # type: ignore[no-untyped-def]
     """Complete short lists with the rows that follow the row itself (only where cells were smaller than the lists)."""
     k = keys.shape[1]

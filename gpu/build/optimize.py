@@ -4,20 +4,15 @@ A row of the graph has exactly `degree` entries; where there are not enough neig
 itself, which a search has always seen already.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from gpu.compiled import compiled
 
 Graph = npt.NDArray[np.uint32]
 
 
-def _compiled(function: Any) -> Any:
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
-
-
-@_compiled
+@compiled
 def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
     """For rows begin..end: out[a, j] = ranks below j whose node lists neighbour j, that is, detours in two steps."""
     count, width = neighbors.shape
@@ -37,7 +32,7 @@ def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
             rank[neighbors[a, j]] = -1
 
 
-@_compiled
+@compiled
 def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
     """kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
     count, width = neighbors.shape
@@ -56,7 +51,7 @@ def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
             starts[c] += 1
 
 
-@_compiled
+@compiled
 def add_reverse_edges(kept, graph):  # type: ignore[no-untyped-def]
     """graph[a] = the first half of kept[a], then sources that keep `a` (best rank first), then the rest of kept[a]."""
     count, width = kept.shape
@@ -86,7 +81,7 @@ def add_reverse_edges(kept, graph):  # type: ignore[no-untyped-def]
             graph[a, i] = a
 
 
-@_compiled
+@compiled
 def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
     """Make every node reachable from `root`, in place. Returns the number of edges that were replaced.
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from gpu.compiled import compiled
 from gpu.cpu.simd import dot_f32
 from gpu.errors import InvalidVector
 from gpu.rows import Rows, padded
@@ -96,7 +96,7 @@ def refusal(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
     return InvalidVector(f"query {number} is too long: its squared norm exceeds an eighth of float32's range")
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@compiled
 def write_queries(queries: Any, form: Any, out: Any) -> Any:
     """Write checked queries, float32 [q, d]. Returns the number of the first that cannot be taken, or -1."""
     for i in range(len(queries)):
@@ -105,7 +105,7 @@ def write_queries(queries: Any, form: Any, out: Any) -> Any:
     return -1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@compiled
 def write_query(query: Any, form: Any, record: Any) -> Any:
     """Write one query, float32 [d], to its record, uint8. Returns whether it can be taken."""
     dim, lanes = len(query), len(form.centre)
@@ -134,14 +134,13 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
         largest = min(32767, 2147483647 // (127 * form.code_lanes))
         header[4] = quantise(shifted[:dim], largest, record[code_start:full_start].view(np.int16))
     if form.sketch_lanes > 0:
-        address = np.uint64(shifted.ctypes.data)
-        squares = dot_f32(address, address, lanes)
+        squares = dot(shifted, shifted)
         if form.code_lanes > 0:
             header[0] = 0  # the distances of codes leave it out as well
         elif form.l2:
             header[0] = squares
         else:
-            header[0] = -dot_f32(np.uint64(form.centre.ctypes.data), address, lanes)
+            header[0] = -dot(form.centre, shifted)
         header[1] = np.float32((2 if form.l2 else 1) * form.slack * np.sqrt(squares))
         size = len(form.projection)
         heads = np.zeros(form.sketch_lanes, np.float32)
@@ -149,7 +148,7 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
             upper = j >= size // 2
             place = j - size // 2 if upper else j
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            heads[place] = dot_f32(np.uint64(form.projection.ctypes.data + j * 4 * lanes), address, lanes)
+            heads[place] = dot(form.projection[j], shifted)
         sketch = record[QUERY_SKETCH:code_start].view(np.int16)
         header[2] = quantise(heads, 8191, sketch)
         total = 0
@@ -159,7 +158,16 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
     return True
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@compiled
+def dot(left: Any, right: Any) -> Any:
+    """The dot product of two float32 arrays of a multiple of 16 lanes.
+
+    An array must be held by the caller while its address is in use, for numba frees it after its last mention.
+    """
+    return dot_f32(np.uint64(left.ctypes.data), np.uint64(right.ctypes.data), len(left))
+
+
+@compiled
 def quantise(values: Any, largest: int, codes: Any) -> Any:
     """Write values as whole steps of at most `largest`, zeros behind them. Returns the step."""
     top = np.float32(0)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu.compiled import compiled
 from gpu.cpu import stages
 from gpu.cpu.queries import form_of, prepare, prepared_bytes
 from gpu.cpu.state import BatchState
@@ -19,7 +20,7 @@ _INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, fe
 _BLOCK = 1024  # queries prepared at a time
 
 
-@stages.compiled
+@compiled
 def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of `batch`; `line` holds the parameters they share.
 

@@ -17,8 +17,8 @@ far for top_m and still is, because the worst distance in top_m only falls.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from gpu.compiled import compiled
 from gpu.cpu.queries import (
     CODE_STEP,
     QUERY_SKETCH,
@@ -93,10 +93,6 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 EMPTY = np.uint32(0xFFFFFFFF)
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
-
-
-def compiled(function: Any) -> Any:
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 @compiled

@@ -1,0 +1,49 @@
+"""Prepared queries: what the stages read of a query is what numpy computes of it, every time."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from gpu.cpu import _drop_stale_code
+from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, form_of, prepare, prepared_bytes
+from gpu.rows import aligned_empty
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(metric: str) -> None:
+    random = np.random.default_rng(3)
+    vectors = random.normal(size=(4100, 384)).astype(np.float32)
+    rows = GraphIndex.build(vectors, metric=metric).data.rows  # type: ignore[arg-type]
+    assert rows.sketch is not None
+    queries = random.normal(size=(64, 384)).astype(np.float32)
+    shifted = queries.astype(np.float64)
+    if metric == "cosine":
+        shifted /= np.linalg.norm(shifted, axis=1, keepdims=True)
+    if metric == "l2":
+        shifted = shifted * rows.scale - rows.centre
+    expected = shifted @ rows.sketch.projection[:, :384].T.astype(np.float64)
+    form = form_of(rows)
+    half = expected.shape[1] // 2
+    places = np.arange(half)
+    lower = (places // 32) * 64 + places % 32
+    for _ in range(20):
+        prepared = aligned_empty((len(queries), prepared_bytes(rows)), np.uint8)
+        prepare(queries, form, prepared)
+        steps = prepared[:, SKETCH_STEP : SKETCH_STEP + 4].copy().view(np.float32)
+        lanes = prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * form.sketch_lanes].copy().view(np.int16) * steps
+        found = np.hstack([lanes[:, lower], lanes[:, lower + 32]])
+        assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+
+
+def test_compiled_code_older_than_a_source_is_dropped(tmp_path: Path) -> None:
+    cache = tmp_path / "cpu" / "__pycache__"
+    cache.mkdir(parents=True)
+    source, old, new = tmp_path / "simd.py", cache / "stages.old.nbi", cache / "stages.new.nbi"
+    for time_s, path in enumerate((old, source, new), start=1):
+        path.touch()
+        os.utime(path, (time_s, time_s))
+    _drop_stale_code(tmp_path)
+    assert (old.exists(), new.exists()) == (False, True)
