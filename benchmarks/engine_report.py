@@ -76,13 +76,13 @@ def _ratios(engines: list[Record], wanted: tuple[float, ...]) -> list[str]:
         best = _best([record for record in peers if not record["compressed"]], recall)
         best_any = _best(peers, recall)
         any_own = _best([record for label, record in own.items() if "stepwise" not in label], recall)
-        exact = speed_at(own["float32"], recall)
+        exact = speed_at(own["float32"], recall) if "float32" in own else None
         if exact and best:
             parts.append(f"float32 / {best[1]} {exact / best[0]:.2f}x")
         if any_own and best_any:
             parts.append(f"{any_own[1]} / {best_any[1]} {any_own[0] / best_any[0]:.2f}x")
         for label in ("float32 stepwise", "int8"):
-            other = speed_at(own[label], recall)
+            other = speed_at(own[label], recall) if label in own else None
             if other and exact:
                 parts.append(f"{label} / float32 {other / exact:.2f}x")
         lines.append(f"- at {recall:g}: " + "; ".join(parts))

@@ -184,7 +184,7 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
         raise IndexFormatError(f"{path} has {length} bytes, not {facts['bytes']}: it is truncated or was altered")
     try:
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
         raise IndexFormatError(f"{path} is not an array: {error}") from None
     expected = array.shape if shape == (-1,) and array.ndim == 1 else shape
     if array.shape != expected or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:

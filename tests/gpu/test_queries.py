@@ -1,13 +1,9 @@
 """Prepared queries: what the stages read of a query is what numpy computes of it, every time."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from gpu.cpu import _drop_stale_code
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, form_of, prepare, prepared_bytes
 from gpu.rows import aligned_empty
 
@@ -36,14 +32,3 @@ def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(me
         lanes = prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * form.sketch_lanes].copy().view(np.int16) * steps
         found = np.hstack([lanes[:, lower], lanes[:, lower + 32]])
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
-
-
-def test_compiled_code_older_than_a_source_is_dropped(tmp_path: Path) -> None:
-    cache = tmp_path / "cpu" / "__pycache__"
-    cache.mkdir(parents=True)
-    source, old, new = tmp_path / "simd.py", cache / "stages.old.nbi", cache / "stages.new.nbi"
-    for time_s, path in enumerate((old, source, new), start=1):
-        path.touch()
-        os.utime(path, (time_s, time_s))
-    _drop_stale_code(tmp_path)
-    assert (old.exists(), new.exists()) == (False, True)

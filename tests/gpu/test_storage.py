@@ -76,9 +76,10 @@ def test_every_file_is_named_when_it_is_missing_truncated_or_altered(saved: Path
         with pytest.raises(IndexFormatError, match=name):
             GraphIndex.load(saved)
         if name != "meta.json":
-            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-            with pytest.raises(IndexFormatError, match=name):
-                GraphIndex.load(saved).verify()
+            for byte in (*range(128), len(content) - 1):  # the header, every byte of it, and the last of the contents
+                path.write_bytes(content[:byte] + bytes([content[byte] ^ 0x10]) + content[byte + 1 :])
+                with pytest.raises(IndexFormatError, match=name):
+                    GraphIndex.load(saved).verify()
         path.write_bytes(content)
     GraphIndex.load(saved).verify()
 
