@@ -68,8 +68,11 @@ def main(arguments: list[str]) -> None:
     say(f"trinity {' '.join(arguments)}")
     sys.stdout.flush()
     os.chdir(ROOT)
-    os.execv(PYTHON, [str(PYTHON), "-m", "launchers.main", *arguments])
+    os.execv(PYTHON, [str(PYTHON), "-m", "launchers.entry", *arguments])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -93,8 +93,8 @@ def demo(
     console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
     home = cache_directory() / "demo"
     with BuildProgress(sys.stderr) as progress:
-        collection = prepare_collection(home, progress)
         smollm.ensure_converted(lambda what, share: progress("converting the model", share))
+        collection = prepare_collection(home, progress)
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"

@@ -132,7 +132,7 @@ class CollectionSection(_Section, frozen=True):
     """A collection that the pool loads: its name in requests, and its directory."""
 
     name: Name
-    path: str
+    path: Annotated[str, Meta(min_length=1)]
 
 
 class NodeConfig(_Section, frozen=True):

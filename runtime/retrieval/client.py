@@ -46,6 +46,7 @@ _RETRY_MS = 20.0  # … and this long; a pool whose loop runs answers in about o
 _WAIT_NS = 10_000_000_000  # a query without a deadline waits no longer than this for a pool
 _MAX_PARKED = 1024
 _MAX_ATTEMPTS = 3
+_LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ class SearchClient:
 
         Raises `InvalidRequest` (wrong size, a limit passed) or `Overloaded`; nothing was accepted then.
         """
+        for name, value in (("k", k), ("top_m", top_m), ("search_width", search_width), ("patience", patience)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InvalidRequest(f"{name} must be an integer, not {value!r}", name)
         expires = deadline_ns or time.monotonic_ns() + _WAIT_NS
         query = _Query(
             ticket=next(self._tickets),
@@ -202,6 +206,8 @@ class SearchClient:
         patience: int | None = None,
     ) -> SearchResult:
         """Ask and wait. Raises what ended the query if it was not answered."""
+        if deadline_ms is not None and not 0 < deadline_ms <= _LONGEST_MS:
+            raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_LONGEST_MS}", "deadline_ms")
         deadline_ns = 0 if deadline_ms is None else time.monotonic_ns() + int(deadline_ms * 1e6)
         ticket = self.submit(
             vector, k, collection=collection, stage=stage, deadline_ns=deadline_ns,
