@@ -162,6 +162,11 @@ def _engine_main(collection: Path, queries: Vectors, load: Load, slots: int, cor
     engine = CpuEngine({"docs": Collection.open(collection).index}, slots=slots, max_k=128)
     _, k, top_m, width = load.kinds[0]
     params = SearchParams(k, top_m, width)
+    slot = engine.admit(queries[0], params, "docs")
+    while slot not in engine.extend():  # compiles
+        pass
+    engine.result(slot)
+    engine.release(slot)
     gc.freeze()
     pipe.send("ready")
     while pipe.recv() is not None:

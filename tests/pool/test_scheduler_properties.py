@@ -49,7 +49,11 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.accepted: list[int] = []
         self.gone: list[int] = []
 
-    @rule(stage=STAGES, slack=st.one_of(st.integers(-2, 60), st.just(NEVER_NS)))
+    @rule(stage=STAGES, count=st.integers(1, 6), slack=st.one_of(st.integers(-2, 60), st.just(NEVER_NS)))
+    def arrive(self, stage: Stage, count: int, slack: int) -> None:
+        for _ in range(count):
+            self.add(stage, slack)
+
     def add(self, stage: Stage, slack: int) -> None:
         self.names += 1
         made = entry(stage, self.names, deadline=min(self.now + slack, NEVER_NS), arrival=self.now)
