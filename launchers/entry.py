@@ -1,4 +1,4 @@
-"""Where the `trinity` command begins: Ctrl-C ends it without a traceback even while everything is still being imported."""
+"""Where the `trinity` command begins: Ctrl-C ends it without a traceback even while it is still importing."""
 
 import sys
 

@@ -120,7 +120,7 @@ class DecodeWorker:
             self._sleep()
 
     def _count_row_time(self) -> None:
-        """The last round's time: once for every row, and once for every row that waited for a probe (the stalled share)."""
+        """The last round's time: once for every row, and once for every row that waited for a probe (stalled)."""
         now = time.monotonic_ns()
         passed_s, self._counted_ns = (now - self._counted_ns) / 1e9, now
         self._table.add("trinity_decode_row_seconds_total", passed_s * len(self._rows))

@@ -16,7 +16,7 @@ CONFIG = """
 [node]
 name = "{name}"
 run_dir = "{run_dir}"
-drain_s = 20.0
+drain_s = {drain_s}
 
 [http]
 port = 0
@@ -52,20 +52,22 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-StartNode = Callable[[str], RunningNode]
+StartNode = Callable[..., RunningNode]
 
 
 @pytest.fixture(scope="session")
 def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
-    """Start a node with that text appended to its configuration; all are stopped at the end."""
+    """Start a node that may drain for so long; all are stopped at the end."""
     started: list[RunningNode] = []
 
-    def start(extra: str = "") -> RunningNode:
+    def start(drain_s: float = 20.0) -> RunningNode:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
-        text = CONFIG.format(name=f"test-{len(started)}", run_dir=run_dir, model=model, collection=collection)
-        config.write_text(text + extra)
+        text = CONFIG.format(
+            name=f"test-{len(started)}", run_dir=run_dir, model=model, collection=collection, drain_s=drain_s
+        )
+        config.write_text(text)
         node = RunningNode(config, run_dir)
         started.append(node)
         return node
@@ -77,6 +79,6 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Iterator[RunningNode]:
-    node = start_node("")
+    node = start_node()
     yield node
     node.stop()

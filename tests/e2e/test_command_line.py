@@ -36,7 +36,9 @@ def refused(run: subprocess.CompletedProcess[str], *words: str) -> None:
 @pytest.fixture
 def config(tmp_path: Path, model: Path, collection: Path) -> Path:
     path = tmp_path / "node.toml"
-    path.write_text(CONFIG.format(name="cli", run_dir=tmp_path / "run", model=model, collection=collection))
+    path.write_text(
+        CONFIG.format(name="cli", run_dir=tmp_path / "run", model=model, collection=collection, drain_s=20.0)
+    )
     return path
 
 

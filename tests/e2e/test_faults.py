@@ -76,7 +76,7 @@ def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: Ru
 
 
 def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: StartNode) -> None:
-    node = start_node("")
+    node = start_node()
     pids, token = node.pids(), token_of(node.info)
     with ThreadPoolExecutor(4) as threads:
         ends = [threads.submit(end_of, node, BODY | {"prompt": prompt}) for prompt in prompts(4)]
@@ -86,8 +86,18 @@ def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: S
     assert leftovers(token, pids, node.run_dir) == []
 
 
+def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node: StartNode) -> None:
+    node = start_node(drain_s=2.5)
+    body = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
+    with ThreadPoolExecutor(6) as threads:
+        ends = [threads.submit(end_of, node, body) for _ in range(6)]
+        eventually(lambda: node.metric("trinity_num_requests_running") == 6, 20, "six running rows")
+        node.stop()
+        assert {end.result(timeout=30) for end in ends} == {"unavailable"}
+
+
 def test_a_killed_supervisor_takes_everything_down_with_it(start_node: StartNode) -> None:
-    node = start_node("")
+    node = start_node()
     pids, token = node.pids(), token_of(node.info)
     os.kill(node.process.pid, signal.SIGKILL)
     node.process.wait(timeout=30)
