@@ -30,7 +30,7 @@ from benchmarks.engine_peers import EFFORTS, Contender, contenders  # noqa: E402
 from benchmarks.engine_report import plot, report, targets  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-LONG, LITTLE = 100, 0.001  # from this effort on, an engine that gains less recall a step is at its end
+LONG, LITTLE = 200, 0.0002  # from this effort on, an engine that gains less recall a step is at its end
 QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
 
 

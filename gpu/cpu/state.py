@@ -47,8 +47,8 @@ def collection_table(collections: Sequence[IndexData]) -> npt.NDArray[np.int64]:
 
 
 def visited_bits(top_m: int, degree: int) -> int:
-    """Twice the nodes that a search of this length meets, as a power of two, so that the table forgets little."""
-    return min(max((2 * top_m * degree - 1).bit_length(), _MIN_VISITED_BITS), _MAX_VISITED_BITS)
+    """The nodes that a search of this length meets at most, as a power of two: the table forgets little."""
+    return min(max((top_m * degree - 1).bit_length(), _MIN_VISITED_BITS), _MAX_VISITED_BITS)
 
 
 class Batch(NamedTuple):
