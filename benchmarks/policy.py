@@ -35,12 +35,13 @@ from runtime.node.config import (
     PrefillSection,
 )
 from runtime.simulator.capacity import capacity, demands
-from runtime.simulator.node import Setup, simulate
+from runtime.simulator.node import simulate
 from runtime.simulator.plan import Plan, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.result import Result
 from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 from runtime.simulator.workload import Slos
 

@@ -13,12 +13,13 @@ from rich.table import Table
 from runtime.node.config import load_config
 from runtime.simulator.calibrate import calibrate
 from runtime.simulator.capacity import capacity, demands
-from runtime.simulator.node import PlacementKind, Setup, simulate
+from runtime.simulator.node import simulate
 from runtime.simulator.plan import Plan, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.result import Result
 from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import PlacementKind, Setup
 from runtime.simulator.traces import MAX_REQUESTS, at_rate, load_trace, mean_rate
 from runtime.simulator.workload import Slos, Workload
 

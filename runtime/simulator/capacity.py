@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from runtime.simulator.node import Setup
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
 
 

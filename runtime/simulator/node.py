@@ -6,47 +6,25 @@ Router, scheduler and control law are production's own classes; what stands in f
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from random import Random
-from typing import Literal
-
-import msgspec
 
 from ipc import Stage
 from runtime.errors import TrinityError
-from runtime.node.config import NodeConfig
 from runtime.node.control_law import ControlLaw, Readings, SignalMeter
 from runtime.pool.estimate import Kind
 from runtime.pool.scheduler import Scheduler
-from runtime.serving.messages import Hello
+from runtime.serving.messages import Hello, Role
 from runtime.serving.router import Router
 from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu
-from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.pool import Search, SimPool
 from runtime.simulator.prefill import Ask, SimPrefill
 from runtime.simulator.request import FINISHED, SimRequest
 from runtime.simulator.result import Result, Sample
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
-from runtime.simulator.workload import Slos, Workload
-
-PlacementKind = Literal["pool", "with-prefill", "coupled"]
-"""Where the index lies: on GPUs of its own, on every prefill GPU for all, or on every GPU for its own worker alone."""
 
 _MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a run depends on, beside its arrivals."""
-
-    config: NodeConfig
-    times: ServiceTimes = ServiceTimes()
-    workload: Workload = Workload()
-    slos: Slos = Slos()
-    policy: PolicyChoice = PolicyChoice("adaptive")
-    placement: PlacementKind = "pool"
-    seed: int = 0
-    sample_s: float = 1.0
 
 
 class Simulation:
@@ -107,7 +85,7 @@ class Simulation:
         self.pools.append(pool)
         return pool
 
-    def _hello(self, role: Literal["prefill", "decode"], name: str, slots: int) -> Hello:
+    def _hello(self, role: Role, name: str, slots: int) -> Hello:
         return Hello(role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=_MAX_TOKENS)
 
     def _asker(self, stage: Stage, pools: "cycle[SimPool]") -> Ask | None:

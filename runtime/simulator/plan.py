@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from runtime.errors import ConfigError
 from runtime.simulator.capacity import capacity, demands
-from runtime.simulator.node import PlacementKind, Setup, simulate
+from runtime.simulator.node import simulate
+from runtime.simulator.setup import PlacementKind, Setup
 from runtime.simulator.traces import Arrival, at_rate
 
 PLACEMENTS: tuple[PlacementKind, ...] = ("pool", "with-prefill", "coupled")

@@ -1,16 +1,13 @@
 """How a run went: attainment and goodput over all sent requests, percentiles, and samples over time."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from runtime.simulator.request import FINISHED, SimRequest
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
-
-if TYPE_CHECKING:
-    from runtime.simulator.node import Setup
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +57,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(
         cls,
-        setup: "Setup",
+        setup: Setup,
         arrivals: Sequence[Arrival],
         requests: Sequence[SimRequest],
         refused: dict[str, int],

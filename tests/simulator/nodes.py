@@ -5,9 +5,9 @@ from random import Random
 from msgspec.structs import replace
 
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
-from runtime.simulator.node import Setup
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
 
 POLICIES = ("adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.simulator.node import PlacementKind, Simulation, simulate
+from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import fitting_slots, plans
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import PlacementKind
 from tests.simulator.nodes import POLICIES, config, poisson, setup
 
 

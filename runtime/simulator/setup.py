@@ -1,0 +1,26 @@
+"""What a run of the simulator is told."""
+
+from typing import Literal
+
+import msgspec
+
+from runtime.node.config import NodeConfig
+from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.workload import Slos, Workload
+
+PlacementKind = Literal["pool", "with-prefill", "coupled"]
+"""Where the index lies: on GPUs of its own, on every prefill GPU for all, or on every GPU for its own worker alone."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run depends on, beside its arrivals."""
+
+    config: NodeConfig
+    times: ServiceTimes = ServiceTimes()
+    workload: Workload = Workload()
+    slos: Slos = Slos()
+    policy: PolicyChoice = PolicyChoice("adaptive")
+    placement: PlacementKind = "pool"
+    seed: int = 0
+    sample_s: float = 1.0
