@@ -99,7 +99,7 @@ def demo(
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
     config.write_text(CONFIG.format(name=NAME, port=port, model=smollm.NAME, collection=collection))
-    node = start_node(config, home / "node.log", console)
+    node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [
             _ask(node, question, max_tokens, every_tokens, console)
@@ -138,12 +138,13 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
     return path
 
 
-def start_node(config: Path, log: Path, console: Console, timeout_s: float = 600.0) -> NodeInfo:
-    """Start `trinity serve` in the background and wait until every worker is ready."""
+def start_node(config: Path, log: Path, console: Console, *, outlive: bool, timeout_s: float = 600.0) -> NodeInfo:
+    """Start `trinity serve` in the background and wait until every worker is ready; it may `outlive` this process."""
     _refuse_second_node()
+    life = () if outlive else ("--with-parent",)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)],
+            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *life],
             stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:

@@ -1,6 +1,8 @@
 """The `trinity` command."""
 
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from runtime.node.control import stop_node
 from runtime.node.placement import resolve
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
+from runtime.node.worker import die_with
 
 app = typer.Typer(
     help="Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own.",
@@ -44,6 +47,9 @@ NodeName = Annotated[str, typer.Argument(help="The node's name, or its run direc
 def serve(
     config: Annotated[Path, typer.Option(help="The node's TOML file.")],
     quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
+    with_parent: Annotated[
+        bool, typer.Option(help="Drain and stop when the process that started this one ends.")
+    ] = False,
 ) -> None:
     """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
     logging.basicConfig(
@@ -54,6 +60,8 @@ def serve(
     )
 
     log = logging.getLogger("trinity")
+    if with_parent:
+        die_with(os.getppid(), signal.SIGTERM)
 
     def announce(info: NodeInfo) -> None:
         log.info("node %r serves at %s", info.name, info.url)

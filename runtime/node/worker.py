@@ -73,10 +73,10 @@ class Worker:
         return socket.socket(fileno=self._listen_fd)
 
 
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, and end at once if that has happened already."""
+def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send `how` to this process when its parent ends; end at once if that has happened already."""
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from runtime.node.run_dir import find_node
 from tests.e2e.conftest import CONFIG
-from tests.e2e.node import RunningNode
+from tests.e2e.node import START_S, RunningNode, eventually
 
 
 def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
@@ -93,4 +95,17 @@ def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> Non
     run = trinity("stop", tmp_path / "run")
     assert run.returncode == 0
     assert node.process.wait(timeout=10) == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_started_with_its_parent_drains_when_that_is_killed(config: Path, tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "launchers.main", "serve", "--with-parent", "--config", str(config)]
+    code = f"import subprocess, time; subprocess.Popen({serve!r}); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
+        try:
+            eventually((tmp_path / "run" / "node.json").exists, START_S, "the node to start")
+            supervisor = find_node(tmp_path / "run").pid
+        finally:
+            parent.kill()
+    eventually(lambda: not psutil.pid_exists(supervisor), 60, "the node to stop")
     assert not (tmp_path / "run").exists()
