@@ -1,7 +1,6 @@
 """`trinity demo`: a whole node on this machine, asked a few questions about Python's own language reference."""
 
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -91,7 +90,7 @@ def demo(
             signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node as Ctrl-C does
     console = Console()
     console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
-    home = cache_directory() / "demo"
+    home = smollm.models_directory().parent / "demo"  # the user's private cache
     with BuildProgress(sys.stderr) as progress:
         smollm.ensure_converted(lambda what, share: progress("converting the model", share))
         collection = prepare_collection(home, progress)
@@ -118,13 +117,6 @@ def demo(
             console.print("the node has stopped")
     if keep:
         _print_how_to_ask(node, config)
-
-
-def cache_directory() -> Path:
-    """Trinity's private cache directory of this user."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
 
 
 def prepare_collection(home: Path, progress: Progress) -> Path:
