@@ -30,3 +30,15 @@ class InvalidSlot(GpuError, LookupError):
 
 class IndexFormatError(GpuError):
     """A directory is not an index that this version can read: missing, foreign, truncated or altered."""
+
+
+class DeviceError(GpuError):
+    """A call of the device's driver failed; the message has the call and the driver's own name for what went wrong."""
+
+
+class DeviceUnavailable(DeviceError):
+    """There is no such device here, no driver for it, or the packages that drive it are not installed."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device has less free memory than is needed. The message gives both, in bytes, and what was to be stored."""

@@ -1,0 +1,252 @@
+"""`Driver` over NVIDIA's driver API (cuda-bindings). Importing this needs the package; making one needs a GPU."""
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cuda.driver import Argument, Dim, Loop, PinnedMemory
+from gpu.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
+
+try:
+    from cuda.bindings import driver as cuda
+except ImportError as error:
+    raise DeviceUnavailable(
+        f"a CUDA device needs the extra [cuda], which is not installed ({error}): pip install 'trinity-runtime[cuda]'"
+    ) from None
+
+_ORDINAL = re.compile(r"cuda(?::(\d+))?\Z")
+_UNASKED_SHARED_BYTES = 48 * 1024  # a block may have this much dynamic shared memory without asking
+
+
+def device_count() -> int:
+    """CUDA devices that this process may use. Raises DeviceUnavailable where there is no driver."""
+    _initialise()
+    return int(_checked("cuDeviceGetCount", cuda.cuDeviceGetCount()))
+
+
+def find_device(device: str) -> int:
+    """The ordinal of a device named "cuda", "cuda:N" or by its UUID. Raises DeviceUnavailable."""
+    count = device_count()
+    match = _ORDINAL.match(device)
+    if match is not None:
+        ordinal = int(match[1] or 0)
+        if ordinal >= count:
+            raise DeviceUnavailable(f"device {device!r}: this process sees {count} CUDA devices")
+        return ordinal
+    uuids = [_uuid(_checked("cuDeviceGet", cuda.cuDeviceGet(ordinal))) for ordinal in range(count)]
+    if device in uuids:
+        return uuids.index(device)
+    raise DeviceUnavailable(
+        f"device {device!r} is none of {', '.join(uuids) or 'this machine (it has no CUDA device)'}"
+    )
+
+
+class CudaDriver:
+    """One CUDA device, in its primary context. See `Driver`."""
+
+    def __init__(self, device: str = "cuda:0") -> None:
+        self._device = _checked("cuDeviceGet", cuda.cuDeviceGet(find_device(device)))
+        self._context = _checked("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(self._device))
+        _checked("cuCtxSetCurrent", cuda.cuCtxSetCurrent(self._context))
+        name: bytes = _checked("cuDeviceGetName", cuda.cuDeviceGetName(256, self._device))
+        self.name = name.split(b"\0")[0].decode()
+        self.uuid = _uuid(self._device)
+        attribute = cuda.CUdevice_attribute
+        major = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.arch = f"sm_{major}{minor}"
+        self.multiprocessors = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self._pinned: dict[int, int] = {}  # device address → host address
+        self._open = True
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(_checked("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(attribute, self._device)))
+
+    def memory(self) -> tuple[int, int]:
+        free, total = _checked("cuMemGetInfo", cuda.cuMemGetInfo())
+        return int(free), int(total)
+
+    # ---- memory
+
+    def allocate(self, nbytes: int) -> int:
+        result = cuda.cuMemAlloc(nbytes)
+        if result[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, total = self.memory()
+            raise OutOfDeviceMemory(f"{nbytes} bytes are needed, {free} of {total} are free on {self.name}")
+        return int(_checked("cuMemAlloc", result))
+
+    def free(self, address: int) -> None:
+        _checked("cuMemFree", cuda.cuMemFree(address))
+
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        flags = cuda.CU_MEMHOSTALLOC_DEVICEMAP | cuda.CU_MEMHOSTALLOC_PORTABLE
+        host = int(_checked("cuMemHostAlloc", cuda.cuMemHostAlloc(nbytes, flags)))
+        address = int(_checked("cuMemHostGetDevicePointer", cuda.cuMemHostGetDevicePointer(host, 0)))
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(host))
+        view[:] = 0
+        self._pinned[address] = host
+        return PinnedMemory(view, address)
+
+    def free_pinned(self, memory: PinnedMemory) -> None:
+        _checked("cuMemFreeHost", cuda.cuMemFreeHost(self._pinned.pop(memory.address)))
+
+    def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
+        _checked("cuMemcpyHtoDAsync", cuda.cuMemcpyHtoDAsync(address, _host(source), source.nbytes, stream))
+
+    def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
+        _checked("cuMemcpyDtoHAsync", cuda.cuMemcpyDtoHAsync(_host(target), address, target.nbytes, stream))
+
+    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        _checked("cuMemcpyDtoDAsync", cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream))
+
+    def fill(self, stream: int, address: int, word: int, count: int) -> None:
+        _checked("cuMemsetD32Async", cuda.cuMemsetD32Async(address, word, count, stream))
+
+    # ---- kernels
+
+    def load_module(self, image: bytes) -> int:
+        return int(_checked("cuModuleLoadData", cuda.cuModuleLoadData(image)))
+
+    def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
+        function = _checked("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()))
+        _checked("cuFuncLoad", cuda.cuFuncLoad(function))  # not at the first launch, which may be a capture
+        if shared_bytes > _UNASKED_SHARED_BYTES:
+            limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked("cuFuncSetAttribute", cuda.cuFuncSetAttribute(function, limit, shared_bytes))
+        return int(function)
+
+    def launch(
+        self, stream: int, kernel: int, grid: Dim, block: Dim, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        pointers = (ctypes.c_void_p * max(len(arguments), 1))(*map(ctypes.addressof, arguments))
+        result = cuda.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0)
+        _checked("cuLaunchKernel", result)
+
+    # ---- streams, events
+
+    def create_stream(self) -> int:
+        flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        return int(_checked("cuStreamCreate", cuda.cuStreamCreate(flag)))
+
+    def destroy_stream(self, stream: int) -> None:
+        _checked("cuStreamDestroy", cuda.cuStreamDestroy(stream))
+
+    def idle(self, stream: int) -> bool:
+        result = cuda.cuStreamQuery(stream)
+        if result[0] == cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _checked("cuStreamQuery", result)
+        return True
+
+    def synchronise(self, stream: int) -> None:
+        _checked("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
+
+    def create_event(self) -> int:
+        flag = cuda.CUevent_flags.CU_EVENT_DEFAULT.value
+        return int(_checked("cuEventCreate", cuda.cuEventCreate(flag)))
+
+    def destroy_event(self, event: int) -> None:
+        _checked("cuEventDestroy", cuda.cuEventDestroy(event))
+
+    def record(self, stream: int, event: int) -> None:
+        _checked("cuEventRecord", cuda.cuEventRecord(event, stream))
+
+    def elapsed_ms(self, begin: int, end: int) -> float:
+        return float(_checked("cuEventElapsedTime", cuda.cuEventElapsedTime(begin, end)))
+
+    # ---- graphs
+
+    def begin_capture(self, stream: int) -> None:
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _checked("cuStreamBeginCapture", cuda.cuStreamBeginCapture(stream, mode))
+
+    def end_capture(self, stream: int) -> int:
+        graph = _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(stream))
+        try:
+            executable = _checked("cuGraphInstantiate", cuda.cuGraphInstantiate(graph, 0))
+        finally:
+            _checked("cuGraphDestroy", cuda.cuGraphDestroy(graph))
+        _checked("cuGraphUpload", cuda.cuGraphUpload(executable, stream))
+        return int(executable)
+
+    def begin_while(self, stream: int) -> Loop:
+        _, _, graph, dependencies, edges, count = _checked(
+            "cuStreamGetCaptureInfo", cuda.cuStreamGetCaptureInfo(stream)
+        )
+        handle = _checked(
+            "cuGraphConditionalHandleCreate",
+            cuda.cuGraphConditionalHandleCreate(graph, self._context, 1, cuda.CU_GRAPH_COND_ASSIGN_DEFAULT),
+        )
+        parameters = cuda.CUgraphNodeParams()
+        parameters.type = cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        parameters.conditional.handle = handle
+        parameters.conditional.type = cuda.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        parameters.conditional.size = 1
+        parameters.conditional.ctx = self._context
+        added = cuda.cuGraphAddNode(graph, dependencies, edges or None, count, parameters)
+        node = _checked("cuGraphAddNode", added)
+        replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES.value
+        updated = cuda.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, replace)
+        _checked("cuStreamUpdateCaptureDependencies", updated)
+        body = self.create_stream()
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        begun = cuda.cuStreamBeginCaptureToGraph(body, parameters.conditional.phGraph_out[0], None, None, 0, mode)
+        _checked("cuStreamBeginCaptureToGraph", begun)
+        return Loop(body, int(handle))
+
+    def end_while(self, loop: Loop) -> None:
+        _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(loop.stream))  # the loop's node owns the body's graph
+        self.destroy_stream(loop.stream)
+
+    def replay(self, stream: int, graph: int) -> None:
+        _checked("cuGraphLaunch", cuda.cuGraphLaunch(graph, stream))
+
+    def destroy_graph(self, graph: int) -> None:
+        _checked("cuGraphExecDestroy", cuda.cuGraphExecDestroy(graph))
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            _checked("cuDevicePrimaryCtxRelease", cuda.cuDevicePrimaryCtxRelease(self._device))
+
+
+def _initialise() -> None:
+    try:
+        result = cuda.cuInit(0)
+    except RuntimeError as error:  # the library is not there at all
+        raise DeviceUnavailable(f"there is no CUDA driver on this machine: {error}") from None
+    if result[0] != cuda.CUresult.CUDA_SUCCESS:
+        raise DeviceUnavailable(f"the CUDA driver does not start: {_name(result[0])}")
+
+
+def _uuid(device: Any) -> str:
+    raw = bytes(_checked("cuDeviceGetUuid", cuda.cuDeviceGetUuid(device)).bytes)
+    digits = raw.hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _host(array: npt.NDArray[Any]) -> int:
+    if not array.flags.c_contiguous:
+        raise DeviceError(f"an array of shape {array.shape} and strides {array.strides} is not in C order")
+    return array.ctypes.data
+
+
+def _name(code: Any) -> str:
+    with contextlib.suppress(Exception):
+        return str(cuda.cuGetErrorName(code)[1].decode())
+    return str(code)
+
+
+def _checked(call: str, result: tuple[Any, ...]) -> Any:
+    """What a call returned beside its code: nothing, one value or several."""
+    code, *values = result
+    if code != cuda.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"{call} failed: {_name(code)}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
