@@ -20,7 +20,9 @@ from ipc.errors import (
     StaleEpoch,
     UnknownRequest,
 )
-from ipc.handover import HandoverSink, HandoverSource, Offer, Outcome
+from ipc.handover import Offer, Outcome
+from ipc.handover_sink import HandoverSink
+from ipc.handover_source import HandoverSource
 from ipc.memory import MemoryReference, SharedMemory
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
 from ipc.server import RingServer, ServerStatistics

@@ -24,7 +24,7 @@ from ipc import (
     private_endpoint,
     send_now,
 )
-from ipc.handover import MAX_PAYLOAD_BYTES, _encode, _Ended, _Offered, _Seen
+from ipc.handover import MAX_PAYLOAD_BYTES, Ended, Seen, encode
 from tests.ipc.processes import child
 
 SLOTS = 4
@@ -321,7 +321,7 @@ def offered(source: HandoverSource, owner: KvArena, **changes: Any) -> bytes:
         "arena": owner.memory.reference,
         "payload": b"",
     }
-    return _encode(_Offered(**{**fields, **changes}))
+    return encode(Offer(**{**fields, **changes}))
 
 
 def _reference(arena: KvArena, **changes: int) -> MemoryReference:
@@ -384,7 +384,7 @@ def test_an_arena_with_a_hostile_header_is_rejected(
     assert sink.statistics().refused == 1
 
 
-@pytest.mark.parametrize("message", [b"", b"\xc1", b"x" * 100, _encode(_Seen(1, 1)), _encode(_Ended(1, True, ""))])
+@pytest.mark.parametrize("message", [b"", b"\xc1", b"x" * 100, encode(Seen(1, 1)), encode(Ended(1, True, ""))])
 def test_garbage_at_a_sink_is_counted_and_dropped(source: HandoverSource, sink: HandoverSink, message: bytes) -> None:
     with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
         hostile.send(message)
@@ -405,7 +405,7 @@ def test_garbage_and_answers_to_nothing_at_a_source_are_dropped(source: Handover
     offer_id = source.offer(sink.endpoint, 0, b"")
     (offer,) = receive(sink)
     with connect(zmq.PUSH, source.endpoint, max_message_bytes=4096) as hostile:
-        for message in (b"\xc1", _encode(_Ended(99, True, "")), _encode(_Seen(99, 1)), _encode(_Seen(offer_id, 1))):
+        for message in (b"\xc1", encode(Ended(99, True, "")), encode(Seen(99, 1)), encode(Seen(offer_id, 1))):
             assert send_now(hostile, message)
         sink.acknowledge(offer)
         assert outcomes(source) == [Outcome(offer_id, 0, True, "")]
