@@ -20,8 +20,8 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from runtime.serving.model import Chunk, LanguageModel
-from runtime.serving.model_info import model_directory
+from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.model_info import model_directory
 
 Tokens = list[int]
 

@@ -22,7 +22,7 @@ from runtime.node.run_dir import NodeInfo, find_node
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.python_docs import python_documents
 from runtime.retrieval.sources import Progress
-from runtime.serving import smollm
+from runtime.serving.model import smollm
 
 QUESTIONS = (
     "How does a with statement call __exit__?",

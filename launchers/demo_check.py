@@ -8,7 +8,7 @@ from rich.console import Console
 
 from launchers.http_client import post
 from runtime.errors import InternalError
-from runtime.serving.model_info import model_directory
+from runtime.serving.model.model_info import model_directory
 
 PROMPTS = 50
 NEW_TOKENS = 12

@@ -8,9 +8,9 @@ from runtime.errors import ConfigError, ModelError
 from runtime.node.placement import NodePlan
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import check_embedder
-from runtime.serving import smollm
-from runtime.serving.model_info import ModelInfo, model_directory
-from runtime.serving.packages import require_packages
+from runtime.serving.model import smollm
+from runtime.serving.model.model_info import ModelInfo, model_directory
+from runtime.serving.model.packages import require_packages
 
 
 def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:

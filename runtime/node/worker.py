@@ -24,9 +24,9 @@ EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again would not help
 
 _LOOPS = {
     "pool": "runtime.pool.process",
-    "prefill": "runtime.serving.prefill",
-    "decode": "runtime.serving.decode",
-    "frontend": "runtime.serving.frontend",
+    "prefill": "runtime.serving.prefill.process",
+    "decode": "runtime.serving.decode.process",
+    "frontend": "runtime.serving.frontend.process",
 }
 
 

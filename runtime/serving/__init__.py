@@ -1,1 +1,1 @@
-"""The path of a request: frontend, router, prefill, decode, and the model they run."""
+"""The path of a request: frontend, prefill, decode, the model they run, and what they say to each other."""

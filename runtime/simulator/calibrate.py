@@ -86,7 +86,7 @@ def extend_times(index: GraphIndex, slots: int, top_m: int, search_width: int) -
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
-    from runtime.serving.model import Chunk, LanguageModel
+    from runtime.serving.model.language_model import Chunk, LanguageModel
 
     rows = config.decode.slots
     model = LanguageModel.load(

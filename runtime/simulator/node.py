@@ -12,8 +12,8 @@ from runtime.errors import TrinityError
 from runtime.node.control_law import ControlLaw, Readings, SignalMeter
 from runtime.pool.estimate import Kind
 from runtime.pool.scheduler import Scheduler
+from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
-from runtime.serving.router import Router
 from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from runtime.serving.router import Placement
+from runtime.serving.frontend.router import Placement
 from runtime.simulator.traces import Arrival
 
 FINISHED = "finished"

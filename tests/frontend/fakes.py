@@ -21,7 +21,10 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from runtime.serving.http import Service, Settings, create_app
+from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.requests import Ended
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -38,9 +41,6 @@ from runtime.serving.messages import (
     decode_to_worker,
     encode,
 )
-from runtime.serving.requests import Ended
-from runtime.serving.router import Router
-from runtime.serving.worker_link import WorkerLink
 
 WAIT = 20.0  # seconds until a test that hangs fails
 _names = itertools.count(1)

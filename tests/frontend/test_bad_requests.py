@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
-from runtime.serving.http import Settings
+from runtime.serving.frontend.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
+from runtime.serving.frontend.http import Settings
 from tests.frontend.fakes import PASSAGES, WAIT, Cluster
 
 SETTINGS = Settings(

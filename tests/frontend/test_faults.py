@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from runtime.errors import ConfigError, TrinityError
-from runtime.serving.answers import ChatAnswer
-from runtime.serving.http import Settings
+from runtime.serving.frontend.answers import ChatAnswer
+from runtime.serving.frontend.http import Settings
 from tests.frontend.fakes import WAIT, Cluster, run
 
 SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=0.2, max_searches=2)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
-from runtime.serving.messages import Hello, Message, Report, Role
-from runtime.serving.router import (
+from runtime.serving.frontend.router import (
     BLOCK_CHARS,
     BLOCK_TOKENS,
     PREFIX_BLOCKS,
@@ -17,6 +16,7 @@ from runtime.serving.router import (
     Router,
     prefix_blocks,
 )
+from runtime.serving.messages import Hello, Message, Report, Role
 
 TEXT = "The with statement is used to wrap the execution of a block. " * 20
 

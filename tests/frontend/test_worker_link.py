@@ -20,7 +20,10 @@ from runtime.errors import (
     UnknownCollection,
     WorkerLost,
 )
-from runtime.serving import worker_link
+from runtime.serving.frontend import worker_link
+from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -34,9 +37,6 @@ from runtime.serving.messages import (
     Welcome,
     encode,
 )
-from runtime.serving.requests import ClientGone, Ended, Piece, Request
-from runtime.serving.router import Router
-from runtime.serving.worker_link import WorkerLink
 from tests.frontend.fakes import PASSAGES, Clock, Worker, endpoint, run
 
 EPOCH = 77

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
-from runtime.serving.model import Chunk, LanguageModel
-from runtime.serving.model_info import ModelInfo
+from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.model_info import ModelInfo
 from tests.serving.reference import Reference
 from tests.serving.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.slot_cache import SlotCache  # noqa: E402  (it imports torch)
+from runtime.serving.model.slot_cache import SlotCache  # noqa: E402  (it imports torch)
 
 VOCABULARY = 259
 
@@ -301,8 +301,8 @@ def test_without_torch_the_error_has_the_command_that_installs_it(
 def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_directory: Path) -> None:
     program = (
         "import sys\n"
-        "from runtime.serving import prompt, sampling, text\n"
-        "from runtime.serving.model import LanguageModel\n"
+        "from runtime.serving.model import prompt, sampling, text\n"
+        "from runtime.serving.model.language_model import LanguageModel\n"
         "print(LanguageModel.kv_bytes(sys.argv[1], 2, 64), LanguageModel.kv_bytes('smollm2-135m-instruct', 1, 1))\n"
         "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules)"
     )

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving import packed_linear  # noqa: E402  (it imports torch)
+from runtime.serving.model import packed_linear  # noqa: E402  (it imports torch)
 
 SIZE = 512  # a layer of this size squared is large enough to be replaced
 

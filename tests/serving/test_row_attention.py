@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.row_attention import Rows  # noqa: E402  (it imports torch)
+from runtime.serving.model.row_attention import Rows  # noqa: E402  (it imports torch)
 
 SLOTS, CONTEXT = 5, 40
 

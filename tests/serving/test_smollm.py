@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from runtime.errors import ModelError
-from runtime.serving import smollm
 from runtime.serving.messages import Message
-from runtime.serving.model_info import ModelInfo
-from runtime.serving.tokenizer import Tokenizer
+from runtime.serving.model import smollm
+from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.model.tokenizer import Tokenizer
 
 CONVERTER = """
 import sys
 from pathlib import Path
-from runtime.serving import smollm
+from runtime.serving.model import smollm
 
 folder = Path(sys.argv[1])
 
@@ -172,7 +172,7 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
 
 
 def test_the_converted_model_answers_as_transformers_generates(converted: Path) -> None:
-    from runtime.serving.model import Chunk, LanguageModel
+    from runtime.serving.model.language_model import Chunk, LanguageModel
     from tests.serving.reference import Reference
 
     model = LanguageModel.load(smollm.NAME, slots=3, context_tokens=128)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.serving.text import TextStream
+from runtime.serving.model.text import TextStream
 
 
 class Bytes:

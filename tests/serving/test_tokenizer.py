@@ -7,7 +7,7 @@ import pytest
 
 from runtime.errors import InvalidRequest, ModelError
 from runtime.serving.messages import Message
-from runtime.serving.tokenizer import Tokenizer
+from runtime.serving.model.tokenizer import Tokenizer
 
 MESSAGES = [
     Message("system", "Be brief."),

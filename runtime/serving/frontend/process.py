@@ -19,11 +19,11 @@ from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
-from runtime.serving.http import Service, Settings, create_app
-from runtime.serving.model_info import ModelInfo
-from runtime.serving.requests import ClientGone
-from runtime.serving.router import Router
-from runtime.serving.worker_link import WorkerLink
+from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.model.model_info import ModelInfo
 
 _BEAT_S = 0.1
 _SEARCH_S = 10.0

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
-from runtime.serving.model_info import ModelInfo, model_directory
-from runtime.serving.packages import require_packages
-from runtime.serving.tokenizer import Tokenizer
+from runtime.serving.model.model_info import ModelInfo, model_directory
+from runtime.serving.model.packages import require_packages
+from runtime.serving.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class LanguageModel:
         """Use `load`."""
         import torch
 
-        from runtime.serving.slot_cache import SlotCache
+        from runtime.serving.model.slot_cache import SlotCache
 
         self._network = network
         self._cache = SlotCache(kv, one_core=torch.get_num_threads() == 1)
@@ -93,7 +93,7 @@ class LanguageModel:
         """
         import torch
 
-        from runtime.serving.slot_cache import SlotBatch
+        from runtime.serving.model.slot_cache import SlotBatch
 
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
@@ -194,8 +194,8 @@ def _load_network(directory: Path) -> Any:
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
-    from runtime.serving.packed_linear import pack_linears
-    from runtime.serving.slot_cache import ATTENTION
+    from runtime.serving.model.packed_linear import pack_linears
+    from runtime.serving.model.slot_cache import ATTENTION
 
     logging.disable_progress_bar()  # a worker's log is no terminal
     try:

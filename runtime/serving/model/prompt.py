@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
-from runtime.serving.tokenizer import Tokenizer
+from runtime.serving.model.tokenizer import Tokenizer
 
 _INSTRUCTION = "Answer the question with the help of these passages."
 _FEWEST_TOKENS = 16  # of a passage that is cut: less of one says nothing

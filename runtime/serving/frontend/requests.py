@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from runtime.errors import TrinityError
+from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Retrieved, Tokens
-from runtime.serving.router import Placement
 
 Piece = Retrieved | Tokens
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from runtime.serving.row_attention import Rows
+from runtime.serving.model.row_attention import Rows
 
 ATTENTION = "trinity_slots"
 _MASKED_TOKENS = 64  # the size of pieces with a mask: 15 to 30% faster than uncut chunks of 512

@@ -14,8 +14,8 @@ import msgspec
 
 from runtime.errors import TrinityError
 from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.requests import Piece
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
-from runtime.serving.requests import Piece
 from runtime.serving.stages import spans_seconds
 
 Json = dict[str, Any]

@@ -30,10 +30,10 @@ from runtime.serving.messages import (
     Welcome,
     decode_handover,
 )
-from runtime.serving.model import Chunk, LanguageModel
-from runtime.serving.prompt import passages_chunk
-from runtime.serving.sampling import Sampler
-from runtime.serving.text import TextStream
+from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.prompt import passages_chunk
+from runtime.serving.model.sampling import Sampler
+from runtime.serving.model.text import TextStream
 
 if TYPE_CHECKING:
     import torch

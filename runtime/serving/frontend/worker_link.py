@@ -23,6 +23,8 @@ import zmq.asyncio
 
 from ipc.endpoints import bind
 from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
+from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
+from runtime.serving.frontend.router import Router, prefix_blocks
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -40,8 +42,6 @@ from runtime.serving.messages import (
     decode_to_frontend,
     encode,
 )
-from runtime.serving.requests import ClientGone, Ended, Request, RequestTable
-from runtime.serving.router import Router, prefix_blocks
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from runtime.retrieval.retriever import Found, Library, Retriever
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model import Chunk, LanguageModel
-from runtime.serving.prompt import build_prompt, query_text
-from runtime.serving.sampling import Sampler
+from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.prompt import build_prompt, query_text
+from runtime.serving.model.sampling import Sampler
 
 if TYPE_CHECKING:
     import torch

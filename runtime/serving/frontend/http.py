@@ -32,7 +32,7 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.retrieval.passages import Passage
-from runtime.serving.answers import (
+from runtime.serving.frontend.answers import (
     DONE,
     Answer,
     ChatAnswer,
@@ -43,12 +43,19 @@ from runtime.serving.answers import (
     passage_json,
     to_json,
 )
-from runtime.serving.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody, parse
-from runtime.serving.guard import Guard, error_response, read_body
+from runtime.serving.frontend.api_types import (
+    COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    RetrievalBody,
+    parse,
+)
+from runtime.serving.frontend.guard import Guard, error_response, read_body
+from runtime.serving.frontend.requests import ClientGone, Piece
+from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Message, Retrieval, Tokens
-from runtime.serving.requests import ClientGone, Piece
-from runtime.serving.requests import Request as InFlight
-from runtime.serving.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)

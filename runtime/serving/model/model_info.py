@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from runtime.errors import ModelError
-from runtime.serving import smollm
+from runtime.serving.model import smollm
 
 # RoPE variants whose angles depend on a token's position alone. The others (dynamic, longrope) depend on the length
 # of the whole sequence, which no cache of rotated keys survives.

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
-from runtime.serving.answers import error_json, to_json
+from runtime.serving.frontend.answers import error_json, to_json
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The frontend: HTTP in, requests placed on workers and kept until they end, answers out."""

@@ -1,0 +1,1 @@
+"""The language model: weights, tokens, prompts, sampling, and its KV cache."""
