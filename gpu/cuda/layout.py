@@ -1,0 +1,357 @@
+"""What the CUDA kernels and the code that launches them agree on: records, arrays, kernels and their shapes.
+
+The kernels' C structs are written from the records below (`c_header`), so that the two sides cannot drift apart.
+
+    arrays in device memory                            in pinned host memory, mapped
+    collections  COLLECTION [collections]              results   RESULT + nodes + distances [slots, result_bytes]
+    slots        SLOT + prepared query [slots, line_bytes]        progress  PROGRESS
+    keys         uint64 [slots, keys_stride]           doorbell  uint32: the host sets it, a launch ends at it
+    visited      uint32 [slots, visited_stride]        commands  COMMAND [any], and the staged lines they name
+    tasks        TASK [slots · slot_tasks]
+    distances    float32 [slots · slot_tasks]
+    counters     COUNTERS
+
+One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
+
+    gather_tasks        select_parents, expand_neighbors, mark_visited      a block a slot
+    compute_distances   over the one global array of tasks                  a fixed grid
+    merge_top_m         merge_top_m; results of slots that are done;        a block a slot
+                        the last block to leave ends the extend
+
+or `extend_fused`, which does several extends of each slot in one block. Both leave the same state, bit for bit, and can
+take turns. `write_slots` admits, pauses, resumes and releases. Every slot that is not ACTIVE is left alone.
+
+Before the first launch: `counters`, `slots`, `progress`, `results` and `doorbell` are zeros. Nothing else needs to be
+cleared: the first extend of a query clears its keys and its visited table.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cpu.queries import CODE_STEP, code_offset, full_offset, prepared_bytes
+from gpu.index_data import IndexData
+from gpu.params import SearchParams
+from gpu.rows import Rows, padded
+
+# States of a slot.
+FREE, ACTIVE, PAUSED, FINISHED = range(4)
+
+# Kinds of rows: the element type times 2, plus 1 for a dot product.
+F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
+_ELEMENTS = ("float32", "float16", "int8")
+
+CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines are whole chunks
+SLOT_THREADS = 128  # a block of gather_tasks and merge_top_m
+DISTANCE_THREADS = 256  # a block of compute_distances
+FUSED_THREADS = 512  # a block of extend_fused
+MERGE_KEYS = 512  # new keys that are sorted and merged at once; at least FUSED_THREADS
+TEAMS = (8, 16, 32)  # threads a vector
+_MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
+
+COLLECTION = np.dtype(
+    [
+        ("rows", np.uint64),  # addresses; `full` is 0 where rows are exact enough
+        ("full", np.uint64),
+        ("graph", np.uint64),
+        ("seeds", np.uint64),
+        ("row_chunks", np.uint32),
+        ("full_chunks", np.uint32),
+        ("degree", np.uint32),
+        ("size", np.uint32),
+        ("seed_count", np.uint32),
+        ("kind", np.uint32),
+        ("query_row", np.uint32),  # offsets into a prepared query, in bytes: what rows are compared with,
+        ("query_full", np.uint32),  # and what full rows are
+    ]
+)
+"""A collection, 64 bytes: rows and full [size, their chunks], graph uint32 [size, degree], seeds uint32."""
+
+SLOT = np.dtype(
+    [
+        ("status", np.uint32),  # FREE, ACTIVE, PAUSED; FINISHED is the device's to set
+        ("ticket", np.uint32),  # names the query, not 0: appears in its result when that is whole
+        ("collection", np.uint32),
+        ("k", np.uint32),
+        ("top_m", np.uint32),
+        ("search_width", np.uint32),
+        ("patience", np.uint32),  # 0: none
+        ("visited_bits", np.uint32),
+        ("extends", np.uint32),  # from here on the device's; 0 at admission
+        ("unchanged", np.uint32),
+        ("cursor", np.uint32),  # the first entry of top_m that has not been a parent
+        ("task_begin", np.uint32),
+        ("task_end", np.uint32),
+        ("unused", np.uint32, 3),
+    ]
+)
+"""The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
+
+TASK = np.dtype([("slot", np.uint32), ("node", np.uint32)])
+
+COUNTERS = np.dtype(
+    [
+        ("tasks", np.uint32),
+        ("left", np.uint32),  # blocks that have left this extend, or this fused launch
+        ("finished", np.uint32),  # slots done since the launch began
+        ("extends", np.uint32),  # since the launch began
+        ("total_extends", np.uint32),
+        ("launches", np.uint32),
+    ]
+)
+
+RESULT = np.dtype(
+    [
+        ("ticket", np.uint32),  # SYNC POINT: stored last, with release; everything else of the result is there then
+        ("extends", np.uint32),  # kept up to date while the query runs
+        ("unused", np.uint32, 14),
+    ]
+)
+"""The head of a slot's result line, 64 bytes; nodes int32 [max_k] and raw distances float32 [max_k] follow.
+
+The first k are written, nearest first; -1 and +inf where there are fewer.
+"""
+
+PROGRESS = np.dtype(
+    [
+        ("launches", np.uint32),  # SYNC POINT: launches that have ended, stored last, with release
+        ("extends", np.uint32),  # extends that have ended, in all; of a fused launch the most that a slot took
+        ("unused", np.uint32, 14),
+    ]
+)
+
+COMMAND = np.dtype([("slot", np.uint32), ("status", np.uint32), ("line", np.uint64)])
+"""What `write_slots` does to a slot: copy the staged line (line_bytes at a device-visible address), unless 0; then set
+the status. One launch holds at most one command a slot."""
+
+BATCH = np.dtype(
+    [
+        ("collections", np.uint64),
+        ("slots", np.uint64),
+        ("keys", np.uint64),
+        ("visited", np.uint64),
+        ("tasks", np.uint64),
+        ("distances", np.uint64),
+        ("counters", np.uint64),
+        ("results", np.uint64),
+        ("progress", np.uint64),
+        ("doorbell", np.uint64),
+        ("line_bytes", np.uint32),
+        ("result_bytes", np.uint32),
+        ("keys_stride", np.uint32),
+        ("visited_stride", np.uint32),
+        ("slot_tasks", np.uint32),
+        ("max_k", np.uint32),
+    ]
+)
+"""The first argument of every kernel, by value: addresses of all arrays, and their shapes. Never changes."""
+
+_STRUCTS = {
+    "Collection": COLLECTION,
+    "Slot": SLOT,
+    "Task": TASK,
+    "Counters": COUNTERS,
+    "Result": RESULT,
+    "Progress": PROGRESS,
+    "Command": COMMAND,
+    "Batch": BATCH,
+}
+_CONSTANTS = {
+    **{"FREE": FREE, "ACTIVE": ACTIVE, "PAUSED": PAUSED, "FINISHED": FINISHED},
+    **{"F32_L2": F32_L2, "F32_DOT": F32_DOT, "F16_L2": F16_L2, "F16_DOT": F16_DOT, "I8_L2": I8_L2, "I8_DOT": I8_DOT},
+    **{"SLOT_THREADS": SLOT_THREADS, "DISTANCE_THREADS": DISTANCE_THREADS, "FUSED_THREADS": FUSED_THREADS},
+    **{"CHUNK_BYTES": CHUNK_BYTES, "MERGE_KEYS": MERGE_KEYS, "CODE_STEP": CODE_STEP},
+}
+_C_TYPES = {"u4": "uint32", "u8": "uint64"}
+
+
+class KernelSpec(NamedTuple):
+    """A kernel: its name, threads a block, and its arguments after the batch as (name, numpy type)."""
+
+    name: str
+    threads: int
+    arguments: tuple[tuple[str, type], ...] = ()
+
+
+WRITE_SLOTS = KernelSpec("write_slots", 64, (("commands", np.uint64),))
+"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device."""
+
+GATHER_TASKS = KernelSpec("gather_tasks", SLOT_THREADS)
+"""Grid: bucket. Shared: `BatchShape.gather_shared_bytes`. Reads slots, collections, graph; writes slots, keys, visited,
+tasks, counters."""
+
+COMPUTE_DISTANCES = {team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS) for team in TEAMS}
+"""Grid: any fixed number of blocks (`distance_blocks`): they share the tasks that there are. The distances are the same
+for every team and grid. Reads tasks, slots, collections, rows; writes distances."""
+
+MERGE_TOP_M = KernelSpec("merge_top_m", SLOT_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
+"""Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads tasks, distances, slots, keys, full rows, doorbell;
+writes slots, keys, results, progress, counters.
+
+The extend is the launch's last one when it was number `limit` of the launch, when a slot is done, or when the doorbell
+rang (is not 0). Then progress.launches counts one more; else the loop goes on. `condition`: the handle of the
+conditional WHILE node around the three kernels, set to 0 at the end of the launch; 0 where there is none: plain replay
+with limit 1.
+"""
+
+EXTEND_FUSED = KernelSpec("extend_fused", FUSED_THREADS, (("limit", np.uint32),))
+"""Grid: bucket. Shared: `BatchShape.fused_shared_bytes`; where that is more than the device gives a block, there is no
+fused form. Up to `limit` extends of every active slot; a slot stops early when it, or another slot, is done or the
+doorbell rang. Counts as one launch."""
+
+KERNELS = (WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The sizes of a running batch's arrays: what `BATCH` holds beside the addresses, and what to allocate."""
+
+    slots: int
+    max_k: int
+    line_bytes: int
+    keys_stride: int
+    visited_stride: int
+    slot_tasks: int
+
+    @classmethod
+    def of(
+        cls, collections: Sequence[IndexData], slots: int, max_top_m: int, max_k: int, max_search_width: int
+    ) -> "BatchShape":
+        """The shape of a batch whose queries ask at most this of some indexes."""
+        degree = max(data.graph.shape[1] for data in collections)
+        return cls(
+            slots=slots,
+            max_k=max_k,
+            line_bytes=SLOT.itemsize + max(prepared_bytes(without_sketch(data.rows)) for data in collections),
+            keys_stride=max_top_m,
+            visited_stride=1 << visited_bits(max_top_m, degree),
+            slot_tasks=max(max_search_width * degree, *(len(data.seeds) for data in collections)),
+        )
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a result line, whole cache lines."""
+        return RESULT.itemsize + -(-8 * self.max_k // 64) * 64
+
+    def array_bytes(self) -> dict[str, int]:
+        """Bytes of each array of the batch by its name in BATCH, but for the collections."""
+        return {
+            "slots": self.slots * self.line_bytes,
+            "keys": self.slots * self.keys_stride * 8,
+            "visited": self.slots * self.visited_stride * 4,
+            "tasks": self.slots * self.slot_tasks * TASK.itemsize,
+            "distances": self.slots * self.slot_tasks * 4,
+            "counters": COUNTERS.itemsize,
+            "results": self.slots * self.result_bytes,
+            "progress": PROGRESS.itemsize,
+            "doorbell": 64,
+        }
+
+    @property
+    def gather_shared_bytes(self) -> int:
+        """The nodes of a slot's tasks."""
+        return 4 * self.slot_tasks
+
+    @property
+    def merge_shared_bytes(self) -> int:
+        """A top_m, rounded up so that it can be merged, and the new keys."""
+        return 8 * (max(_power_of_two(self.keys_stride), MERGE_KEYS) + MERGE_KEYS)
+
+    @property
+    def fused_shared_bytes(self) -> int:
+        """What merging needs, and the nodes and distances of a slot's tasks."""
+        return self.merge_shared_bytes + 8 * self.slot_tasks
+
+    def record(self, addresses: dict[str, int]) -> npt.NDArray[Any]:
+        """The BATCH, [1], over arrays at these addresses (by their names in BATCH)."""
+        record = np.zeros(1, BATCH)
+        for name, address in addresses.items():
+            record[name] = address
+        for name in ("line_bytes", "result_bytes", "keys_stride", "visited_stride", "slot_tasks", "max_k"):
+            record[name] = getattr(self, name)
+        return record
+
+
+def without_sketch(rows: Rows) -> Rows:
+    """The rows as the kernels read them: without sketches, which pay where a distance is slow to fetch."""
+    return Rows(rows.metric, rows.dtype, rows.dim, rows.codes, rows.full, rows.centre, rows.scale, None)
+
+
+def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray[Any]:
+    """The COLLECTION, [1], of an index whose `rows`, `graph`, `seeds` and, for int8, `full` lie at these addresses.
+
+    They lie as in `IndexData`: rows.codes, graph, seeds and rows.full in C order, each from a multiple of 16 on.
+    """
+    rows = without_sketch(data.rows)
+    record = np.zeros(1, COLLECTION)
+    for name, address in addresses.items():
+        record[name] = address
+    record["row_chunks"] = rows.codes.shape[1] * rows.codes.itemsize // CHUNK_BYTES
+    record["full_chunks"] = 0 if rows.full is None else padded(rows.dim) * 4 // CHUNK_BYTES
+    record["size"], record["degree"] = data.graph.shape
+    record["seed_count"] = len(data.seeds)
+    record["kind"] = 2 * _ELEMENTS.index(rows.dtype) + (rows.metric != "l2")
+    record["query_row"] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
+    record["query_full"] = full_offset(rows)
+    return record
+
+
+def slot_head(collection: int, degree: int, params: SearchParams, ticket: int) -> npt.NDArray[Any]:
+    """The SLOT, [1], of a query at its admission. `degree` is the collection's."""
+    head = np.zeros(1, SLOT)
+    head["status"], head["ticket"], head["collection"] = ACTIVE, ticket, collection
+    head["k"], head["top_m"], head["search_width"] = params.k, params.top_m, params.search_width
+    head["patience"], head["visited_bits"] = params.patience or 0, visited_bits(params.top_m, degree)
+    return head
+
+
+def visited_bits(top_m: int, degree: int) -> int:
+    """Slots of a query's visited table as a power of two: twice the nodes that a search meets, within limits.
+
+    A table that is too small forgets, which costs second distances and changes no result.
+    """
+    return min(max((2 * top_m * degree - 1).bit_length(), _MIN_VISITED_BITS), _MAX_VISITED_BITS)
+
+
+def team_of(collections: Sequence[IndexData]) -> int:
+    """Threads a vector: as many as leave each a few chunks of the longest row (cuVS: 128, 256 dims of float32)."""
+    longest = max(data.rows.codes.shape[1] * data.rows.codes.itemsize for data in collections)
+    return next((team for team in TEAMS[:-1] if longest <= 4 * team * CHUNK_BYTES), TEAMS[-1])
+
+
+def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: int) -> int:
+    """Blocks of compute_distances for a bucket: enough for all tasks at once, or to fill the device if that is less."""
+    most = -(-bucket * shape.slot_tasks * team // DISTANCE_THREADS)
+    return max(1, min(most, 8 * multiprocessors))
+
+
+def argument(record: npt.NDArray[Any]) -> Any:
+    """A record [1] as a kernel's argument."""
+    return (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
+
+
+def c_header() -> str:
+    """The records and constants in C, with the sizes and offsets that they have here asserted."""
+    lines = ["// Written by gpu/cuda/layout.py.", "#pragma once"]
+    lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
+    lines += [f"constexpr uint32 {name} = {value};" for name, value in _CONSTANTS.items()]
+    for name, dtype in _STRUCTS.items():
+        lines.append(f"struct {name} {{")
+        for field in dtype.names or ():
+            part, offset = dtype.fields[field][:2]  # type: ignore[index]
+            count = f"[{part.shape[0]}]" if part.shape else ""
+            lines.append(f"    {_C_TYPES[part.base.str[1:]]} {field}{count};  // {offset}")
+        lines += ["};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");']
+        lines += [
+            f'static_assert(__builtin_offsetof({name}, {field}) == {dtype.fields[field][1]}, "{name}.{field}");'  # type: ignore[index]
+            for field in dtype.names or ()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
