@@ -4,8 +4,8 @@ Knows nothing of what vectors mean, of search, or of language models. Linux only
 """
 
 from ipc.arena import KvArena
-from ipc.client import ClientStatistics, RingClient
-from ipc.descriptors import STAGES, STATUSES, Cancel, Request, Result, Stage
+from ipc.client import RingClient
+from ipc.descriptors import STAGES, STATUSES, Cancel, Parameters, Request, Result, Stage
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import (
     AttachRefused,
@@ -23,9 +23,11 @@ from ipc.errors import (
 from ipc.handover import Offer, Outcome
 from ipc.handover_sink import HandoverSink
 from ipc.handover_source import HandoverSource
+from ipc.memo import Memo
 from ipc.memory import MemoryReference, SharedMemory
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-from ipc.server import RingServer, ServerStatistics
+from ipc.server import RingServer
+from ipc.statistics import ClientStatistics, ServerStatistics
 
 __all__ = [
     "STAGES",
@@ -40,10 +42,12 @@ __all__ = [
     "InvalidArgument",
     "IpcError",
     "KvArena",
+    "Memo",
     "MemoryReference",
     "MemoryRefused",
     "Offer",
     "Outcome",
+    "Parameters",
     "PeerLost",
     "ProtocolViolation",
     "Request",

@@ -10,6 +10,9 @@ holds the function, not of the files that it uses.
 The loops read a *watch table*, int64 [rings, 5], one row per ring that a process consumes, in its private memory:
 address of slot 0, stride in bytes, slots, position (slots consumed so far), address of the sleeping word.
 A row whose `slots` is 0 is skipped.
+
+What sends works on a *producer's end*, int64 [6], in private memory too: address of slot 0, stride in bytes, slots,
+address of the ring, position (slots sent so far), and the reader position that was seen last.
 """
 
 from collections.abc import Callable
@@ -25,6 +28,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 WATCH_COLUMNS = 5
 WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WATCH_COLUMNS)
 _ROW_BYTES = 8 * WATCH_COLUMNS
+
+WRITER, READER, SLEEPING, CONSUMER_STATE = 64, 128, 192, 256
+"""Where a ring has these words, from its first byte on: see `ring.py`."""
+
+END_COLUMNS = 6
+END_BASE, END_STRIDE, END_SLOTS, END_WORDS, END_POSITION, END_READER = range(END_COLUMNS)
+FULL, NOT_OPEN, TOO_LARGE, IMPOSSIBLE_READER = -1, -2, -3, -4
 _LOOKS_PER_YIELD = 32
 
 _I64 = ir.IntType(64)
@@ -76,6 +86,25 @@ def _store_release(_typing: Any, _address: Any, _value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _store(_typing: Any, _address: Any, _value: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
+        numba.core.cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @_intrinsic
@@ -143,22 +172,109 @@ def fence() -> None:
     _fence()  # type: ignore[call-arg]
 
 
-@_compiled("int64(int64, int64, int64, int64, int64, int64, int64)")
-def publish(base: int, stride: int, slots: int, writer: int, sleeping: int, position: int, count: int) -> int:
-    """Make `count` filled slots from `position` on visible, in order. 1: the consumer sleeps and must be rung.
-
-    The sleeping word is taken back here, so only one of many sends rings.
-    """
+@_helper
+def _publish(base: int, stride: int, slots: int, words: int, position: int, count: int) -> int:
     for i in range(position, position + count):
         # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `_has_news`.
         _store_release(base + (i % slots) * stride, i + 1)  # type: ignore[call-arg]
-    _store_release(writer, position + count)  # type: ignore[call-arg]
+    _store_release(words + WRITER, position + count)  # type: ignore[call-arg]
     # SYNC POINT: sleeping. Publish, fence, look at the flag; `arm` sets the flag, fences, looks at the slot. Without
     # both fences each side may miss the other and the consumer sleeps over a full slot.
     _fence()  # type: ignore[call-arg]
-    if _load_acquire(sleeping) == 0:  # type: ignore[call-arg]
+    if _load_acquire(words + SLEEPING) == 0:  # type: ignore[call-arg]
         return 0
-    return _exchange(sleeping, 0)  # type: ignore[call-arg,no-any-return]
+    return _exchange(words + SLEEPING, 0)  # type: ignore[call-arg,no-any-return]
+
+
+@_compiled("int64(int64[::1], int64)")
+def publish(end: Any, count: int) -> int:
+    """Make the next `count` slots, filled by the caller, visible in order. 1: the consumer sleeps and must be rung.
+
+    The sleeping word is taken back here, so only one of many sends rings.
+    """
+    position = end[END_POSITION]
+    end[END_POSITION] = position + count
+    return _publish(end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_WORDS], position, count)
+
+
+@_helper
+def _refusal(end: Any, count: int, payload_bytes: int) -> int:
+    """Why `count` slots with so large payloads cannot be sent now, or 0."""
+    if 64 + payload_bytes > end[END_STRIDE]:
+        return TOO_LARGE
+    if _load_acquire(end[END_WORDS] + CONSUMER_STATE) != 0:  # type: ignore[call-arg]
+        return NOT_OPEN
+    if end[END_POSITION] + count - end[END_READER] <= end[END_SLOTS]:
+        return 0
+    # SYNC POINT: reader position, see `RingProducer.free`.
+    reader = _load_acquire(end[END_WORDS] + READER)  # type: ignore[call-arg]
+    if reader < end[END_READER] or reader > end[END_POSITION]:
+        return IMPOSSIBLE_READER
+    end[END_READER] = reader
+    return 0 if end[END_POSITION] + count - reader <= end[END_SLOTS] else FULL
+
+
+@_helper
+def _fill(slot: int, a: int, b: int, c: int, d: int, e: int, f: int, source: int, count: int) -> None:
+    for i, word in enumerate((a, b, c, d, e, f)):
+        _store(slot + 8 + 8 * i, word)  # type: ignore[call-arg]
+    _copy(slot + 64, source, count)  # type: ignore[call-arg]
+
+
+@_compiled(f"int64(int64[::1], float32[::1], {'int64, ' * 5}int64)")
+def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    """Fill the next slot with the header words a … f and the payload `row`, and `publish` it; or a refusal below 0."""
+    refusal = _refusal(end, 1, 4 * row.size)
+    if refusal < 0:
+        return refusal
+    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
+    _fill(base + (position % slots) * stride, a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
+    end[END_POSITION] = position + 1
+    return _publish(base, stride, slots, end[END_WORDS], position, 1)
+
+
+@_compiled(f"int64(int64[::1], float32[:, ::1], {'int64, ' * 5}int64)")
+def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    """`send_row` for each of `rows`, published together. Word a rises by one from slot to slot."""
+    count, row_bytes = rows.shape[0], 4 * rows.shape[1]
+    refusal = _refusal(end, count, row_bytes)
+    if refusal < 0:
+        return refusal
+    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
+    for i in range(count):
+        slot = base + ((position + i) % slots) * stride
+        _fill(slot, a + i, b, c, d, e, f, rows.ctypes.data + i * row_bytes, row_bytes)
+    end[END_POSITION] = position + count
+    return _publish(base, stride, slots, end[END_WORDS], position, count)
+
+
+@_compiled(f"int64(int64[::1], int64, int64[::1], float32[::1], {'int64, ' * 4}int64)")
+def send_pairs(end: Any, most: int, ids: Any, values: Any, a: int, b: int, c: int, d: int, e: int) -> int:
+    """As `send_row`, with two payloads: `ids` and, from byte 8·most on, `values`, of one length up to `most`.
+
+    The low half of word c becomes that length, the sixth word the time.
+    """
+    count = len(ids)
+    if count != len(values) or count > most:
+        return TOO_LARGE
+    refusal = _refusal(end, 1, 12 * most)
+    if refusal < 0:
+        return refusal
+    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
+    slot = base + (position % slots) * stride
+    now = _monotonic_ns()  # type: ignore[call-arg]
+    _fill(slot, a, b, c | count, d, e, now, ids.ctypes.data, 8 * count)
+    _copy(slot + 64 + 8 * most, values.ctypes.data, 4 * count)  # type: ignore[call-arg]
+    end[END_POSITION] = position + 1
+    return _publish(base, stride, slots, end[END_WORDS], position, 1)
+
+
+@_compiled("void(int64, int64, int64, int64, int64[::1], float32[::1])")
+def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: Any) -> None:
+    """Copy what `send_pairs` put into `slot` as far as `ids` and `values`, of one length up to `most`, have room."""
+    payload = base + slot * stride + 64
+    _copy(ids.ctypes.data, payload, 8 * len(ids))  # type: ignore[call-arg]
+    _copy(values.ctypes.data, payload + 8 * most, 4 * len(ids))  # type: ignore[call-arg]
 
 
 @_compiled("int64(int64, int64, int64, int64, int64)")

@@ -6,7 +6,6 @@ import select
 import time
 
 import msgspec
-import numpy as np
 import zmq
 
 from ipc.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
@@ -27,6 +26,7 @@ from ipc.session import (
 )
 
 MAX_SESSION_BYTES = 1 << 32
+SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 
 
 class Attachment:
@@ -62,16 +62,16 @@ class Attachment:
             undo.callback(os.close, self.pidfd)
             self._map(answer)
             undo.callback(self.memory.close)
-            self.epoll = select.epoll()
-            self.epoll.register(self.sleeper.fileno(), select.EPOLLIN)
-            self.epoll.register(self.pidfd, select.EPOLLIN)
+            self._epoll = select.epoll()
+            self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
+            self._epoll.register(self.pidfd, select.EPOLLIN)
             undo.pop_all()
         if mailbox is not None:
             mailbox.close()
 
     def _map(self, answer: Attached) -> None:
         layouts, max_k = (answer.requests, answer.results), answer.max_k
-        dims = [dim for _, dim in answer.collections]
+        dims = [served.dim for served in answer.collections]
         if not dims or min(dims) < 1 or 4 * max(dims) != layouts[0].payload_bytes:
             raise ProtocolViolation(f"dimensions {dims} do not fit payloads of {layouts[0].payload_bytes} bytes")
         if max_k < 1 or 12 * max_k != layouts[1].payload_bytes:
@@ -87,24 +87,43 @@ class Attachment:
         except BaseException:
             self.memory.close()
             raise
-        # One view per slot: making a view costs as much as copying 1.5 KB.
-        self.vectors = list(self.requests.payload(np.float32, 0, max(dims)))
-        self.ids = list(self.results.payload(np.int64, 0, max_k))
-        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
         self.watch = Watch([self.results])
 
     def pool_died(self) -> bool:
-        return any(fd == self.pidfd for fd, _ in self.epoll.poll(0))
+        return any(fd == self.pidfd for fd, _ in self._epoll.poll(0))
+
+    def ignore_death(self) -> None:
+        """It is known: a dead process would keep `fileno()` readable for ever."""
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(self.pidfd)
+
+    def fileno(self) -> int:
+        """Readable when the pool rings or dies."""
+        return self._epoll.fileno()
+
+    def arm(self) -> bool:
+        """Ask the pool to ring. False: a result is there already."""
+        if self.watch.arm():
+            return True
+        self.watch.disarm()
+        return False
+
+    def sleep(self, at_most_ns: int) -> None:
+        self._epoll.poll(min(at_most_ns / 1e9, SLEEP_MS / 1e3))
+
+    def disarm(self) -> None:
+        self.watch.disarm()
+        self.sleeper.silence()
 
     def close(self) -> None:
         self.requests.close()
         self.ringer.ring()
-        self.epoll.close()
+        self._epoll.close()
         os.close(self.pidfd)
         self.sleeper.close()
         self.ringer.close()
         # The mapping goes with the last view of it.
-        del self.requests, self.results, self.watch, self.vectors, self.ids, self.distances
+        del self.requests, self.results, self.watch
         self.memory.close()
 
 

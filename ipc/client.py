@@ -3,67 +3,25 @@
 import contextlib
 import time
 from collections import deque
+from typing import NoReturn
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ipc.attachment import Attachment
-from ipc.descriptors import (
-    CANCEL,
-    LOST,
-    MAX_PARAMETERS,
-    MAX_U16,
-    PARAMETERS,
-    REQUEST_HEADER,
-    RESULT_HEADER,
-    SEARCH,
-    STAGE_CODES,
-    STAGES,
-    STATUS_CODES,
-    STATUSES,
-    Result,
-)
-from ipc.errors import (
-    Draining,
-    InvalidArgument,
-    IpcError,
-    PeerLost,
-    ProtocolViolation,
-    RingFull,
-    StaleEpoch,
-)
-from ipc.ring import CLOSED, EVICTED, OPEN
-from ipc.session import (
-    DOORBELLS,
-    EVENTFD,
-)
+from ipc.descriptors import LOST, REQUEST_HEADER, Result
+from ipc.errors import Draining, InvalidArgument, IpcError, PeerLost, ProtocolViolation, RingFull, StaleEpoch
+from ipc.memo import Memo
+from ipc.parameters import Choice, Limits, Packed, pack, pack_cancel
+from ipc.payloads import as_float32, read_results
+from ipc.ring import CLOSED, EVICTED
+from ipc.session import DOORBELLS, EVENTFD
 from ipc.spin import SpinBudget
+from ipc.statistics import ClientStatistics
 
-_STATE_REASONS = {
-    CLOSED: "the pool closed the session",
-    EVICTED: "the pool evicted this client: it broke the protocol",
-}
+_ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this client: it broke the protocol"}
 PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
-SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
-
-
-class ClientStatistics(msgspec.Struct, frozen=True):
-    """Counters of a client since it was made, over all its sessions.
-
-    `submitted` requests; `returned` results (of them `lost`); `outstanding` now; submissions refused because the ring
-    was `full`; doorbells `rung`; `cancelled` requests; results of a `stale` epoch; sessions `attached`.
-    """
-
-    submitted: int
-    returned: int
-    lost: int
-    outstanding: int
-    full: int
-    rung: int
-    cancelled: int
-    stale: int
-    attached: int
+_NO_IDS, _NO_VECTOR = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class RingClient:
@@ -97,11 +55,12 @@ class RingClient:
         self._doorbell = doorbell
         self._spin = SpinBudget(int(spin_us * 1000))
         self._outstanding: dict[int, int] = {}  # request id → enqueue_ns
-        self._ended: deque[Result] = deque()  # read or lost, not yet returned
+        self._ended: list[Result] = []  # read or lost, not yet returned
         self._unsent_cancels: deque[int] = deque()
         self._next_id = 1
         self._lost: str | None = None
         self._next_peer_check = 0
+        self._returned = 0
         self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
         self._open = True
         self._attach(timeout_ms)
@@ -110,10 +69,12 @@ class RingClient:
         self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms)
         answer = self._session.answer
         self.epoch = answer.epoch
-        self.collections = dict(answer.collections)
+        self.collections = {served.name: served.dim for served in answer.collections}
+        self.shards = {served.name: (served.shard, served.shards) for served in answer.collections}
         self.max_k = answer.max_k
         self.max_top_m = answer.max_top_m
-        self._parameters: dict[tuple[str, str, int, int, int, int | None], tuple[bytes, int]] = {}
+        limits = Limits(self.collections, self.max_k, self.max_top_m)
+        self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
         self._slots = answer.results.slots
         self._lost = None
         self._counts["attached"] += 1
@@ -140,55 +101,73 @@ class RingClient:
         accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range), `Draining`,
         `PeerLost`.
         """
+        choice = (collection, stage, k, top_m, search_width, patience)
+        words, dim = self._packed[choice]
+        row = as_float32(vector)
+        if row.shape != (dim,) or deadline_ns < 0:
+            raise InvalidArgument(
+                f"a vector of {collection!r} has shape ({dim},), got {row.shape}; deadline_ns >= 0, got {deadline_ns}"
+            )
         if self._lost is not None:
             raise PeerLost(self._lost)
-        session = self._session
-        choice = (collection, stage, k, top_m, search_width, patience)
-        packed, dim = self._parameters.get(choice) or self._learn(choice)
-        array = np.asarray(vector)
-        if array.shape != (dim,) or deadline_ns < 0:
-            raise InvalidArgument(
-                f"a vector of {collection!r} has shape ({dim},), got {array.shape}; deadline_ns >= 0, got {deadline_ns}"
-            )
-        ring = session.requests
-        if ring.consumer_state_hint != OPEN:
-            self._refuse_state()
-        slot = self._loan(block_ms)
-        place = session.vectors[slot]
-        (place if dim == len(place) else place[:dim])[...] = array
+        ring = self._session.requests
+        if self._unsent_cancels or len(self._outstanding) >= self._slots or ring.room <= 0:
+            self._make_room(block_ms)
         request_id, now = self._next_id, time.monotonic_ns()
-        REQUEST_HEADER.pack_into(ring.view, ring.header_offsets[slot], request_id, deadline_ns, now, packed)
         self._next_id = request_id + 1
         self._outstanding[request_id] = now
-        self._send()
+        sent = ring.send_row(row, request_id, deadline_ns, now, *words)
+        if sent < 0:
+            del self._outstanding[request_id]
+            self._next_id = request_id
+            self._refuse(sent)
+        elif sent:
+            self._ring_bell()
         return request_id
 
-    def _learn(self, choice: tuple[str, str, int, int, int, int | None]) -> tuple[bytes, int]:
-        """Check and pack parameters that are used for the first time in this session."""
-        collection, stage, k, top_m, search_width, patience = choice
-        if collection not in self.collections:
-            raise InvalidArgument(f"no collection {collection!r}; there are {sorted(self.collections)}")
-        if stage not in STAGE_CODES:
-            raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
-        if (
-            not 1 <= k <= self.max_k
-            or not 1 <= top_m <= self.max_top_m
-            or not 1 <= search_width <= MAX_U16
-            or not (patience is None or 1 <= patience <= MAX_U16)
-        ):
+    def submit_many(
+        self,
+        vectors: npt.ArrayLike,
+        *,
+        collection: str,
+        stage: str,
+        k: int,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        deadline_ns: int = 0,
+    ) -> range:
+        """`submit` for as many of `vectors` [n, dim] as there is room for, from the first on, published together.
+
+        Returns their request ids. Raises as `submit` does; `RingFull` only if there is no room for the first.
+        """
+        choice = (collection, stage, k, top_m, search_width, patience)
+        words, dim = self._packed[choice]
+        rows = as_float32(vectors)
+        if rows.ndim != 2 or rows.shape[1] != dim or deadline_ns < 0:
             raise InvalidArgument(
-                f"k {k} must be within 1..{self.max_k}, top_m {top_m} within 1..{self.max_top_m}, search_width "
-                f"{search_width} and patience {patience} within 1..{MAX_U16}"
+                f"vectors of {collection!r} have shape (n, {dim}), got {rows.shape}; "
+                f"deadline_ns >= 0, got {deadline_ns}"
             )
-        if len(self._parameters) >= MAX_PARAMETERS:
-            self._parameters.clear()
-        dim = self.collections[collection]
-        code = list(self.collections).index(collection)
-        packed = PARAMETERS.pack(
-            self.epoch, SEARCH, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim
-        )
-        self._parameters[choice] = packed, dim
-        return packed, dim
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        if len(rows):
+            self._make_room(0.0)
+        ring = self._session.requests
+        count = min(len(rows), self._slots - len(self._outstanding), ring.free())
+        first, now = self._next_id, time.monotonic_ns()
+        ids = range(first, first + count)
+        self._next_id = first + count
+        self._outstanding.update(dict.fromkeys(ids, now))
+        sent = ring.send_rows(rows[:count], first, deadline_ns, now, *words)
+        if sent < 0:
+            for request_id in ids:
+                del self._outstanding[request_id]
+            self._next_id = first
+            self._refuse(sent)
+        elif sent:
+            self._ring_bell()
+        return ids
 
     def cancel(self, request_id: int) -> bool:
         """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
@@ -210,39 +189,44 @@ class RingClient:
                 if ring.free() < 1:
                     return
                 offset = ring.header_offsets[ring.loan()]
-                packed = PARAMETERS.pack(self.epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0)
-                REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, packed)
-                self._send()
+                REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, pack_cancel(self.epoch))
+                if ring.send():
+                    self._ring_bell()
             self._unsent_cancels.popleft()
 
-    def _send(self) -> None:
-        if self._session.requests.send():
-            self._counts["rung"] += 1
-            self._session.ringer.ring()
+    def _ring_bell(self) -> None:
+        self._counts["rung"] += 1
+        self._session.ringer.ring()
 
-    def _loan(self, block_ms: float) -> int:
-        """A free request slot, with the promise that its result will have one too."""
+    def _make_room(self, block_ms: float) -> None:
+        """Have a free request slot, with the promise that its result will have one too."""
         if self._unsent_cancels:
             self._flush_cancels()
-        if len(self._outstanding) < self._slots:
-            with contextlib.suppress(RingFull):
-                return self._session.requests.loan()
+        if self._has_room():
+            return
         end = time.monotonic_ns() + int(block_ms * 1e6)
         while (left := end - time.monotonic_ns()) > 0:
             self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots: look often
             self._absorb()
             if self._lost is not None:
                 raise PeerLost(self._lost)
-            if len(self._outstanding) < self._slots and self._session.requests.free() > 0:
-                return self._session.requests.loan()
+            if self._has_room():
+                return
         self._counts["full"] += 1
         raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self._slots} slots")
 
-    def _refuse_state(self) -> None:
+    def _has_room(self) -> bool:
+        return len(self._outstanding) < self._slots and self._session.requests.free() > 0
+
+    def _refuse(self, code: int) -> NoReturn:
+        """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
+        refusal = self._session.requests.refused(code)
+        if isinstance(refusal, ProtocolViolation):
+            self._lose(str(refusal))
         self._check_peer()
         if self._lost is not None:
             raise PeerLost(self._lost)
-        raise Draining("the pool is draining and takes no new requests")
+        raise Draining("the pool is draining and takes no new requests") if isinstance(refusal, Draining) else refusal
 
     # ---- results
 
@@ -253,14 +237,17 @@ class RingClient:
         correct pool writes (the session is over then, outstanding requests are 'lost').
         """
         self._absorb()
-        if not self._ended and self._outstanding:
+        results = self._ended
+        if not results:
+            if not self._outstanding:
+                return []
             now = time.monotonic_ns()
             if now >= self._next_peer_check:
                 self._next_peer_check = now + PEER_CHECK_NS
                 self._check_peer()
-        results = list(self._ended)
-        self._ended.clear()
-        self._counts["returned"] += len(results)
+                results = self._ended
+        self._ended = []
+        self._returned += len(results)
         return results
 
     def _absorb(self) -> None:
@@ -271,31 +258,14 @@ class RingClient:
             self._read_ring()
 
     def _read_ring(self) -> None:
-        session = self._session
-        ring = session.results
-        while count := ring.ready(self._slots):
-            done = 0
-            try:
-                for slot in range(ring.first, ring.first + count):
-                    done += 1
-                    self._ended.append(self._read(session, slot))
-            finally:
-                ring.release(done)
-
-    def _read(self, session: Attachment, slot: int) -> Result:
-        fields = RESULT_HEADER.unpack_from(session.results.view, session.results.header_offsets[slot])
-        request_id, epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
-        if epoch != self.epoch:
+        try:
+            read_results(self._session.results, self.epoch, self.max_k, self._outstanding, self._ended)
+        except StaleEpoch:
             self._counts["stale"] += 1
-            raise StaleEpoch(f"a result of epoch {epoch} in a session of epoch {self.epoch}")
-        enqueue_ns = self._outstanding.get(request_id)
-        if enqueue_ns is None or status >= STATUS_CODES[LOST] or found > self.max_k:
-            reason = f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked"
-            self._lose(reason, read=False)
-            raise ProtocolViolation(reason)
-        del self._outstanding[request_id]
-        ids, distances = session.ids[slot][:found].copy(), session.distances[slot][:found].copy()
-        return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
+            raise
+        except ProtocolViolation as error:
+            self._lose(str(error), read=False)
+            raise
 
     def _check_peer(self) -> None:
         if self._lost is not None:
@@ -306,7 +276,7 @@ class RingClient:
             self._lose(str(error))
             return
         if state >= CLOSED:
-            self._lose(_STATE_REASONS[state])
+            self._lose(_ENDS[state])
         elif self._session.pool_died():
             self._lose(f"the pool (process {self._session.answer.pid}) died")
 
@@ -319,27 +289,25 @@ class RingClient:
         self._lost = reason
         now = time.monotonic_ns()
         for request_id, enqueue_ns in self._outstanding.items():
-            nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-            self._ended.append(Result(request_id, LOST, *nothing, 0, enqueue_ns, 0, 0, now))
+            self._ended.append(Result(request_id, LOST, _NO_IDS, _NO_VECTOR, 0, enqueue_ns, 0, 0, now))
         self._counts["lost"] += len(self._outstanding)
         self._outstanding.clear()
         self._unsent_cancels.clear()
-        with contextlib.suppress(OSError):  # a dead process would keep fileno() readable for ever
-            self._session.epoll.unregister(self._session.pidfd)
+        self._session.ignore_death()
 
     # ---- sleeping
 
     def wait(self, timeout_ms: float) -> bool:
         """Sleep until `poll` has something to return, or the time is over. True in the former case."""
-        end = time.monotonic_ns() + int(timeout_ms * 1e6)
+        begin = time.monotonic_ns()
         while self._outstanding and not self._ended:
             if self._unsent_cancels:
                 self._flush_cancels()
-            left = end - time.monotonic_ns()
-            if self._sleep(max(left, 0)):
+            left = max(begin + int(timeout_ms * 1e6) - time.monotonic_ns(), 0)
+            if self._sleep(left):
                 return True
             self._check_peer()
-            if left <= 0:
+            if left == 0:
                 break
         if not self._outstanding:
             self._check_peer()
@@ -347,35 +315,30 @@ class RingClient:
 
     def _sleep(self, left_ns: int) -> bool:
         """Spin, then sleep, both bounded. True: there is news in the ring."""
-        watch = self._session.watch
-        if watch.spin(min(self._spin.ns, left_ns)) >= 0:
+        if self._session.watch.spin(min(self._spin.ns, left_ns)) >= 0:
             return True
         begin = time.monotonic_ns() - self._spin.ns
         if self.arm():
-            self._session.epoll.poll(min(left_ns / 1e9, SLEEP_MS / 1e3))
+            self._session.sleep(left_ns)
         self.disarm()
         self._spin.learn(time.monotonic_ns() - begin)
-        return watch.look() >= 0
+        return self._session.watch.look(0) >= 0
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""
-        return self._session.epoll.fileno()
+        return self._session.fileno()
 
     def arm(self) -> bool:
         """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
         self._check_peer()
         if self._ended:
             return False
-        if self._lost is None and not self._session.watch.arm():
-            self._session.watch.disarm()
-            return False
-        return True
+        return self._lost is not None or self._session.arm()
 
     def disarm(self) -> None:
         """Awake again: no need to ring. Call it before polling after each sleep."""
         if self._open:
-            self._session.watch.disarm()
-            self._session.sleeper.silence()
+            self._session.disarm()
 
     # ---- the session
 
@@ -425,5 +388,7 @@ class RingClient:
 
     def statistics(self) -> ClientStatistics:
         """Counters; cheap."""
-        changing = {"submitted": self._next_id - 1, "outstanding": len(self._outstanding)}
+        changing = {
+            "submitted": self._next_id - 1, "returned": self._returned, "outstanding": len(self._outstanding),
+        }  # fmt: skip
         return ClientStatistics(**{**self._counts, **changing})

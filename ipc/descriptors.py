@@ -6,7 +6,7 @@ parameters  I epoch | B kind | B stage | H collection | I k | I top_m | H search
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
-A client sends the same few parameters again and again, so both sides keep them packed and checked by their 24 bytes.
+A client sends the same few parameters again and again, so both sides keep them packed and checked: `parameters.py`.
 """
 
 import struct
@@ -34,9 +34,6 @@ another epoch; the others are the pool's."""
 STAGE_CODES = {name: code for code, name in enumerate(STAGES)}
 STATUS_CODES = {name: code for code, name in enumerate(STATUSES)}
 
-MAX_PARAMETERS = 4096
-"""Different parameters that are kept before all are forgotten and learnt anew."""
-
 MAX_REQUEST_ID = (1 << 62) - 1
 MAX_U16 = (1 << 16) - 1
 MAX_U32 = (1 << 32) - 1
@@ -45,20 +42,30 @@ Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 
-class Request(msgspec.Struct, frozen=True, eq=False):
-    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
+class Parameters(msgspec.Struct, frozen=True, eq=False):
+    """What a search asks for, besides its vector. `patience` None means the index's own stopping rule.
 
-    (`client`, `request_id`) names it; `deadline_ns` 0 means none; `patience` None means the index's own stopping rule.
+    A server hands out the same object for the same parameters (until it forgets them), so that what follows from them
+    can be kept by the object.
     """
 
-    client: int
-    request_id: int
     collection: str
     stage: Stage
     k: int
     top_m: int
     search_width: int
     patience: int | None
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
+
+    (`client`, `request_id`) names it; `deadline_ns` 0 means none.
+    """
+
+    client: int
+    request_id: int
+    parameters: Parameters
     deadline_ns: int
     enqueue_ns: int
     receive_ns: int

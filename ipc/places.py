@@ -1,13 +1,16 @@
 """What a pool keeps for one attached client."""
 
+import contextlib
 import os
 
 import numpy as np
 
 from ipc.doorbell import Ringer
 from ipc.memory import SharedMemory
+from ipc.parameters import Limits
+from ipc.reception import Reception
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-from ipc.session import result_offset
+from ipc.session import VERSION, Attach, Attached, Served, result_offset
 
 
 class ClientPlace:
@@ -16,17 +19,14 @@ class ClientPlace:
     def __init__(
         self,
         handle: int,
-        name: str,
         pidfd: int,
         bell: Ringer,
         memory: SharedMemory,
         layouts: tuple[RingLayout, RingLayout],
         epoch: int,
         max_dim: int,
-        max_k: int,
     ) -> None:
         self.handle = handle
-        self.name = name
         self.pidfd = pidfd
         self.bell = bell
         self.memory = memory
@@ -38,11 +38,61 @@ class ClientPlace:
         self.results = RingProducer(results, layouts[1], epoch)
         # One view per slot: making a view costs as much as copying 1.5 KB.
         self.vectors = list(self.requests.payload(np.float32, 0, max_dim))
-        self.ids = list(self.results.payload(np.int64, 0, max_k))
-        self.distances = list(self.results.payload(np.float32, 8 * max_k, max_k))
         self.outstanding: dict[int, int] = {}  # request id → receive_ns
         self.cancelled: set[int] = set()  # those of them that the client does not want any more
         self.last_id = 0
+        self.received = 0
+
+    @classmethod
+    def make(
+        cls,
+        handle: int,
+        attach: Attach,
+        token: bytes,
+        reception: Reception,
+        layouts: tuple[RingLayout, RingLayout],
+        epoch: int,
+        max_dim: int,
+    ) -> "ClientPlace":
+        """Whole or not at all. Raises `OSError` if the client is gone, and what `Reception.ringer` raises."""
+        with contextlib.ExitStack() as undo:
+            pidfd = os.pidfd_open(attach.pid)
+            undo.callback(os.close, pidfd)
+            bell = reception.ringer(attach, token)
+            undo.callback(bell.close)
+            memory = SharedMemory.create("trinity-ring", result_offset(layouts[0]) + layouts[1].size)
+            undo.callback(memory.close)
+            place = cls(handle, pidfd, bell, memory, layouts, epoch, max_dim)
+            reception.watch(pidfd)
+            undo.pop_all()
+        return place
+
+    def welcome(self, token: bytes, served: tuple[Served, ...], limits: Limits, bell: str) -> Attached:
+        """What tells the client about its place."""
+        return Attached(
+            version=VERSION,
+            epoch=self.requests.epoch,
+            pid=os.getpid(),
+            client=self.handle,
+            memory=self.memory.reference,
+            requests=self.requests.layout,
+            results=self.results.layout,
+            collections=served,
+            max_k=limits.max_k,
+            max_top_m=limits.max_top_m,
+            token=token,
+            bell=bell,
+        )
+
+    def end(self, request_id: int) -> None:
+        """An outstanding request has its result."""
+        del self.outstanding[request_id]
+        if self.cancelled:
+            self.cancelled.discard(request_id)
+
+    def traffic(self) -> dict[str, int]:
+        """Requests received and results published so far."""
+        return {"received": self.received, "published": self.results.position}
 
     def close(self) -> None:
         self.bell.close()

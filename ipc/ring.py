@@ -28,16 +28,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc import atomics
-from ipc.errors import InvalidArgument, ProtocolViolation, RingFull
+from ipc.errors import Draining, InvalidArgument, IpcError, ProtocolViolation, RingFull
 
 MAGIC = 0x31474E4952495254  # "TRIRING1"
 VERSION = 1
 HEADER_BYTES = 512
 SLOT_HEADER_BYTES = 64
+_PAIR_BYTES = 12  # an id and a value
 
 OPEN, DRAINING, CLOSED, EVICTED = range(4)
 
-_WRITER, _READER, _SLEEPING, _CONSUMER_STATE, _PRODUCER_STATE, _HEARTBEAT = (64, 128, 192, 256, 320, 384)
+_WRITER, _READER, _SLEEPING, _CONSUMER_STATE = (
+    atomics.WRITER,
+    atomics.READER,
+    atomics.SLEEPING,
+    atomics.CONSUMER_STATE,
+)
+_PRODUCER_STATE, _HEARTBEAT = 320, 384
+_POSITION, _READER_SEEN = atomics.END_POSITION, atomics.END_READER
 
 MAX_SLOTS = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 24
@@ -105,7 +113,6 @@ class _End:
         self._base = self._address + HEADER_BYTES
         self._stride = layout.stride
         self._slots = layout.slots
-        self.position = 0
         self.header_offsets = [HEADER_BYTES + slot * layout.stride + 8 for slot in range(layout.slots)]
         """Where in `view` the 56 header bytes of each slot begin."""
 
@@ -131,11 +138,6 @@ class _End:
         return self._state(_CONSUMER_STATE, EVICTED)
 
     @property
-    def consumer_state_hint(self) -> int:
-        """`consumer_state`, read without order and unchecked: cheap, and soon right."""
-        return int(self._words[_CONSUMER_STATE // 8])
-
-    @property
     def producer_state(self) -> int:
         """OPEN or CLOSED, as the producer says; any other value is a `ProtocolViolation`."""
         return self._state(_PRODUCER_STATE, CLOSED)
@@ -155,49 +157,71 @@ class RingProducer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self._seen_reader = 0
         self._full = 0
         self._rung = 0
-        # Bound once: looking five attributes up costs more than the call.
-        self._publish = partial(
-            atomics.publish,
-            self._base,
-            self._stride,
-            self._slots,
-            self._address + _WRITER,
-            self._address + _SLEEPING,
-        )
+        end = np.zeros(atomics.END_COLUMNS, np.int64)
+        self._end = end.data
+        for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
+            self._end[i] = word
+        # Bound once: looking attributes up costs more than the call.
+        self._publish = partial(atomics.publish, end)
+        self.send_row: Callable[..., int] = partial(atomics.send_row, end)
+        """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
+        payload with a C-contiguous float32 array, and send it. 1: the consumer must be rung; below 0: see `refused`."""
+        self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
+        """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
+        from slot to slot."""
+        self.send_pairs: Callable[..., int] = partial(atomics.send_pairs, end, layout.payload_bytes // _PAIR_BYTES)
+        """send_pairs(ids, values, a, b, c, d, e): as `send_row`, with int64 and float32 arrays of one length for the
+        payload (12 bytes a pair); that length goes into the low half of c, the monotonic time into the sixth word."""
+
+    @property
+    def position(self) -> int:
+        """Slots sent so far."""
+        return self._end[_POSITION]
 
     def free(self) -> int:
         """Slots that can be loaned now."""
         # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: we must not
         # overwrite a slot before the consumer's reads of it are done.
         reader = atomics.load_acquire(self._address + _READER)
-        if not self._seen_reader <= reader <= self.position:
-            raise ProtocolViolation(f"reader position {reader} is not within {self._seen_reader}..{self.position}")
-        self._seen_reader = reader
-        return self._slots - (self.position - reader)
+        if not self._end[_READER_SEEN] <= reader <= self.position:
+            raise self.refused(atomics.IMPOSSIBLE_READER)
+        self._end[_READER_SEEN] = reader
+        return self.room
 
-    def room(self, wanted: int) -> int:
-        """`free`, looking at the shared word only if fewer than `wanted` are free by what was seen last."""
-        free = self._slots - (self.position - self._seen_reader)
-        return free if free >= wanted else self.free()
+    @property
+    def room(self) -> int:
+        """At least so many slots are free, by the reader position that was seen last. Cheap; `free` looks again."""
+        end = self._end
+        return self._slots - end[_POSITION] + end[_READER_SEEN]
 
     def loan(self) -> int:
         """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
-        if self.position - self._seen_reader >= self._slots and self.free() <= 0:
+        if self.room <= 0 and self.free() <= 0:
             self._full += 1
-            raise RingFull(f"all {self._slots} slots of the ring are taken")
+            raise self.refused(atomics.FULL)
         return self.position % self._slots
 
     def send(self, count: int = 1) -> bool:
         """Publish the loaned slot (or `count` slots from it on, within `free()`). True: the consumer must be rung."""
-        position = self.position
-        self.position = position + count
-        if self._publish(position, count) == 0:
+        if self._publish(count) == 0:
             return False
         self._rung += 1
         return True
+
+    def refused(self, code: int) -> IpcError:
+        """What a `send_…` that returned less than 0 says. Nothing was sent."""
+        match code:
+            case atomics.FULL:
+                return RingFull(f"all {self._slots} slots of the ring are taken")
+            case atomics.NOT_OPEN:
+                return Draining(f"the consumer's state is {self.consumer_state}")
+            case atomics.TOO_LARGE:
+                return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload, or not a pair")
+            case _:
+                reader, seen = self._word(_READER), self._end[_READER_SEEN]
+                return ProtocolViolation(f"reader position {reader} is not within {seen}..{self.position}")
 
     def close(self) -> None:
         """Tell the consumer that nothing more will come. (It notices when it looks; ring it.)"""
@@ -210,8 +234,7 @@ class RingProducer(_End):
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap."""
-        used = self.position - self._seen_reader
-        return RingStatistics(self._slots, self.position, used, self._full, self._rung)
+        return RingStatistics(self._slots, self.position, self._slots - self.room, self._full, self._rung)
 
 
 class RingConsumer(_End):
@@ -224,9 +247,15 @@ class RingConsumer(_End):
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
         self._row: memoryview | None = None
+        self.position = 0
         self.first = 0
         """The slot of the first unread position."""
         self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
+        self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
+            atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
+        )
+        """take_pairs(slot, ids, values): copy from a ready slot what `RingProducer.send_pairs` put there, as much as
+        the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
         self._tell_reader = partial(atomics.store_release, self._address + _READER)
 
     def watch_in(self, row: memoryview) -> None:
@@ -286,10 +315,8 @@ class Watch:
             ring.watch_in(memoryview(table[i]))
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
         """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
-
-    def look(self, start: int = 0) -> int:
-        """The index of the first ring with news, from `start` on and around, or -1."""
-        return atomics.look(self._address, self._rows, start)
+        self.look: Callable[[int], int] = partial(atomics.look, self._address, self._rows)
+        """look(start): the index of the first ring with news, from `start` on and around, or -1."""
 
     def arm(self) -> bool:
         """Ask the producers to ring. False: there is news already, do not sleep."""

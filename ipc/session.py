@@ -5,7 +5,7 @@ import msgspec
 from ipc.memory import MemoryReference, Pid
 from ipc.ring import RingLayout
 
-VERSION = 1
+VERSION = 2
 _PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -23,6 +23,15 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     bell: str
 
 
+class Served(msgspec.Struct, frozen=True):
+    """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has."""
+
+    name: str
+    dim: int
+    shard: int = 0
+    shards: int = 1
+
+
 class Attached(msgspec.Struct, frozen=True, tag=True):
     """Here they are: both rings lie in `memory`, requests first. `bell` is the pool's end for a zeromq doorbell."""
 
@@ -33,7 +42,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     memory: MemoryReference
     requests: RingLayout
     results: RingLayout
-    collections: tuple[tuple[str, int], ...]
+    collections: tuple[Served, ...]
     max_k: int
     max_top_m: int
     token: bytes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpu import CpuEngine, Engine, GpuError, GraphIndex, SearchParams
 from gpu.cpu.engine import MAX_SLOTS
-from ipc import Request, RingServer, Stage
+from ipc import Memo, Parameters, Request, RingServer, Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.config import PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
@@ -61,6 +61,7 @@ class Pool:
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
         self._slots: dict[int, Running] = {}  # engine slot → query
         self._places: dict[Entry[Request], Running] = {}  # the same by query
+        self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
         self._advanced = (0, 0)  # active queries and extends of this round
         self._gauges_ns = 0  # when gauges are written next
         self._server = RingServer(
@@ -153,11 +154,13 @@ class Pool:
 
     def _receive(self) -> None:
         for request in self._server.receive(_RECEIVE):
-            self._table.add(_RECEIVED[request.stage])
-            kind = Kind(request.collection, request.top_m, request.search_width, request.patience)
-            now = request.receive_ns
+            stage, now = request.parameters.stage, request.receive_ns
+            self._table.add(_RECEIVED[stage])
             try:
-                self._scheduler.add(Entry(request.stage, request.deadline_ns or NEVER_NS, now, request, kind), now)
+                kind, _ = self._known[request.parameters]
+                self._scheduler.add(Entry(stage, request.deadline_ns or NEVER_NS, now, request, kind), now)
+            except GpuError:
+                self._refuse(request, "invalid_request")
             except Overloaded:
                 self._refuse(request, "overloaded")
             except DeadlineExceeded:
@@ -196,8 +199,8 @@ class Pool:
     def _admit(self, entry: Entry[Request], now: int) -> None:
         request = entry.query
         try:
-            params = SearchParams(request.k, request.top_m, request.search_width, request.patience)
-            slot = self._engine.admit(request.vector, params, request.collection)
+            _, params = self._known[request.parameters]
+            slot = self._engine.admit(request.vector, params, request.parameters.collection)
         except GpuError:
             self._scheduler.left(entry)
             self._refuse(request, "invalid_request")
@@ -265,6 +268,12 @@ class Pool:
 def _direction(dim: int, number: int) -> NDArray[np.float32]:
     """Queries that differ, whatever the data."""
     return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
+
+
+def _known(asked: Parameters) -> tuple[Kind, SearchParams]:
+    """What scheduler and engine make of a query's parameters. Raises `GpuError`."""
+    params = SearchParams(asked.k, asked.top_m, asked.search_width, asked.patience)
+    return Kind(asked.collection, asked.top_m, asked.search_width, asked.patience), params
 
 
 def policy_of(limits: PoolSection) -> Policy:

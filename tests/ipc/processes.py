@@ -15,7 +15,7 @@ JOIN_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session")]
+    [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session_hostile")]
 )
 
 

@@ -168,7 +168,7 @@ def _die_before_sending(address: str) -> None:
     client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
     ring = client._session.requests
     slot = ring.loan()
-    client._session.vectors[slot][:5] = 7
+    ring.payload(np.float32, 0, DIM)[slot, :5] = 7
     packed = PARAMETERS.pack(1, 0, 0, 0, 1, 8, 1, 0, DIM)
     REQUEST_HEADER.pack_into(ring.view, ring.header_offsets[slot], 2, 0, 0, packed)
     os._exit(1)

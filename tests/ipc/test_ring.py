@@ -179,7 +179,7 @@ def test_states_cross_and_an_impossible_one_is_refused() -> None:
 def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     pairs = [ends(4) for _ in range(3)]
     watch = Watch([consumer for _, consumer in pairs])
-    assert watch.look() == -1
+    assert watch.look(0) == -1
     assert watch.spin(1000) == -1
     assert not pairs[2][0].send()
     assert not pairs[0][0].send()
@@ -196,14 +196,14 @@ def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     assert not pairs[1][0].send()
     watch.disarm()
     pairs[1][1].pause()
-    assert watch.look() == -1
+    assert watch.look(0) == -1
     pairs[1][1].resume()
-    assert watch.look() == 1
+    assert watch.look(0) == 1
 
 
 def test_an_empty_watch_never_has_news() -> None:
     watch = Watch([])
-    assert watch.look() == -1
+    assert watch.look(0) == -1
     assert watch.arm()
     watch.disarm()
 

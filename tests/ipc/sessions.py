@@ -1,0 +1,49 @@
+"""What the tests of sessions share: questions, answers, and forged descriptors."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc import (
+    RingClient,
+    RingServer,
+)
+from ipc.descriptors import PARAMETERS, REQUEST_HEADER
+
+DIM = 8
+SLOTS = 4
+
+
+def vector(seed: int = 0, dim: int = DIM) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(dim, np.float32)
+
+
+def ask(client: RingClient, seed: int = 0, **changes: Any) -> int:
+    return client.submit(vector(seed), **{"collection": "docs", "stage": "prefill", "k": 2, **changes})
+
+
+def answer(server: RingServer, limit: int = 256) -> int:
+    """Answer what waits with the vector's first k values; returns how many."""
+    requests = server.receive(limit)
+    for request in requests:
+        k = request.parameters.k
+        server.publish(request.client, request.request_id, "ok", np.arange(k), request.vector[:k])
+    return len(requests)
+
+
+def void(_: object) -> None:
+    return None
+
+
+def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
+    """Write descriptors that `submit` would not."""
+    ring = client._session.requests
+    fields = {"epoch": 5, "kind": 0, "stage": 0, "collection": 0, "k": 1, "top_m": 8, "width": 1, "patience": 0}
+    fields = {**fields, "dim": DIM, "deadline": 0, **changes}
+    deadline = fields.pop("deadline")
+    for request_id in ids:
+        offset = ring.header_offsets[ring.loan()]
+        REQUEST_HEADER.pack_into(ring.view, offset, request_id, deadline, 0, PARAMETERS.pack(*fields.values()))
+        client._outstanding[request_id] = 0
+        ring.send()

@@ -1,0 +1,216 @@
+"""Descriptors, results and session messages that no correct peer writes, and who pays for them."""
+
+import os
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipc import (
+    AttachTimeout,
+    Cancel,
+    MemoryReference,
+    PeerLost,
+    ProtocolViolation,
+    RingClient,
+    RingServer,
+    StaleEpoch,
+    connect,
+)
+from ipc.descriptors import RESULT_HEADER
+from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attach, encode
+from tests.ipc.processes import attach, child, ended_well, endpoint
+from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": 2},
+        {"collection": 2},
+        {"k": 0},
+        {"k": 7},
+        {"k": (1 << 32) - 1},
+        {"top_m": 0},
+        {"top_m": 1025},
+        {"width": 0},
+        {"dim": 7},
+        {"dim": (1 << 32) - 1},
+        {"deadline": -1},
+    ],
+    ids=str,
+)
+def test_a_descriptor_with_hostile_numbers_ends_as_an_invalid_request(
+    server: RingServer, client: RingClient, change: dict[str, int]
+) -> None:
+    forge_requests(client, [1], **change)
+    assert server.receive() == []
+    (result,) = client.poll()
+    assert (result.request_id, result.status, len(result.ids)) == (1, "invalid_request", 0)
+    assert server.statistics().invalid == 1
+    client._next_id = 2
+    ask(client)
+    assert answer(server) == 1
+
+
+def test_a_request_of_another_epoch_is_refused(server: RingServer, client: RingClient) -> None:
+    forge_requests(client, [1], epoch=4)
+    assert server.receive() == []
+    (result,) = client.poll()
+    assert result.status == "stale_epoch"
+    assert server.statistics().stale == 1
+
+
+def test_a_result_of_another_epoch_is_refused_and_its_request_still_ends(
+    server: RingServer, client: RingClient
+) -> None:
+    request_id = ask(client)
+    (request,) = server.receive()
+    ring = server._clients[request.client].results
+    RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], request_id, 4, 0, 0, 0, 0, 0, 0)
+    ring.send()
+    with pytest.raises(StaleEpoch, match="epoch 4 in a session of epoch 5"):
+        client.poll()
+    assert client.poll() == []
+    server.publish(request.client, request_id)
+    assert [result.status for result in client.poll()] == ["ok"]
+
+
+@pytest.mark.parametrize("change", [{"request_id": 99}, {"status": 7}, {"status": 255}, {"count": 7}], ids=str)
+def test_a_result_that_no_pool_writes_ends_the_session_and_loses_what_is_outstanding(
+    server: RingServer, client: RingClient, change: dict[str, int]
+) -> None:
+    request_id = ask(client)
+    (request,) = server.receive()
+    ring = server._clients[request.client].results
+    fields = {"request_id": request_id, "epoch": 5, "status": 0, "count": 0, **change}
+    RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], *fields.values(), 0, 0, 0, 0)
+    ring.send()
+    with pytest.raises(ProtocolViolation):
+        client.poll()
+    assert [(r.request_id, r.status) for r in client.poll()] == [(request_id, "lost")]
+    with pytest.raises(PeerLost):
+        ask(client)
+
+
+@pytest.mark.parametrize("request_id", [0, -1, 1, 1 << 62])
+def test_a_client_whose_ids_do_not_rise_is_evicted(server: RingServer, client: RingClient, request_id: int) -> None:
+    first = ask(client)
+    (request,) = server.receive()
+    forge_requests(client, [request_id])
+    assert server.receive() == []
+    assert server.cancellations() == [Cancel(request.client, first)]
+    assert not server.publish(request.client, first)
+    assert client.wait(20_000)
+    assert {r.status for r in client.poll()} == {"lost"}
+    assert "evicted" in str(client.lost)
+    assert server.statistics().evicted == 1
+
+
+def test_a_client_with_a_kind_that_does_not_exist_is_evicted(server: RingServer, client: RingClient) -> None:
+    forge_requests(client, [1], kind=9)
+    assert server.receive() == []
+    assert server.statistics().evicted == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(header=st.binary(min_size=56, max_size=56))
+def test_random_descriptors_never_break_the_pool(header: bytes) -> None:
+    with one_server() as server, attach(server) as hostile, attach(server) as honest:
+        ring = hostile._session.requests
+        offset = ring.header_offsets[ring.loan()]
+        ring.view[offset : offset + 56] = header
+        ring.send()
+        ask(honest)
+        assert answer(server) + answer(server) >= 1
+        assert [r.status for r in honest.poll()] == ["ok"]
+
+
+def one_server() -> RingServer:
+    return RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
+
+
+@pytest.mark.parametrize("offset", [128, 256, 320])
+@pytest.mark.parametrize("word", [-1, 7, 1 << 40])
+def test_garbage_in_the_shared_words_costs_only_its_writer_the_session(
+    server: RingServer, offset: int, word: int
+) -> None:
+    with attach(server) as hostile, attach(server) as honest:
+        ask(hostile)
+        view = hostile._session.memory.view
+        split = len(view) - hostile._session.results.layout.size
+        for base in (0, split):
+            struct.pack_into("<q", view, base + offset, word)
+        for _ in range(3):
+            ask(honest)
+            server.wait(0)
+            while not (found := honest.poll()):
+                answer(server)
+            assert [r.status for r in found] == ["ok"]
+
+
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"x" * 1000,
+    encode(Attach(VERSION, "n", 0, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", -1, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", 1 << 40, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", os.getpid(), "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", os.getpid(), "eventfd", "")),
+    encode(Attach(VERSION, "n", os.getpid(), "zeromq", "tcp://127.0.0.1:1")),
+    encode(Attach(VERSION, "n", os.getpid(), "telegraph", "x")),
+    encode(Attach(VERSION + 1, "n", os.getpid(), "eventfd", "x")),
+    encode(Attach(VERSION, "n" * 101, os.getpid(), "eventfd", "x")),
+    msgspec.msgpack.encode({"type": "Attach", "version": "one"}),
+    msgspec.msgpack.encode(MemoryReference(1, 2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("message", GARBAGE)
+def test_a_session_message_that_cannot_be_is_answered_with_a_refusal(server: RingServer, message: bytes) -> None:
+    with zmq_dealer(server) as socket:
+        socket.send(message)
+        while not socket.poll(0):
+            server.wait(1)
+        assert b"Refused" in socket.recv()
+    assert server.statistics().clients == 0
+    with attach(server):
+        pass
+
+
+def zmq_dealer(server: RingServer) -> Any:
+    return connect(zmq.DEALER, server.endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
+
+
+def test_messages_over_the_limit_or_of_odd_shape_disturb_nobody(server: RingServer) -> None:
+    with zmq_dealer(server) as big, zmq_dealer(server) as odd:
+        big.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        odd.send_multipart([b"a", b"b", b"c"])
+        with attach(server) as client:
+            ask(client)
+            assert answer(server) == 1
+            assert len(client.poll()) == 1
+
+
+def _attach_as_a_stranger(address: str) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        RingClient(address, "stranger", timeout_ms=300)
+    except AttachTimeout:
+        return
+    raise AssertionError("a stranger was let in")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_attach(server: RingServer) -> None:
+    with child(_attach_as_a_stranger, server.endpoint) as process:
+        while process.is_alive():
+            server.wait(5)
+        assert ended_well(process)
+    assert server.statistics().attached == 0

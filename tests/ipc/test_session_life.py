@@ -1,0 +1,125 @@
+"""The beginning and the end of a session: attaching, draining, closing, reconnecting."""
+
+from typing import Any
+
+import pytest
+
+from ipc import (
+    AttachRefused,
+    AttachTimeout,
+    Cancel,
+    Draining,
+    InvalidArgument,
+    PeerLost,
+    Result,
+    RingClient,
+    RingServer,
+)
+from tests.ipc.processes import attach, endpoint, served
+from tests.ipc.sessions import DIM, answer, ask, void
+
+
+def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(server: RingServer, client: RingClient) -> None:
+    ask(client)
+    server.drain()
+    with pytest.raises(Draining):
+        ask(client)
+    assert answer(server) == 1
+    assert [r.status for r in client.poll()] == ["ok"]
+    with pytest.raises(AttachRefused, match="draining"):
+        attach(server)
+
+
+def test_when_the_pool_closes_published_results_still_arrive_and_the_rest_is_lost(
+    server: RingServer, client: RingClient
+) -> None:
+    ids = [ask(client) for _ in range(3)]
+    answer(server, 1)
+    server.close()
+    results: list[Result] = []
+    while len(results) < 3:
+        assert client.wait(20_000)
+        results += client.poll()
+    assert [(r.request_id, r.status) for r in results] == [(ids[0], "ok"), (ids[1], "lost"), (ids[2], "lost")]
+    assert client.outstanding == 0
+    with pytest.raises(PeerLost, match="closed"):
+        ask(client)
+    assert client.statistics().lost == 2
+
+
+def test_a_client_that_closes_frees_its_place_and_its_requests_are_cancelled(server: RingServer) -> None:
+    client = attach(server)
+    request_id = ask(client)
+    (request,) = server.receive()
+    client.close()
+    client.close()
+    assert server.wait(20_000)
+    assert server.cancellations() == [Cancel(request.client, request_id)]
+    assert not server.publish(request.client, request_id)
+    statistics = server.statistics()
+    assert (statistics.clients, statistics.lost, statistics.dropped) == (0, 1, 1)
+    assert [r.status for r in client.poll()] == ["lost"]
+
+
+def test_only_so_many_clients_are_taken(server: RingServer) -> None:
+    clients = [attach(server) for _ in range(3)]
+    with pytest.raises(AttachRefused, match="all 3 places"):
+        attach(server)
+    clients[0].close()
+    with attach(server):
+        pass
+    for client in clients:
+        client.close()
+
+
+def test_reconnect_begins_a_new_session_and_ids_go_on(server: RingServer, client: RingClient) -> None:
+    first = ask(client)
+    with served(server, lambda s: void(s.receive())):
+        client.reconnect()
+    server.wait(0)
+    assert [(r.request_id, r.status) for r in client.poll()] == [(first, "lost")]
+    assert ask(client) > first
+    assert answer(server) == 1
+    assert [r.status for r in client.poll()] == ["ok"]
+
+
+def test_nobody_at_the_endpoint_is_said_in_time() -> None:
+    with pytest.raises(AttachTimeout):
+        RingClient(endpoint(), "test", timeout_ms=30)
+
+
+@pytest.mark.parametrize("doorbell", ["bell", ""])
+def test_an_unknown_doorbell_is_refused(doorbell: str) -> None:
+    with pytest.raises(InvalidArgument, match="doorbell"):
+        RingClient(endpoint(), "test", doorbell=doorbell)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "ipc:///tmp/x", "ipc://@" + "x" * 101, "ipc://@", ""])
+def test_only_abstract_endpoints_are_bound_or_connected(address: str) -> None:
+    with pytest.raises(InvalidArgument):
+        RingServer(address, {"docs": DIM}, epoch=1)
+    with pytest.raises(InvalidArgument):
+        RingClient(address, "test", timeout_ms=10)
+
+
+def test_an_endpoint_that_is_taken_is_refused(server: RingServer) -> None:
+    with pytest.raises(InvalidArgument, match="cannot bind"):
+        RingServer(server.endpoint, {"docs": DIM}, epoch=1)
+
+
+def test_the_heartbeat_says_that_the_pool_looks_after_its_rings(server: RingServer, client: RingClient) -> None:
+    server.wait(0)
+    young = client.heartbeat_age_ns
+    assert young < client.heartbeat_age_ns
+    server.wait(0)
+    assert server.statistics().clients == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"collections": {}}, {"collections": {"docs": 0}}, {"max_k": 0}, {"max_top_m": 1 << 16}, {"ring_slots": 0}],
+    ids=str,
+)
+def test_a_server_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        RingServer(endpoint(), options.pop("collections", {"docs": DIM}), epoch=1, **options)

@@ -1,0 +1,97 @@
+"""How a client and a pool wait for each other: spinning, sleeping, doorbells, event loops."""
+
+import asyncio
+
+import pytest
+
+from ipc import (
+    Result,
+    RingClient,
+    RingFull,
+    RingServer,
+)
+from tests.ipc.processes import readable, served
+from tests.ipc.sessions import SLOTS, answer, ask, vector, void
+
+
+def test_submit_can_wait_for_room_and_keeps_what_it_read_meanwhile(server: RingServer, client: RingClient) -> None:
+    with served(server, lambda s: void(answer(s))):
+        ids = [ask(client, block_ms=20_000) for _ in range(5 * SLOTS)]
+        results: list[Result] = []
+        while len(results) < len(ids):
+            assert client.wait(20_000)
+            results += client.poll()
+    assert [result.request_id for result in results] == ids
+
+
+def test_a_bounded_wait_for_room_ends_with_ring_full(server: RingServer, client: RingClient) -> None:
+    for _ in range(SLOTS):
+        ask(client)
+    with pytest.raises(RingFull):
+        ask(client, block_ms=5)
+
+
+def test_wait_says_whether_there_is_work(server: RingServer, client: RingClient) -> None:
+    assert not server.wait(0)
+    ask(client)
+    assert server.wait(20_000)
+    answer(server)
+    assert not server.wait(1)
+
+
+def test_a_sleeping_pool_and_a_sleeping_client_are_woken(server: RingServer, client: RingClient) -> None:
+    with served(server, lambda s: void(answer(s))):
+        for seed in range(100):
+            ask(client, seed)
+            assert client.wait(20_000)
+            assert len(client.poll()) == 1
+
+
+def test_wait_returns_at_once_when_nothing_is_outstanding(client: RingClient) -> None:
+    assert not client.wait(1e9)
+
+
+def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client: RingClient) -> None:
+    async def search(seed: int) -> Result:
+        request_id = ask(client, seed)
+        woken = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(client.fileno(), woken.set)
+        try:
+            while True:
+                for result in client.poll():
+                    assert result.request_id == request_id
+                    return result
+                if client.arm():
+                    await asyncio.wait_for(woken.wait(), 20)
+                woken.clear()
+                client.disarm()
+        finally:
+            loop.remove_reader(client.fileno())
+
+    async def main() -> None:
+        for seed in range(50):
+            assert (await search(seed)).distances.tolist() == vector(seed)[:2].tolist()
+
+    with served(server, lambda s: void(answer(s))):
+        asyncio.run(main())
+
+
+def test_arm_does_not_let_sleep_over_a_result(server: RingServer, client: RingClient) -> None:
+    ask(client)
+    answer(server)
+    assert not client.arm()
+    client.poll()
+    assert client.arm()
+    client.disarm()
+
+
+def test_the_servers_descriptor_can_be_slept_on_too(server: RingServer, client: RingClient) -> None:
+    while not server.arm():
+        pass
+    assert not readable(server, 0) or True
+    ask(client)
+    assert readable(server, 20_000)
+    server.disarm()
+    assert not server.arm()
+    assert answer(server) == 1
