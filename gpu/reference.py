@@ -16,6 +16,7 @@ from gpu.rows import Rows, true_distances
 from gpu.sketch import TAIL, decoded
 
 SEEDS_KEPT = 16
+RESCORED_AT_LEAST = 8
 FloatArray = npt.NDArray[np.float32]
 Entry = tuple[float, int]
 
@@ -86,15 +87,29 @@ class ReferenceSearch:
         k, rows = self._params.k, self._data.rows
         entries = self.top_m
         if rows.full is not None:
-            nodes = np.array([node for _, node in entries[: 2 * k + 16]], np.int64)
-            exact = raw_distances(rows.full[nodes, : rows.dim], self._query, rows.metric)
-            entries = sorted(zip(exact.tolist(), nodes.tolist(), strict=True))
+            entries = self._rescored(rows.full)
         found = np.full(k, -1, np.int64)
         distances = np.full(k, np.inf, np.float32)
         best = entries[:k]
         found[: len(best)] = [node for _, node in best]
         distances[: len(best)] = [distance for distance, _ in best]
         return self._data.ids_of(found), true_distances(distances, rows)
+
+    def _rescored(self, full: FloatArray) -> list[Entry]:
+        """The nearest entries by full precision: max(k, 8), and those behind that could be nearer than the k-th."""
+        k, rows = self._params.k, self._data.rows
+        entries = self.top_m[: 2 * k + 16]
+        nodes = np.array([node for _, node in entries], np.int64)
+        codes = np.array([distance for distance, _ in entries], np.float32)
+        exact = raw_distances(full[nodes, : rows.dim], self._query, rows.metric)
+        first = max(k, RESCORED_AT_LEAST)
+        if len(entries) > first:
+            off = exact[:first] - codes[:first]
+            nearest = codes + off.min() - (off.max() - off.min())
+            wanted = nearest < np.sort(exact[:first])[k - 1]
+            wanted[:first] = True
+            exact, nodes = exact[wanted], nodes[wanted]
+        return sorted(zip(exact.tolist(), nodes.tolist(), strict=True))
 
     def _unexpanded(self) -> list[int]:
         return [node for _, node in self.top_m if node not in self.expanded]

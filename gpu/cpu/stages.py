@@ -92,6 +92,7 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 
 EMPTY = np.uint32(0xFFFFFFFF)
 SEEDS_KEPT = 16
+RESCORED_AT_LEAST = 8
 _HASH = np.uint32(2654435761)
 
 
@@ -338,33 +339,57 @@ def merge_top_m(batch, active):  # type: ignore[no-untyped-def]
 
 @compiled
 def rescore(batch, slot):  # type: ignore[no-untyped-def]
-    """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only)."""
+    """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only).
+
+    The first max(k, 8) entries tell by how much codes are off for this query, at least and at most; an entry behind
+    them is rescored too if, off by less than any of these, it would be nearer than the k-th.
+    """
+    collections, slots, keys = batch.collections, batch.slots, batch.keys
+    if collections[slots[slot, COLLECTION], FULL] == 0:
+        return
+    count = min(slots[slot, FILLED], rescore_limit(slots[slot, K]))
+    first = min(count, max(slots[slot, K], RESCORED_AT_LEAST))
+    least, most = rescore_range(batch, slot, 0, first)
+    if first == count:
+        return
+    worst = distance_of(keys[slot, slots[slot, K] - 1])
+    following = first
+    while following < count and distance_of(keys[slot, following]) + least - (most - least) < worst:
+        following += 1
+    rescore_range(batch, slot, first, following)
+
+
+@compiled
+def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
+    """Sort entries begin..end into those before them, by full precision. Returns by how much it differs, (least, most)."""
     collections, slots, keys = batch.collections, batch.slots, batch.keys
     collection = slots[slot, COLLECTION]
     full, full_bytes = collections[collection, FULL], collections[collection, FULL_BYTES]
-    if full == 0:
-        return
     kind = F32_DOT if collections[collection, KIND] == I8_DOT else F32_L2
     lanes = collections[collection, FULL_LANES]
     query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
-    count = min(slots[slot, FILLED], rescore_count(slots[slot, K]))
-    for i in range(count):
+    least, most = np.float32(np.inf), np.float32(-np.inf)
+    for i in range(begin, end):
         node = np.int64(node_of(keys[slot, i]))
         for offset in range(0, full_bytes, 64):
             prefetch(np.uint64(full + node * full_bytes + offset))
-    for i in range(count):
+    for i in range(begin, end):
         node = np.int64(node_of(keys[slot, i]))
-        key = key_of(row_distance(kind, np.uint64(full + node * full_bytes), query, lanes, np.float32(1)), node)
+        distance = row_distance(kind, np.uint64(full + node * full_bytes), query, lanes, np.float32(1))
+        least = min(least, distance - distance_of(keys[slot, i]))
+        most = max(most, distance - distance_of(keys[slot, i]))
+        key = key_of(distance, node)
         j = i
         while j > 0 and keys[slot, j - 1] > key:
             keys[slot, j] = keys[slot, j - 1]
             j -= 1
         keys[slot, j] = key
+    return least, most
 
 
 @compiled
-def rescore_count(k):  # type: ignore[no-untyped-def]
-    """How many of the nearest entries are rescored for k results."""
+def rescore_limit(k):  # type: ignore[no-untyped-def]
+    """How many of the nearest entries are rescored for k results, at most."""
     return 2 * k + 16
 
 

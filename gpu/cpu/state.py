@@ -1,7 +1,7 @@
 """The state of a running batch: plain arrays, allocated once, that the stages read and write."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,13 @@ class Batch(NamedTuple):
     finished: npt.NDArray[np.int32]  # [slots]
 
 
+def _spread(count: int, length: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An array [count, length] whose rows begin in different sets of the caches."""
+    item = np.dtype(dtype).itemsize
+    stride = -(-length * item // 64) * 64 // item
+    return aligned_empty((count, stride + 5 * 64 // item), dtype)[:, :length]
+
+
 class BatchState:
     """The arrays of `slots` slots over some indexes, for queries of at most `max_top_m` and `max_width`.
 
@@ -79,11 +86,11 @@ class BatchState:
         )  # a task that is dropped is written first
         width = max(prepared_bytes(data.rows) for data in collections)
         self.queries = aligned_empty((slots, width), np.uint8)
-        visited = aligned_empty((slots, 1 << visited_bits(max_top_m, degree)), np.uint32)
+        visited = _spread(slots, 1 << visited_bits(max_top_m, degree), np.uint32)
         self.batch = Batch(
             collections=collection_table(collections),
             slots=np.zeros((slots, stages.SLOT_FIELDS), np.int64),
-            keys=aligned_empty((slots, max_top_m), np.uint64),
+            keys=_spread(slots, max_top_m, np.uint64),
             visited=visited,
             parents=np.zeros((slots, max_width), np.int64),
             tasks=np.zeros(slots * tasks, np.uint32),
