@@ -21,9 +21,9 @@ import numpy as np  # noqa: E402
 
 from benchmarks.data import Array, DataSet, data_sets, load  # noqa: E402
 from gpu import GraphIndex, SearchParams  # noqa: E402
-from gpu.cpu import stages  # noqa: E402
-from gpu.cpu.queries import form_of  # noqa: E402
+from gpu.cpu import running, stages  # noqa: E402
 from gpu.cpu.state import BatchState  # noqa: E402
+from gpu.cpu.tables import EXTENDS, TASK_BEGIN, TASK_END  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -31,11 +31,11 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 def counts(index: GraphIndex, queries: Array, top_m: int) -> tuple[float, float, float]:
     """Sketches (or rows, without sketches), rows and expanded nodes per query, on average."""
     state = BatchState([index.data], 1, top_m, 1)
-    batch, form = state.batch, form_of(index.data.rows)
-    active = np.zeros(1, np.int32)
+    batch = state.batch
+    active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     met = scored = expanded = 0
     for query in queries:
-        stages.admit(batch, 0, query, form, state.queries[0], state.line(0, SearchParams(10, top_m, 1)))
+        running.admit(state.handle, 0, query, state.line(0, SearchParams(10, top_m, 1)))
         done = 0
         while not done:
             for stage in (stages.select_parents, stages.expand_neighbors, stages.mark_visited):
@@ -43,13 +43,13 @@ def counts(index: GraphIndex, queries: Array, top_m: int) -> tuple[float, float,
             met += _tasks(batch.slots)
             stages.compute_distances(batch, active)
             scored += _tasks(batch.slots)
-            done = stages.merge_top_m(batch, active)
-        expanded += int(batch.slots[0, stages.EXTENDS]) - 1
+            done = stages.merge_top_m(batch, active, finished)
+        expanded += int(batch.slots[0, EXTENDS]) - 1
     return met / len(queries), scored / len(queries), expanded / len(queries)
 
 
 def _tasks(slots: Array) -> int:
-    return int(slots[0, stages.TASK_END] - slots[0, stages.TASK_BEGIN])
+    return int(slots[0, TASK_END] - slots[0, TASK_BEGIN])
 
 
 def rates(rows: Array, now: Callable[[], float]) -> tuple[float, float]:

@@ -24,4 +24,6 @@ class IndexData:
         """The caller's ids of row numbers; -1 stays -1."""
         if self.ids is None:
             return nodes
+        if len(nodes) and nodes.min() >= 0:
+            return self.ids[nodes]
         return np.where(nodes >= 0, self.ids[np.maximum(nodes, 0)], -1)

@@ -164,7 +164,8 @@ def _int8_codes(vectors: FloatArray, centre: FloatArray) -> AnyArray:
 
 
 def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArray[np.int64], seed: int) -> Sketch:
-    directions = projection_of(vectors, centre, np.random.default_rng(seed))
+    # Rounded, so that a search may read the projection in half precision and see the same numbers.
+    directions = projection_of(vectors, centre, np.random.default_rng(seed)).astype(np.float16).astype(np.float32)
     codes = aligned_empty((len(vectors), len(directions) // 2 + TAIL), np.uint8)
     for begin in range(0, len(vectors), _BLOCK):
         sketch_codes(vectors[begin : begin + _BLOCK] - centre, directions, codes[begin : begin + _BLOCK])

@@ -7,9 +7,10 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu import stages
-from gpu.cpu.queries import checked, form_of, refusal
+from gpu.cpu import running
+from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
+from gpu.cpu.tables import EXTENDS
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
@@ -52,16 +53,14 @@ class CpuEngine:
         self.max_top_m, self.max_search_width = max_top_m, max_search_width
         self.max_k = max_top_m if max_k is None else min(max_k, max_top_m)
         self._data = [index.data for index in collections.values()]
-        self._forms = [form_of(data.rows) for data in self._data]
         self._lines: dict[tuple[int, SearchParams], npt.NDArray[np.int64]] = {}
         self._number = {name: number for number, name in enumerate(collections)}
         self._dims = MappingProxyType({name: index.dim for name, index in collections.items()})
-        self._state = BatchState(self._data, slots, max_top_m, max_search_width)
+        self._state = BatchState(self._data, slots, max_top_m, max_search_width, self.max_k)
+        self._batch = self._state.batch
         self._status = [_Slot.FREE] * slots
+        self._asked = [(0, 0)] * slots  # number of the collection, k
         self._free = list(range(slots - 1, -1, -1))
-        self._active = np.zeros(slots, np.int32)
-        self._nodes = np.zeros((slots, self.max_k), np.int64)
-        self._raw = np.zeros((slots, self.max_k), np.float32)
         self._active_count = 0
 
     @property
@@ -79,7 +78,7 @@ class CpuEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes that the slots take, over the indexes themselves."""
-        return self._state.nbytes + self._nodes.nbytes + self._raw.nbytes
+        return self._state.nbytes
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
@@ -89,25 +88,25 @@ class CpuEngine:
         line = self._lines.get((number, params))
         if line is None:
             line = self._new_line(number, params)
-        form = self._forms[number]
-        vector = np.asarray(query)
-        if vector.dtype != np.float32 or vector.shape != (form.dim,) or not vector.flags.c_contiguous:
-            vector = checked(vector[None], form.dim)[0]
+        dim = self._data[number].rows.dim
+        vector = query if isinstance(query, np.ndarray) else np.asarray(query)
+        if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
+            vector = checked(vector[None], dim)[0]
         if not self._free:
             raise NoFreeSlot(f"all {len(self._status)} slots are taken")
         slot = self._free[-1]
-        if not stages.admit(self._state.batch, slot, vector, form, self._state.queries[slot], line):
+        if not running.admit(self._state.handle, slot, vector, line):
             raise refusal(vector, 0)
         self._free.pop()
+        self._asked[slot] = (number, params.k)
         self._activate(slot)
         return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
         """See `Engine.extend`."""
-        batch = self._state.batch
-        done = stages.advance(batch, self._active, self._active_count, self._nodes, self._raw)
+        done = running.advance(self._state.handle, self._active_count)
         self._active_count -= done
-        finished = batch.finished[:done].copy()
+        finished = self._batch.finished[:done].copy()
         for slot in finished.tolist():
             self._status[slot] = _Slot.FINISHED
         return finished
@@ -115,9 +114,11 @@ class CpuEngine:
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._expect(slot, _Slot.FINISHED)
-        number, k = self._state.batch.slots[slot, : stages.K + 1].tolist()
+        number, k = self._asked[slot]
         data = self._data[number]
-        return data.ids_of(self._nodes[slot, :k].copy()), true_distances(self._raw[slot, :k].copy(), data.rows)
+        return data.ids_of(self._batch.nodes[slot, :k].copy()), true_distances(
+            self._batch.raw[slot, :k].copy(), data.rows
+        )
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""
@@ -141,7 +142,7 @@ class CpuEngine:
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
         self._expect(slot, _Slot.ACTIVE, _Slot.PAUSED, _Slot.FINISHED)
-        return int(self._state.batch.slots[slot, stages.EXTENDS])
+        return int(self._batch.slots[slot, EXTENDS])
 
     def _expect(self, slot: int, *wanted: _Slot) -> None:
         if not 0 <= slot < len(self._status):
@@ -161,11 +162,11 @@ class CpuEngine:
         return line
 
     def _activate(self, slot: int) -> None:
-        self._active[self._active_count] = slot
+        self._batch.active[self._active_count] = slot
         self._active_count += 1
         self._status[slot] = _Slot.ACTIVE
 
     def _deactivate(self, slot: int) -> None:
-        position = int(np.flatnonzero(self._active[: self._active_count] == slot)[0])
-        self._active[position : self._active_count - 1] = self._active[position + 1 : self._active_count]
+        position = int(np.flatnonzero(self._batch.active[: self._active_count] == slot)[0])
+        self._batch.active[position : self._active_count - 1] = self._batch.active[position + 1 : self._active_count]
         self._active_count -= 1

@@ -6,13 +6,27 @@
 …    float32  the query, zero-padded to 16 lanes
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import carray
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import dot_f32
+from gpu.cpu.simd import dot_f16, dot_f32, pointer
+from gpu.cpu.tables import (
+    CENTRE,
+    CODE_LANES,
+    COMPONENTS,
+    DIM,
+    FORM_FIELDS,
+    NORMALISED,
+    PROJECTION,
+    SCALE,
+    SKETCH_LANES,
+    SLACK,
+    SQUARED,
+)
 from gpu.errors import InvalidVector
 from gpu.rows import Rows, padded
 
@@ -21,36 +35,25 @@ QUERY_SKETCH = 64
 LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 
 
-class Form(NamedTuple):
-    """What `write_query` needs to know of an index."""
+class Form:
+    """How the queries of an index are prepared: a line of the table of forms, and what it points to."""
 
-    dim: int
-    cosine: bool
-    l2: bool
-    scale: float
-    slack: float
-    centre: npt.NDArray[np.float32]  # [padded d]
-    projection: npt.NDArray[np.float32]  # [components, padded d]; no components without sketches
-    sketch_lanes: int
-    code_lanes: int
-
-
-def form_of(rows: Rows) -> Form:
-    """The form that queries of these rows take."""
-    centre = np.zeros(padded(rows.dim), np.float32)
-    centre[: rows.dim] = rows.centre
-    sketch = rows.sketch
-    return Form(
-        dim=rows.dim,
-        cosine=rows.metric == "cosine",
-        l2=rows.metric == "l2",
-        scale=rows.scale if rows.metric == "l2" else 1.0,
-        slack=0.0 if sketch is None else sketch.slack,
-        centre=centre,
-        projection=np.empty((0, len(centre)), np.float32) if sketch is None else np.array(sketch.projection),
-        sketch_lanes=(code_offset(rows) - QUERY_SKETCH) // 2,
-        code_lanes=rows.lanes if rows.dtype == "int8" else 0,
-    )
+    def __init__(self, rows: Rows) -> None:
+        sketch = rows.sketch
+        self.dim = rows.dim
+        self._centre = np.zeros(padded(rows.dim), np.float32)
+        self._centre[: rows.dim] = rows.centre
+        self._projection = np.empty((0, 0), np.float16) if sketch is None else sketch.projection.astype(np.float16)
+        self.line = np.zeros(FORM_FIELDS, np.int64)
+        self.line[DIM] = rows.dim
+        self.line[NORMALISED], self.line[SQUARED] = rows.metric == "cosine", rows.metric == "l2"
+        floats = self.line.view(np.float64)
+        floats[SCALE] = rows.scale if rows.metric == "l2" else 1.0
+        floats[SLACK] = 0.0 if sketch is None else sketch.slack
+        self.line[CENTRE], self.line[PROJECTION] = self._centre.ctypes.data, self._projection.ctypes.data
+        self.line[COMPONENTS] = len(self._projection)
+        self.line[SKETCH_LANES] = (code_offset(rows) - QUERY_SKETCH) // 2
+        self.line[CODE_LANES] = rows.lanes if rows.dtype == "int8" else 0
 
 
 def code_offset(rows: Rows) -> int:
@@ -83,7 +86,7 @@ def checked(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
 def prepare(queries: npt.NDArray[Any], form: Form, out: npt.NDArray[np.uint8], first: int = 0) -> None:
     """Write queries [q, d] to `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows are counted from `first`."""
     array = checked(queries, form.dim)
-    bad = write_queries(array, form, out)
+    bad = write_queries(array, form.line, out)
     if bad >= 0:
         raise refusal(array[bad], first + bad)
 
@@ -108,54 +111,63 @@ def write_queries(queries: Any, form: Any, out: Any) -> Any:
 @compiled
 def write_query(query: Any, form: Any, record: Any) -> Any:
     """Write one query, float32 [d], to its record, uint8. Returns whether it can be taken."""
-    dim, lanes = len(query), len(form.centre)
-    code_start = QUERY_SKETCH + 2 * form.sketch_lanes
-    full_start = code_start + 2 * form.code_lanes
+    dim, lanes = len(query), padded_lanes(len(query))
+    code_start = QUERY_SKETCH + 2 * form[SKETCH_LANES]
+    full_start = code_start + 2 * form[CODE_LANES]
     squares = 0.0
     for j in range(dim):
         squares += np.float64(query[j]) * np.float64(query[j])
-    if not np.isfinite(squares) or (not form.cosine and squares > LARGEST_SQUARE):
+    if not np.isfinite(squares) or (not form[NORMALISED] and squares > LARGEST_SQUARE):
         return False
-    factor = form.scale
-    if form.cosine and squares > 0:
+    factor = np.int64(form[SCALE]).view(np.float64)
+    if form[NORMALISED] and squares > 0:
         factor = 1 / np.sqrt(squares)
     header = record[:QUERY_SKETCH].view(np.float32)
     full = record[full_start : full_start + 4 * lanes].view(np.float32)
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
-    if form.sketch_lanes == 0 and form.code_lanes == 0:
+    if form[SKETCH_LANES] == 0 and form[CODE_LANES] == 0:
         return True
+    centre = carray(pointer(form[CENTRE]), lanes, np.float32)
     shifted = full.copy()
-    if form.l2:
-        shifted -= form.centre
-    if form.code_lanes > 0:
+    if form[SQUARED]:
+        shifted -= centre
+    if form[CODE_LANES] > 0:
         # The sum of products with codes up to 127 must fit into 32 bits.
-        largest = min(32767, 2147483647 // (127 * form.code_lanes))
+        largest = min(32767, 2147483647 // (127 * form[CODE_LANES]))
         header[4] = quantise(shifted[:dim], largest, record[code_start:full_start].view(np.int16))
-    if form.sketch_lanes > 0:
+    if form[SKETCH_LANES] > 0:
         squares = dot(shifted, shifted)
-        if form.code_lanes > 0:
+        if form[CODE_LANES] > 0:
             header[0] = 0  # the distances of codes leave it out as well
-        elif form.l2:
+        elif form[SQUARED]:
             header[0] = squares
         else:
-            header[0] = -dot(form.centre, shifted)
-        header[1] = np.float32((2 if form.l2 else 1) * form.slack * np.sqrt(squares))
-        size = len(form.projection)
-        heads = np.zeros(form.sketch_lanes, np.float32)
+            header[0] = -dot(centre, shifted)
+        header[1] = np.float32((2 if form[SQUARED] else 1) * np.int64(form[SLACK]).view(np.float64) * np.sqrt(squares))
+        size = form[COMPONENTS]
+        heads = np.zeros(form[SKETCH_LANES], np.float32)
         for j in range(size):
             upper = j >= size // 2
             place = j - size // 2 if upper else j
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            heads[place] = dot(form.projection[j], shifted)
+            direction = np.uint64(form[PROJECTION] + 2 * j * lanes)
+            heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
         sketch = record[QUERY_SKETCH:code_start].view(np.int16)
         header[2] = quantise(heads, 8191, sketch)
         total = 0
         for lane in sketch:
             total += lane
         header[3] = np.float32(7.5) * np.float32(total)
+        shifted[0] = 0  # numba frees an array after its last mention, and its address was in use until here
     return True
+
+
+@compiled
+def padded_lanes(dim: int) -> Any:
+    """See `rows.padded`."""
+    return (dim + 15) // 16 * 16
 
 
 @compiled

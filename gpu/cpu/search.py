@@ -8,15 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu import stages
-from gpu.cpu.queries import form_of, prepare, prepared_bytes
+from gpu.cpu.queries import Form, prepare, prepared_bytes
+from gpu.cpu.results import write_result
+from gpu.cpu.running import INTERLEAVED, reset_slot
+from gpu.cpu.stages import extend
 from gpu.cpu.state import BatchState
+from gpu.cpu.tables import QUERY, START
 from gpu.errors import InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
 from gpu.rows import aligned_empty, true_distances
 
-_INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache
 _BLOCK = 1024  # queries prepared at a time
 
 
@@ -28,27 +30,27 @@ def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-u
     """
     slots = batch.slots
     count, width = len(prepared), len(slots)
-    active = np.empty(width, np.int32)
+    active = batch.active
     owner = np.empty(width, np.int64)
     running = min(width, count)
     admitted = running
     for slot in range(running):
         active[slot] = slot
         owner[slot] = slot
-        slots[slot, : stages.QUERY] = line
-        slots[slot, stages.QUERY] = prepared[slot].ctypes.data
-        slots[slot, stages.START] = starts[slot]
-        stages.reset_slot(batch, slot)
+        slots[slot, :QUERY] = line
+        slots[slot, QUERY] = prepared[slot].ctypes.data
+        slots[slot, START] = starts[slot]
+        reset_slot(batch, slot)
     while running > 0:
-        done = stages.extend(batch, active[:running])
+        done = extend(batch, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
-            stages.write_result(batch, slot, nodes[owner[slot]], raw[owner[slot]])
+            write_result(batch, slot, nodes[owner[slot]], raw[owner[slot]])
             if admitted < count:
                 owner[slot] = admitted
-                slots[slot, stages.QUERY] = prepared[admitted].ctypes.data
-                slots[slot, stages.START] = starts[admitted]
-                stages.reset_slot(batch, slot)
+                slots[slot, QUERY] = prepared[admitted].ctypes.data
+                slots[slot, START] = starts[admitted]
+                reset_slot(batch, slot)
                 admitted += 1
             else:
                 position = 0
@@ -98,9 +100,9 @@ class _Worker:
     """What one thread needs: slots, and room for a block of prepared queries."""
 
     def __init__(self, data: IndexData, params: SearchParams, block: int) -> None:
-        self._state = BatchState([data], _INTERLEAVED, params.top_m, params.search_width)
+        self._state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
         self._line = self._state.line(0, params)
-        self._form = form_of(data.rows)
+        self._form = Form(data.rows)
         self._prepared = aligned_empty((block, prepared_bytes(data.rows)), np.uint8)
 
     def run(

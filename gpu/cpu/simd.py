@@ -185,6 +185,16 @@ def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def pointer(typing_context: Any, address: Any) -> Any:
+    """An integer address as the pointer that `numba.carray` takes."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`; a hint, so any address is safe."""
 

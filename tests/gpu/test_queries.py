@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, form_of, prepare, prepared_bytes
+from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
 from gpu.rows import aligned_empty
 
 
@@ -21,7 +21,7 @@ def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(me
     if metric == "l2":
         shifted = shifted * rows.scale - rows.centre
     expected = shifted @ rows.sketch.projection[:, :384].T.astype(np.float64)
-    form = form_of(rows)
+    form = Form(rows)
     half = expected.shape[1] // 2
     places = np.arange(half)
     lower = (places // 32) * 64 + places % 32

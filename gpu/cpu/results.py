@@ -1,0 +1,89 @@
+"""What becomes of a finished slot: int8 candidates are rescored, and the nearest are written out."""
+
+import numpy as np
+
+from gpu.compiled import compiled
+from gpu.cpu.distances import row_distance
+from gpu.cpu.keys import distance_of, key_of, node_of
+from gpu.cpu.simd import prefetch
+from gpu.cpu.tables import (
+    COLLECTION,
+    F32_DOT,
+    F32_L2,
+    FILLED,
+    FULL,
+    FULL_BYTES,
+    FULL_LANES,
+    I8_DOT,
+    KIND,
+    QUERY,
+    QUERY_FULL,
+    K,
+)
+
+RESCORED_AT_LEAST = 8
+
+
+@compiled
+def rescore(batch, slot):  # type: ignore[no-untyped-def]
+    """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only).
+
+    The first max(k, 8) entries tell by how much codes are off for this query, at least and at most; an entry behind
+    them is rescored too if, off by less than any of these, it would be nearer than the k-th.
+    """
+    collections, slots, keys = batch.collections, batch.slots, batch.keys
+    if collections[slots[slot, COLLECTION], FULL] == 0:
+        return
+    count = min(slots[slot, FILLED], rescore_limit(slots[slot, K]))
+    first = min(count, max(slots[slot, K], RESCORED_AT_LEAST))
+    least, most = rescore_range(batch, slot, 0, first)
+    if first == count:
+        return
+    worst = distance_of(keys[slot, slots[slot, K] - 1])
+    following = first
+    while following < count and distance_of(keys[slot, following]) + least - (most - least) < worst:
+        following += 1
+    rescore_range(batch, slot, first, following)
+
+
+@compiled
+def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
+    """Sort entries begin..end into those before them, by full precision. Returns how much that adds: (least, most)."""
+    collections, slots, keys = batch.collections, batch.slots, batch.keys
+    collection = slots[slot, COLLECTION]
+    full, full_bytes = collections[collection, FULL], collections[collection, FULL_BYTES]
+    kind = F32_DOT if collections[collection, KIND] == I8_DOT else F32_L2
+    lanes = collections[collection, FULL_LANES]
+    query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
+    least, most = np.float32(np.inf), np.float32(-np.inf)
+    for i in range(begin, end):
+        node = np.int64(node_of(keys[slot, i]))
+        for offset in range(0, full_bytes, 64):
+            prefetch(np.uint64(full + node * full_bytes + offset))
+    for i in range(begin, end):
+        node = np.int64(node_of(keys[slot, i]))
+        distance = row_distance(kind, np.uint64(full + node * full_bytes), query, lanes, np.float32(1))
+        least = min(least, distance - distance_of(keys[slot, i]))
+        most = max(most, distance - distance_of(keys[slot, i]))
+        key = key_of(distance, node)
+        j = i
+        while j > 0 and keys[slot, j - 1] > key:
+            keys[slot, j] = keys[slot, j - 1]
+            j -= 1
+        keys[slot, j] = key
+    return least, most
+
+
+@compiled
+def rescore_limit(k):  # type: ignore[no-untyped-def]
+    """How many of the nearest entries are rescored for k results, at most."""
+    return 2 * k + 16
+
+
+@compiled
+def write_result(batch, slot, nodes, raw):  # type: ignore[no-untyped-def]
+    """Write a finished slot's k nearest nodes and raw distances; -1 and +inf where there are fewer."""
+    filled = batch.slots[slot, FILLED]
+    for i in range(batch.slots[slot, K]):
+        nodes[i] = np.int64(node_of(batch.keys[slot, i])) if i < filled else -1
+        raw[i] = distance_of(batch.keys[slot, i]) if i < filled else np.inf

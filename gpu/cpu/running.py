@@ -1,0 +1,61 @@
+"""The running batch: slots filled, all advanced by one extend, results written. What the engine calls, compiled.
+
+`handle` describes the batch (see `tables.handle_of`).
+"""
+
+import numpy as np
+
+from gpu.compiled import compiled
+from gpu.cpu.queries import write_query
+from gpu.cpu.results import write_result
+from gpu.cpu.stages import extend
+from gpu.cpu.tables import COLLECTION, FILLED, QUERY, START, VISITED_BITS, batch_at
+
+INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache
+_EMPTY = np.uint32(0xFFFFFFFF)
+
+
+@compiled
+def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
+    """Make a slot whose parameters are set ready for its first extend, which scores the seeds."""
+    batch.slots[slot, FILLED:] = 0
+    batch.visited[slot, : 1 << batch.slots[slot, VISITED_BITS]] = _EMPTY
+
+
+@compiled
+def admit(handle, slot, query, line):  # type: ignore[no-untyped-def]
+    """Take a query, float32 [d], into a slot; `line` holds its columns before QUERY. Returns whether it is finite."""
+    batch = batch_at(handle)
+    if not write_query(query, batch.forms[line[COLLECTION]], batch.queries[slot]):
+        return False
+    for column in range(QUERY):
+        batch.slots[slot, column] = line[column]
+    batch.slots[slot, START] = -1
+    reset_slot(batch, slot)
+    return True
+
+
+@compiled
+def advance(handle, count):  # type: ignore[no-untyped-def]
+    """One extend of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
+
+    Returns how many are done: `finished` begins with them, in order of admission, and their rows of nodes and raw hold
+    the results.
+    """
+    batch = batch_at(handle)
+    active, finished = batch.active, batch.finished
+    parts = max(1, (count + INTERLEAVED // 2) // INTERLEAVED)
+    done = 0
+    for part in range(parts):
+        begin, end = count * part // parts, count * (part + 1) // parts
+        done += extend(batch, active[begin:end], finished[done:])
+    for i in range(done):
+        write_result(batch, finished[i], batch.nodes[finished[i]], batch.raw[finished[i]])
+    kept = following = 0
+    for i in range(count):
+        if following < done and active[i] == finished[following]:  # merge_top_m went through them in this order
+            following += 1
+        else:
+            active[kept] = active[i]
+            kept += 1
+    return done

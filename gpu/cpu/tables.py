@@ -1,0 +1,107 @@
+"""What compiled code knows of indexes, slots and queries: tables of int64 and the arrays of a running batch.
+
+The tables hold addresses: whoever fills them keeps the arrays behind them alive.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from gpu.compiled import compiled
+from gpu.cpu.simd import pointer
+
+# Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
+# QUERY_ROW and QUERY_FULL offsets into a prepared query, the rest elements. SKETCHES and FULL may be 0, for none.
+(
+    ROWS,
+    ROW_BYTES,
+    LANES,
+    KIND,
+    QUERY_ROW,
+    SKETCHES,
+    SKETCH_BYTES,
+    FULL,
+    FULL_BYTES,
+    FULL_LANES,
+    QUERY_FULL,
+    GRAPH,
+    DEGREE,
+    SIZE,
+    SEEDS,
+    SEED_COUNT,
+) = range(16)
+COLLECTION_FIELDS = 16
+
+# Columns of the table of forms, int64 [collections, FORM_FIELDS]: how the queries of a collection are prepared.
+# SCALE and SLACK are the bits of float64, CENTRE and PROJECTION addresses of float32 and float16.
+(DIM, NORMALISED, SQUARED, SCALE, SLACK, CENTRE, PROJECTION, COMPONENTS, SKETCH_LANES, CODE_LANES) = range(10)
+FORM_FIELDS = 10
+
+# Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
+# START the node where the search begins, or -1 for the seeds.
+(
+    COLLECTION,
+    K,
+    TOP_M,
+    WIDTH,
+    PATIENCE,
+    VISITED_BITS,
+    QUERY,
+    START,
+    FILLED,
+    CURSOR,
+    UNCHANGED,
+    EXTENDS,
+    PARENTS,
+    TASK_BEGIN,
+    TASK_END,
+) = range(15)
+SLOT_FIELDS = 15
+
+# Kinds: the row's element type times 2, plus 1 for a dot product.
+F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
+
+
+class Batch(NamedTuple):
+    """The arrays of a running batch."""
+
+    collections: npt.NDArray[np.int64]  # [collections, COLLECTION_FIELDS]
+    forms: npt.NDArray[np.int64]  # [collections, FORM_FIELDS]
+    slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]
+    queries: npt.NDArray[np.uint8]  # [slots, bytes of a prepared query]
+    keys: npt.NDArray[np.uint64]  # [slots, max_top_m]
+    visited: npt.NDArray[np.uint32]  # [slots, table]
+    parents: npt.NDArray[np.int64]  # [slots, max_width]
+    tasks: npt.NDArray[np.uint32]  # [slots · tasks]
+    distances: npt.NDArray[np.float32]  # [slots · tasks]
+    active: npt.NDArray[np.int32]  # [slots]: those to extend, in order of admission
+    finished: npt.NDArray[np.int32]  # [slots]
+    nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
+    raw: npt.NDArray[np.float32]  # [slots, max_k]
+
+
+def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
+    """Addresses and shapes of the arrays, int64 [arrays, 3]: one argument costs less to hand over than all of them."""
+    return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in batch], np.int64)
+
+
+@compiled
+def batch_at(handle: Any) -> Any:
+    """The batch that `handle_of` described."""
+    return Batch(
+        carray(pointer(handle[0, 0]), (handle[0, 1], handle[0, 2]), np.int64),
+        carray(pointer(handle[1, 0]), (handle[1, 1], handle[1, 2]), np.int64),
+        carray(pointer(handle[2, 0]), (handle[2, 1], handle[2, 2]), np.int64),
+        carray(pointer(handle[3, 0]), (handle[3, 1], handle[3, 2]), np.uint8),
+        carray(pointer(handle[4, 0]), (handle[4, 1], handle[4, 2]), np.uint64),
+        carray(pointer(handle[5, 0]), (handle[5, 1], handle[5, 2]), np.uint32),
+        carray(pointer(handle[6, 0]), (handle[6, 1], handle[6, 2]), np.int64),
+        carray(pointer(handle[7, 0]), handle[7, 1], np.uint32),
+        carray(pointer(handle[8, 0]), handle[8, 1], np.float32),
+        carray(pointer(handle[9, 0]), handle[9, 1], np.int32),
+        carray(pointer(handle[10, 0]), handle[10, 1], np.int32),
+        carray(pointer(handle[11, 0]), (handle[11, 1], handle[11, 2]), np.int64),
+        carray(pointer(handle[12, 0]), (handle[12, 1], handle[12, 2]), np.float32),
+    )
