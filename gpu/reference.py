@@ -161,7 +161,7 @@ def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]
     _, _, square = _codes_and_tail(sketches)
     l2 = rows.metric == "l2"
     shifted = query - rows.centre if l2 else query
-    dots = decoded(sketches) @ (rows.sketch.projection[:, : rows.dim] @ shifted)
+    dots = decoded(sketches) @ (rows.sketch.projection[:, : rows.dim].astype(np.float32) @ shifted)
     constant = 0.0 if rows.dtype == "int8" else float(shifted @ shifted) if l2 else -float(rows.centre @ query)
     estimates: FloatArray = ((square - 2 * dots if l2 else -dots) + constant).astype(np.float32)
     return estimates, (2 if l2 else 1) * rows.sketch.slack * float(np.linalg.norm(shifted))

@@ -2,8 +2,8 @@
 
 | dtype | a row | traversal distance |
 |---|---|---|
-| float32 | d floats, zero-padded to 16 | exact |
-| float16 | d halves of x·scale, zero-padded to 16 | of the stored halves |
+| float32 | d floats, zero-padded to 16 bytes | exact |
+| float16 | d halves of x·scale, zero-padded to 16 bytes | of the stored halves |
 | int8 | d codes of x - centre, zeros, the row's step and squared norm as float32: 32·n bytes | of the codes |
 
 float16's `scale` is a power of two that keeps every value in range. int8 rows have float32 rows beside them, with which
@@ -40,7 +40,7 @@ class Rows:
     """The encoded vectors of an index.
 
     codes: what traversal reads, [N, row length], C order.
-    full: float32 [N, padded d] for rescoring, or None where `codes` is exact enough.
+    full: float32 [N, d padded to 16 bytes] for rescoring, or None where `codes` is exact enough.
     centre: float32 [d], the mean of x·scale.
     scale: rows hold x·scale; 1 except for float16.
     sketch: what is read before `codes`, or None where that does not pay.
@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def lanes(self) -> int:
-        """Elements of a row that enter the sum: d, padded to the width of the vector loops."""
+        """Elements of a row that enter the sum: d, and the padding."""
         return int(self.codes.shape[1])
 
     @property
@@ -67,9 +67,9 @@ class Rows:
         return int(self.codes.nbytes) + (0 if self.full is None else int(self.full.nbytes)) + sketch
 
 
-def padded(dim: int) -> int:
-    """d, rounded up to 16 elements, the width of the vector loops."""
-    return -(-dim // 16) * 16
+def padded(dim: int, multiple: int = 16) -> int:
+    """d, rounded up to a multiple: 16 elements are the width of the vector loops, and what queries are padded to."""
+    return -(-dim // multiple) * multiple
 
 
 def aligned_empty(shape: tuple[int, int], dtype: npt.DTypeLike) -> AnyArray:
@@ -136,12 +136,12 @@ def encode(
         scale = 2.0 ** np.floor(np.log2(_F16_MAX / largest)) if largest > 0 else 1.0
         vectors = vectors * np.float32(scale)
     centre = vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
-    exact = None if dtype == "float16" else _padded_copy(vectors, np.float32)
+    exact = None if dtype == "float16" else _padded_copy(vectors, "float32")
     if dtype == "float32":
         assert exact is not None
         codes, exact = exact, None
     elif dtype == "float16":
-        codes = _padded_copy(vectors, np.float16)
+        codes = _padded_copy(vectors, "float16")
     else:
         codes = _int8_codes(vectors, centre)
     sketch = None
@@ -164,34 +164,38 @@ def _int8_codes(vectors: FloatArray, centre: FloatArray) -> AnyArray:
 
 
 def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArray[np.int64], seed: int) -> Sketch:
-    # Rounded, so that a search may read the projection in half precision and see the same numbers.
-    directions = projection_of(vectors, centre, np.random.default_rng(seed)).astype(np.float16).astype(np.float32)
+    projection = projection_of(vectors, centre, np.random.default_rng(seed))
+    directions = projection[:, : vectors.shape[1]].astype(np.float32)
     codes = aligned_empty((len(vectors), len(directions) // 2 + TAIL), np.uint8)
     for begin in range(0, len(vectors), _BLOCK):
         sketch_codes(vectors[begin : begin + _BLOCK] - centre, directions, codes[begin : begin + _BLOCK])
     queries, others = vectors[pairs[:, 0]], vectors[pairs[:, 1]] - centre
     slack = slack_of(queries - centre if l2 else queries, others, codes[pairs[:, 1]], directions)
-    return Sketch(codes, _padded_copy(directions, np.float32), slack)
+    return Sketch(codes, projection, slack)
 
 
 def code_shape(size: int, dim: int, dtype: str) -> tuple[tuple[int, int], npt.DTypeLike]:
     """Shape and element type of `Rows.codes`."""
     if dtype == "int8":
-        return (size, -(-(dim + 8) // 32) * 32), np.int8
-    return (size, padded(dim)), np.dtype(dtype)
+        return (size, padded(dim + TAIL, 32)), np.int8
+    return (size, padded(dim, 16 // np.dtype(dtype).itemsize)), np.dtype(dtype)
 
 
-def _padded_copy(vectors: FloatArray, dtype: npt.DTypeLike) -> AnyArray:
-    out = aligned_empty((vectors.shape[0], padded(vectors.shape[1])), dtype)
+def _padded_copy(vectors: FloatArray, dtype: str) -> AnyArray:
+    out = aligned_empty(*code_shape(len(vectors), vectors.shape[1], dtype))
     out[:, : vectors.shape[1]] = vectors
     out[:, vectors.shape[1] :] = 0
     return out
 
 
-def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
-    """Turn the search's raw distances (squared L2 or minus dot, of the stored values) into the metric's, in float32."""
+def metric_form(rows: Rows) -> tuple[float, float]:
+    """Factor and offset that turn a raw distance (squared L2 or minus dot, of the stored values) into the metric's."""
     if rows.metric == "cosine":
-        return raw + np.float32(1)
-    if rows.scale == 1.0:
-        return raw
-    return (raw / rows.scale / (rows.scale if rows.metric == "l2" else 1.0)).astype(np.float32)
+        return 1.0, 1.0
+    return (1 / rows.scale / rows.scale if rows.metric == "l2" else 1 / rows.scale), 0.0
+
+
+def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
+    """Raw distances as the metric's, in float32."""
+    factor, offset = metric_form(rows)
+    return (raw * np.float64(factor) + offset).astype(np.float32)

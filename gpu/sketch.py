@@ -34,10 +34,10 @@ _COVERED = 0.9  # the part of neighbouring pairs that slack covers
 
 @dataclass(frozen=True)
 class Sketch:
-    """codes: uint8 [N, 64·lines]. projection: float32 [components, padded d]."""
+    """codes: uint8 [N, 64·lines]. projection: float16 [components, d padded to 16]."""
 
     codes: npt.NDArray[np.uint8]
-    projection: FloatArray
+    projection: npt.NDArray[np.float16]
     slack: float
 
 
@@ -46,8 +46,8 @@ def components(lines: int) -> int:
     return 2 * (lines * LINE - TAIL)
 
 
-def projection_of(vectors: FloatArray, centre: FloatArray, random: np.random.Generator) -> FloatArray:
-    """Orthonormal directions, float32 [components, d], from a sample of rows; zeros where d has fewer.
+def projection_of(vectors: FloatArray, centre: FloatArray, random: np.random.Generator) -> npt.NDArray[np.float16]:
+    """Orthonormal directions, [components, d padded to 16], from a sample of rows; zeros where d has fewer.
 
     Principal directions by subspace iteration: as many as fit into one line if these hold 90% of the variance, else
     two lines.
@@ -61,8 +61,8 @@ def projection_of(vectors: FloatArray, centre: FloatArray, random: np.random.Gen
     lines = next((n for n in range(1, MAX_LINES) if variance[min(components(n), dim) - 1] >= _ENOUGH), MAX_LINES)
     basis = basis[:, : components(lines)]
     turn, _ = np.linalg.qr(random.standard_normal((basis.shape[1], basis.shape[1]), np.float32))
-    directions = np.zeros((components(lines), dim), np.float32)
-    directions[: basis.shape[1]] = (basis @ turn).T
+    directions = np.zeros((components(lines), -(-dim // 16) * 16), np.float16)
+    directions[: basis.shape[1], :dim] = (basis @ turn).T
     return directions
 
 

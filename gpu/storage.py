@@ -1,11 +1,11 @@
 """An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
 
-    meta.json      {"format": "trinity-index", "version": 1, "metric", "dtype", "dim", "size", "degree",
+    meta.json      {"format": "trinity-index", "version": 2, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.rows`)
-    full.npy       float32 [N, padded d], for rescoring          (int8 only)
+    full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
     sketch.npy     uint8 [N, 64·lines]                           (see `gpu.sketch`; where sketches pay)
-    projection.npy float32 [components, padded d]                (with sketch.npy)
+    projection.npy float16 [components, d padded to 16]          (with sketch.npy)
     centre.npy     float32 [d]
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
@@ -32,7 +32,7 @@ from gpu.index_data import IndexData
 from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
 from gpu.sketch import LINE, MAX_LINES, Sketch, components
 
-FORMAT, VERSION = "trinity-index", 1
+FORMAT, VERSION = "trinity-index", 2
 MAX_DEGREE = 512
 _META = "meta.json"
 _META_LIMIT = 1 << 20
@@ -103,7 +103,7 @@ def load(directory: Path) -> IndexData:
     lines = meta["sketch_lines"]
     if lines:
         shapes["sketch.npy"] = ((size, lines * LINE), np.uint8)
-        shapes["projection.npy"] = ((components(lines), padded(dim)), np.float32)
+        shapes["projection.npy"] = ((components(lines), padded(dim)), np.float16)
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
     if set(files) != set(shapes):

@@ -14,9 +14,9 @@ from gpu.cpu.tables import EXTENDS
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
-from gpu.rows import true_distances
 
 MAX_SLOTS = 4096
+_NONE = np.zeros(0, np.int32)
 _REMEMBERED = 1024  # sets of parameters that need not be checked again
 
 
@@ -105,6 +105,8 @@ class CpuEngine:
     def extend(self) -> npt.NDArray[np.int32]:
         """See `Engine.extend`."""
         done = running.advance(self._state.handle, self._active_count)
+        if not done:
+            return _NONE
         self._active_count -= done
         finished = self._batch.finished[:done].copy()
         for slot in finished.tolist():
@@ -115,10 +117,8 @@ class CpuEngine:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._expect(slot, _Slot.FINISHED)
         number, k = self._asked[slot]
-        data = self._data[number]
-        return data.ids_of(self._batch.nodes[slot, :k].copy()), true_distances(
-            self._batch.raw[slot, :k].copy(), data.rows
-        )
+        batch = self._batch
+        return self._data[number].ids_of(batch.nodes[slot, :k].copy()), batch.found[slot, :k].copy()
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""

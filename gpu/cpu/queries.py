@@ -43,7 +43,7 @@ class Form:
         self.dim = rows.dim
         self._centre = np.zeros(padded(rows.dim), np.float32)
         self._centre[: rows.dim] = rows.centre
-        self._projection = np.empty((0, 0), np.float16) if sketch is None else sketch.projection.astype(np.float16)
+        self._projection = np.empty((0, 0), np.float16) if sketch is None else np.array(sketch.projection)
         self.line = np.zeros(FORM_FIELDS, np.int64)
         self.line[DIM] = rows.dim
         self.line[NORMALISED], self.line[SQUARED] = rows.metric == "cosine", rows.metric == "l2"

@@ -10,12 +10,14 @@ from gpu.cpu.tables import (
     COLLECTION,
     F32_DOT,
     F32_L2,
+    FACTOR,
     FILLED,
     FULL,
     FULL_BYTES,
     FULL_LANES,
     I8_DOT,
     KIND,
+    OFFSET,
     QUERY,
     QUERY_FULL,
     K,
@@ -81,9 +83,11 @@ def rescore_limit(k):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write_result(batch, slot, nodes, raw):  # type: ignore[no-untyped-def]
-    """Write a finished slot's k nearest nodes and raw distances; -1 and +inf where there are fewer."""
-    filled = batch.slots[slot, FILLED]
+def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
+    """Write a finished slot's k nearest nodes and their distances in the metric; -1 and +inf where there are fewer."""
+    filled, collection = batch.slots[slot, FILLED], batch.slots[slot, COLLECTION]
+    factor = np.int64(batch.collections[collection, FACTOR]).view(np.float64)
+    offset = np.int64(batch.collections[collection, OFFSET]).view(np.float64)
     for i in range(batch.slots[slot, K]):
         nodes[i] = np.int64(node_of(batch.keys[slot, i])) if i < filled else -1
-        raw[i] = distance_of(batch.keys[slot, i]) if i < filled else np.inf
+        found[i] = np.float64(distance_of(batch.keys[slot, i])) * factor + offset if i < filled else np.inf

@@ -39,8 +39,8 @@ def admit(handle, slot, query, line):  # type: ignore[no-untyped-def]
 def advance(handle, count):  # type: ignore[no-untyped-def]
     """One extend of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
 
-    Returns how many are done: `finished` begins with them, in order of admission, and their rows of nodes and raw hold
-    the results.
+    Returns how many are done: `finished` begins with them, in order of admission, and their rows of nodes and found
+    hold the results.
     """
     batch = batch_at(handle)
     active, finished = batch.active, batch.finished
@@ -50,7 +50,7 @@ def advance(handle, count):  # type: ignore[no-untyped-def]
         begin, end = count * part // parts, count * (part + 1) // parts
         done += extend(batch, active[begin:end], finished[done:])
     for i in range(done):
-        write_result(batch, finished[i], batch.nodes[finished[i]], batch.raw[finished[i]])
+        write_result(batch, finished[i], batch.nodes[finished[i]], batch.found[finished[i]])
     kept = following = 0
     for i in range(count):
         if following < done and active[i] == finished[following]:  # merge_top_m went through them in this order

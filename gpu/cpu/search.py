@@ -17,13 +17,13 @@ from gpu.cpu.tables import QUERY, START
 from gpu.errors import InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
-from gpu.rows import aligned_empty, true_distances
+from gpu.rows import aligned_empty
 
 _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
-def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-untyped-def]
+def run_queries(batch, line, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of `batch`; `line` holds the parameters they share.
 
     starts: the node where each query begins, or -1 for the seeds.
@@ -45,7 +45,7 @@ def run_queries(batch, line, prepared, starts, nodes, raw):  # type: ignore[no-u
         done = extend(batch, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
-            write_result(batch, slot, nodes[owner[slot]], raw[owner[slot]])
+            write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
             if admitted < count:
                 owner[slot] = admitted
                 slots[slot, QUERY] = prepared[admitted].ctypes.data
@@ -77,14 +77,14 @@ def search(
         raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {data.rows.dim}]")
     begins = np.full(len(array), -1, np.int64) if starts is None else starts
     nodes = np.empty((len(array), params.k), np.int64)
-    raw = np.empty((len(array), params.k), np.float32)
+    found = np.empty((len(array), params.k), np.float32)
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
 
     def run(part: list[slice]) -> None:
         worker = _Worker(data, params, size)
         for number, block in enumerate(part):
-            worker.run(array[block], block.start, begins[block], nodes[block], raw[block])
+            worker.run(array[block], block.start, begins[block], nodes[block], found[block])
             progress((number + 1) / len(part))
 
     parts = [blocks[number::threads] for number in range(min(threads, len(blocks)))]
@@ -93,7 +93,7 @@ def search(
             list(pool.map(run, parts))
     elif parts:
         run(parts[0])
-    return nodes, true_distances(raw, data.rows)
+    return nodes, found
 
 
 class _Worker:
@@ -111,8 +111,8 @@ class _Worker:
         first: int,
         starts: npt.NDArray[np.int64],
         nodes: npt.NDArray[np.int64],
-        raw: npt.NDArray[np.float32],
+        found: npt.NDArray[np.float32],
     ) -> None:
         prepared = self._prepared[: len(queries)]
         prepare(queries, self._form, prepared, first)
-        run_queries(self._state.batch, self._line, prepared, starts, nodes, raw)
+        run_queries(self._state.batch, self._line, prepared, starts, nodes, found)

@@ -2,7 +2,7 @@
 
 numba offers neither float16 arithmetic nor prefetching nor a say in how a loop is cut into lanes, so the distances are
 built here by llvmlite. LLVM turns 16 lanes into one AVX-512 register, two AVX or four NEON registers.
-All addresses are uint64; rows and queries are padded with zeros to the width of a step.
+All addresses are uint64; rows and queries are padded with zeros to the width of a step, or of a tail.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, ir.PointerType(pointee))
 
 
-def _widen_f32(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, ir.VectorType(_f32, LANES)), align=4)
+def _widen_f32(builder: Any, address: Any, lanes: int) -> Any:
+    return builder.load(_pointer(builder, address, ir.VectorType(_f32, lanes)), align=4)
 
 
-def _widen_f16(builder: Any, address: Any) -> Any:
-    halves = builder.load(_pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=2)
-    return builder.fpext(halves, ir.VectorType(_f32, LANES))
+def _widen_f16(builder: Any, address: Any, lanes: int) -> Any:
+    halves = builder.load(_pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
+    return builder.fpext(halves, ir.VectorType(_f32, lanes))
 
 
 def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
@@ -42,11 +42,12 @@ def _shuffled(builder: Any, vector: Any, lanes: Sequence[int]) -> Any:
 
 
 def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
-    """Adds 16 elements' products, or squared differences, to a sum."""
+    """Adds the products, or squared differences, of as many elements as the sum has lanes."""
 
     def term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-        x = widen_row(builder, builder.add(row, builder.mul(position, ir.Constant(_i64, row_bytes))))
-        q = _widen_f32(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 4))))
+        lanes = total.type.count
+        x = widen_row(builder, builder.add(row, builder.mul(position, ir.Constant(_i64, row_bytes))), lanes)
+        q = _widen_f32(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 4))), lanes)
         left, right = (x, q)
         if squared_difference:
             left = right = builder.fsub(x, q, flags=_FAST)
@@ -81,23 +82,25 @@ def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
     return total
 
 
-def _sum_loop(term: Any, step: int, scalar: Any) -> Any:
-    """Code generator of a sum over `lanes` elements, a multiple of `step`, which is what one `term` takes."""
+def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
+    """Code generator of a sum over `lanes` elements, a multiple of `tail`.
+
+    One `term` takes `step` elements, and `tail` of them where fewer are left.
+    """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         row, query, lanes = args
-        vector = ir.VectorType(scalar, LANES)
 
         def add(a: Any, b: Any) -> Any:
             return builder.add(a, b) if scalar is _i32 else builder.fadd(a, b, flags=_FAST)
 
-        def loop(start: Any, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
+        def loop(start: Any, step: int, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
             before = builder.block
             head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
             builder.branch(head)
             builder.position_at_end(head)
             position = builder.phi(_i64)
-            phis = [builder.phi(vector) for _ in sums]
+            phis = [builder.phi(value.type) for value in sums]
             position.add_incoming(start, before)
             for phi, value in zip(phis, sums, strict=True):
                 phi.add_incoming(value, before)
@@ -115,20 +118,25 @@ def _sum_loop(term: Any, step: int, scalar: Any) -> Any:
             builder.position_at_end(after)
             return position, list(phis)
 
-        position, sums = loop(ir.Constant(_i64, 0), _ACCUMULATORS, [ir.Constant(vector, None)] * _ACCUMULATORS)
-        _, sums = loop(position, 1, sums)
+        def folded(total: Any, width: int) -> Any:
+            while total.type.count > width:
+                half = total.type.count // 2
+                total = add(_shuffled(builder, total, range(half)), _shuffled(builder, total, range(half, 2 * half)))
+            return total
+
+        zero = ir.Constant(ir.VectorType(scalar, LANES), None)
+        position, sums = loop(ir.Constant(_i64, 0), step, _ACCUMULATORS, [zero] * _ACCUMULATORS)
+        position, sums = loop(position, step, 1, sums)
         total = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
-        width = LANES
-        while width > 1:
-            width //= 2
-            total = add(_shuffled(builder, total, range(width)), _shuffled(builder, total, range(width, 2 * width)))
-        return builder.extract_element(total, ir.Constant(_i32, 0))
+        if tail < step:
+            _, (total,) = loop(position, tail, 1, [folded(total, tail)])
+        return builder.extract_element(folded(total, 1), ir.Constant(_i32, 0))
 
     return codegen
 
 
-def _sum(term: Any, step: int, result: Any, scalar: Any) -> Any:
-    codegen = _sum_loop(term, step, scalar)
+def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int | None = None) -> Any:
+    codegen = _sum_loop(term, step, scalar, tail or step)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def total(typing_context: Any, row: Any, query: Any, lanes: Any) -> Any:
@@ -137,11 +145,12 @@ def _sum(term: Any, step: int, result: Any, scalar: Any) -> Any:
     return total
 
 
-# Each takes (address of a row, address of a query, lanes). Float queries are float32; lanes are a multiple of 16.
-dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, types.float32, _f32)
-l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32)
-dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32)
-l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32)
+# Each takes (address of a row, address of a query, lanes). Float queries are float32; the lanes of float rows come to a
+# multiple of 16 bytes.
+dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, types.float32, _f32, tail=4)
+l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32, tail=4)
+dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32, tail=8)
+l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
 # int8 row, int16 query, int32 result; lanes are a multiple of 32.
 dot_i8 = _sum(_code_term, 2 * LANES, types.int32, _i32)
 # 4-bit sketch, int16 query in blocks of 32 lanes (lower halves, upper halves), int32 result; lanes are bytes.

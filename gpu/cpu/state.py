@@ -13,6 +13,7 @@ from gpu.cpu.tables import (
     F16_L2,
     F32_DOT,
     F32_L2,
+    FACTOR,
     FULL,
     FULL_BYTES,
     FULL_LANES,
@@ -21,6 +22,7 @@ from gpu.cpu.tables import (
     I8_L2,
     KIND,
     LANES,
+    OFFSET,
     QUERY,
     QUERY_FULL,
     QUERY_ROW,
@@ -37,7 +39,7 @@ from gpu.cpu.tables import (
 )
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
-from gpu.rows import aligned_empty, padded
+from gpu.rows import aligned_empty, metric_form
 
 _KINDS = {
     ("float32", "l2"): F32_L2,
@@ -64,10 +66,11 @@ def collection_table(collections: Sequence[IndexData]) -> npt.NDArray[np.int64]:
             line[SKETCH_BYTES] = rows.sketch.codes.shape[1]
         if rows.full is not None:
             line[FULL], line[FULL_BYTES] = rows.full.ctypes.data, rows.full.strides[0]
-            line[FULL_LANES] = padded(rows.dim)
+            line[FULL_LANES] = rows.full.shape[1]
         line[QUERY_FULL] = full_offset(rows)
         line[GRAPH], line[DEGREE] = data.graph.ctypes.data, data.graph.shape[1]
         line[SIZE] = len(data.graph)
+        line[FACTOR : OFFSET + 1] = np.array(metric_form(rows), np.float64).view(np.int64)
         line[SEEDS], line[SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
     return table
 
@@ -108,7 +111,7 @@ class BatchState:
             active=np.zeros(slots, np.int32),
             finished=np.zeros(slots, np.int32),
             nodes=np.zeros(results, np.int64),
-            raw=np.zeros(results, np.float32),
+            found=np.zeros(results, np.float32),
         )
         self.batch.slots[:, QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
         self.handle = handle_of(self.batch)

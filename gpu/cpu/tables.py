@@ -13,7 +13,8 @@ from gpu.compiled import compiled
 from gpu.cpu.simd import pointer
 
 # Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
-# QUERY_ROW and QUERY_FULL offsets into a prepared query, the rest elements. SKETCHES and FULL may be 0, for none.
+# QUERY_ROW and QUERY_FULL offsets into a prepared query, FACTOR and OFFSET the bits of float64 that turn a raw distance
+# into the metric's, the rest elements. SKETCHES and FULL may be 0, for none.
 (
     ROWS,
     ROW_BYTES,
@@ -31,8 +32,10 @@ from gpu.cpu.simd import pointer
     SIZE,
     SEEDS,
     SEED_COUNT,
-) = range(16)
-COLLECTION_FIELDS = 16
+    FACTOR,
+    OFFSET,
+) = range(18)
+COLLECTION_FIELDS = 18
 
 # Columns of the table of forms, int64 [collections, FORM_FIELDS]: how the queries of a collection are prepared.
 # SCALE and SLACK are the bits of float64, CENTRE and PROJECTION addresses of float32 and float16.
@@ -79,7 +82,7 @@ class Batch(NamedTuple):
     active: npt.NDArray[np.int32]  # [slots]: those to extend, in order of admission
     finished: npt.NDArray[np.int32]  # [slots]
     nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
-    raw: npt.NDArray[np.float32]  # [slots, max_k]
+    found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
 
 
 def handle_of(batch: Batch) -> npt.NDArray[np.int64]:

@@ -5,6 +5,7 @@ import pytest
 
 from gpu import GraphIndex
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
+from gpu.cpu.tables import SKETCH_LANES
 from gpu.rows import aligned_empty
 
 
@@ -29,6 +30,8 @@ def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(me
         prepared = aligned_empty((len(queries), prepared_bytes(rows)), np.uint8)
         prepare(queries, form, prepared)
         steps = prepared[:, SKETCH_STEP : SKETCH_STEP + 4].copy().view(np.float32)
-        lanes = prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * form.sketch_lanes].copy().view(np.int16) * steps
+        lanes = (
+            prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * int(form.line[SKETCH_LANES])].copy().view(np.int16) * steps
+        )
         found = np.hstack([lanes[:, lower], lanes[:, lower + 32]])
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
