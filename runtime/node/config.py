@@ -128,6 +128,19 @@ class ControlSection(_Section, frozen=True):
             raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
 
 
+class SloSection(_Section, frozen=True):
+    """What the node promises: time to the first token, mean time per later token, a search alone; and to what share.
+
+    Counted over the requests that were sent, so a failed or refused one breaks it too. Alerts watch the rate at which
+    the rest, 1 - `objective`, is used up.
+    """
+
+    ttft_s: Seconds = 1.0
+    tpot_s: Seconds = 0.1
+    search_s: Seconds = 0.1
+    objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
+
+
 class CollectionSection(_Section, frozen=True):
     """A collection that the pool loads: its name in requests, and its directory."""
 
@@ -145,6 +158,7 @@ class NodeConfig(_Section, frozen=True):
     decode: DecodeSection = DecodeSection()
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
+    slo: SloSection = SloSection()
     collections: tuple[CollectionSection, ...] = ()
 
 
@@ -238,6 +252,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "decode": DecodeSection,
     "pool": PoolSection,
     "control": ControlSection,
+    "slo": SloSection,
     "collections": CollectionSection,
 }
 

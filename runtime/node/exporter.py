@@ -1,54 +1,64 @@
-"""The workers' tables and the supervisor's own figures, in Prometheus's text format."""
+"""The workers' tables and the supervisor's own figures, in Prometheus's text format.
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+Every sample says which node and which model it is of, so that one Prometheus can hold many nodes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from runtime.node.config import Role
-from runtime.node.metrics import METRICS, Histogram, Metric
+from runtime.node.metrics import Histogram
 from runtime.node.table import WorkerTable
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class NodeCollector(Collector):
-    """Exports every worker's table, the supervisor's own figures of them, and what `more` gives."""
+    """Exports every worker's table, and what `more` gives, with `constant` labels on all of it."""
 
     def __init__(
         self,
-        tables: dict[str, WorkerTable],
-        node: "NodeFigures",
-        more: Callable[[], Iterable[CounterMetricFamily | GaugeMetricFamily]] = tuple,
+        tables: Mapping[str, WorkerTable],
+        more: Iterable[Callable[[], Iterable[Family]]] = (),
+        constant: Mapping[str, str] | None = None,
     ) -> None:
         self._tables = tables
-        self._node = node
-        self._more = more
+        self._more = tuple(more)
+        self._constant = dict(constant or {})
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        by_role: dict[Role, list[str]] = {}
-        for name, table in self._tables.items():
-            by_role.setdefault(table.role, []).append(name)
-        for role, names in by_role.items():
-            for metric in METRICS[role]:
-                yield self._family(metric, names)
-        yield from self._node.families()
-        yield from self._more()
+    def collect(self) -> Iterator[Family]:
+        for family in self._families():
+            family.samples = [sample._replace(labels=self._constant | sample.labels) for sample in family.samples]
+            yield family
 
-    def _family(
-        self, metric: Metric, names: Iterable[str]
-    ) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
-        if isinstance(metric, Histogram):
-            histogram = HistogramMetricFamily(metric.name, metric.help, labels=["worker"])
-            for name in names:
-                *counts, total = self._tables[name].read(metric)
-                histogram.add_metric([name], _cumulated(metric.buckets, counts), total)
-            return histogram
-        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        family = kind(metric.name, metric.help, labels=["worker"])
-        for name in names:
-            family.add_metric([name], self._tables[name].read(metric)[0])
-        return family
+    def _families(self) -> Iterator[Family]:
+        yield from _of_tables(self._tables)
+        for families in self._more:
+            yield from families()
+
+
+def _of_tables(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
+    families: dict[str, Family] = {}
+    for name, table in tables.items():
+        for metric in table.metrics:
+            labels = ("worker", *(label for label, _ in metric.labels))
+            values = (name, *(value for _, value in metric.labels))
+            read = table.read(metric)
+            if isinstance(metric, Histogram):
+                histogram = families.setdefault(
+                    metric.exported, HistogramMetricFamily(metric.exported, metric.help, labels=labels)
+                )
+                assert isinstance(histogram, HistogramMetricFamily)
+                *counts, total = read
+                histogram.add_metric(values, _cumulated(metric.buckets, counts), total)
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = families.setdefault(metric.exported, kind(metric.exported, metric.help, labels=labels))
+            assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+            family.add_metric(values, read[0])
+    return families.values()
 
 
 def _cumulated(edges: tuple[float, ...], counts: list[float]) -> list[tuple[str, float]]:
@@ -58,30 +68,6 @@ def _cumulated(edges: tuple[float, ...], counts: list[float]) -> list[tuple[str,
         total += count
         buckets.append((edge, total))
     return buckets
-
-
-@dataclass
-class NodeFigures:
-    """What the supervisor knows of its workers: up or not, heartbeat age, restarts, memory."""
-
-    up: dict[str, bool]
-    heartbeat_age_s: dict[str, float]
-    restarts: dict[str, int]
-    resident_bytes: dict[str, int]
-
-    def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        up = GaugeMetricFamily("trinity_worker_up", "1 while the worker is ready", labels=["worker"])
-        age = GaugeMetricFamily(
-            "trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", labels=["worker"]
-        )
-        restarts = CounterMetricFamily("trinity_worker_restarts_total", "Restarts of the worker", labels=["worker"])
-        memory = GaugeMetricFamily("trinity_worker_resident_memory_bytes", "Resident memory", labels=["worker"])
-        for name in self.up:
-            up.add_metric([name], float(self.up[name]))
-            age.add_metric([name], self.heartbeat_age_s[name])
-            restarts.add_metric([name], self.restarts[name])
-            memory.add_metric([name], self.resident_bytes[name])
-        yield from (up, age, restarts, memory)
 
 
 def render(collector: NodeCollector) -> str:

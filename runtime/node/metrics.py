@@ -1,13 +1,18 @@
 """The metrics of a node: what each role writes into its table (`exporter.py` gives them to Prometheus).
 
 Names follow vLLM's where it has one (time to first token, inter-token latency …) with the prefix `trinity_`; seconds
-and bytes; buckets of waits begin at 50 µs, since a pool answers in less than a millisecond.
+and bytes; buckets of waits begin at 50 µs, since a pool answers in less than a millisecond. What differs by stage,
+reason or outcome alone is one family with a label; labels have a handful of values, fixed here.
+
+An SLO is judged by buckets too, so each limit of the configuration is an edge of its histogram (`metrics_of`).
 """
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.node.config import Role
+from runtime.node.config import Role, SloSection
 
 WAIT = (
     50e-6,
@@ -37,20 +42,32 @@ TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 EXTENDS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
 
 
+Labels = tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True)
-class Counter:
+class _Series:
+    """One place in a worker's table. `family` and `labels` are what Prometheus sees; without, its name alone."""
+
     name: str
     help: str
+    family: str = ""
+    labels: Labels = ()
+    words: ClassVar[int] = 1
+
+    @property
+    def exported(self) -> str:
+        return self.family or self.name
+
+
+@dataclass(frozen=True)
+class Counter(_Series):
     kind: ClassVar[str] = "counter"
-    words: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
-class Gauge:
-    name: str
-    help: str
+class Gauge(_Series):
     kind: ClassVar[str] = "gauge"
-    words: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,13 @@ class Histogram:
     name: str
     help: str
     buckets: tuple[float, ...]
+    family: str = ""
+    labels: Labels = ()
     kind: ClassVar[str] = "histogram"
+
+    @property
+    def exported(self) -> str:
+        return self.family or self.name
 
     @property
     def words(self) -> int:
@@ -67,8 +90,9 @@ class Histogram:
 
 Metric = Counter | Gauge | Histogram
 
-POOL_WAIT_PREFILL = Histogram("trinity_pool_wait_prefill_seconds", "Prefill queries: from enqueue to slot", WAIT)
-POOL_WAIT_DECODE = Histogram("trinity_pool_wait_decode_seconds", "Decode queries: from enqueue to slot", WAIT)
+_POOL_WAIT = ("Queries by stage: from enqueue to slot", WAIT, "trinity_pool_wait_seconds")
+POOL_WAIT_PREFILL = Histogram("trinity_pool_wait_prefill_seconds", *_POOL_WAIT, (("stage", "prefill"),))
+POOL_WAIT_DECODE = Histogram("trinity_pool_wait_decode_seconds", *_POOL_WAIT, (("stage", "decode"),))
 POOL_LATENCY = Histogram("trinity_pool_query_seconds", "All queries: from enqueue to result", WAIT)
 POOL_EXTENDS = Histogram("trinity_pool_query_extends", "Extends a query took", EXTENDS)
 QUEUE_TIME = Histogram("trinity_request_queue_time_seconds", "From the frontend to a prefill worker's hands", WAIT)
@@ -78,24 +102,48 @@ PREFILL_TIME = Histogram("trinity_request_prefill_time_seconds", "From the first
 HANDOVER_TIME = Histogram("trinity_request_handover_time_seconds", "From prefill's end until decode has the KV", WAIT)
 TTFT_TIME = Histogram("trinity_time_to_first_token_seconds", "From the frontend to the first token", TTFT)
 TPOT_TIME = Histogram("trinity_request_time_per_output_token_seconds", "A request's mean time per output token", TPOT)
+ITL_TIME = Histogram("trinity_inter_token_latency_seconds", "Between two tokens of a request", TPOT)
 E2E_TIME = Histogram("trinity_e2e_request_latency_seconds", "From the frontend to the last token", TTFT)
 PROBE_STALL = Histogram("trinity_decode_probe_stall_seconds", "How long a probe held its row", WAIT)
+SEARCH_TIME = Histogram("trinity_search_request_seconds", "Answered requests for a search alone", WAIT)
+
+
+def _by(
+    label: str, family: str, text: str, names: Mapping[str, str], kind: type[Counter] | type[Gauge] = Counter
+) -> tuple[Counter | Gauge, ...]:
+    """One family's series: `names` are places in the table by the label's value."""
+    return tuple(kind(name, text, family, ((label, value),)) for value, name in names.items())
+
+
+def _by_stage(
+    family: str, text: str, pattern: str, kind: type[Counter] | type[Gauge] = Counter
+) -> tuple[Counter | Gauge, ...]:
+    return _by("stage", family, text, {stage: pattern.format(stage) for stage in ("prefill", "decode")}, kind)
+
+
+SLOS = ("ttft", "tpot", "search", "all")
+"""What is promised: the first token, each later token, a search alone; "all": every promise to a generation."""
 
 METRICS: dict[Role, tuple[Metric, ...]] = {
     "pool": (
-        Counter("trinity_pool_queries_prefill_total", "Prefill queries received"),
-        Counter("trinity_pool_queries_decode_total", "Decode queries received"),
+        *_by_stage("trinity_pool_queries_total", "Queries received", "trinity_pool_queries_{}_total"),
         Counter("trinity_pool_queries_refused_total", "Queries answered with an error"),
-        Counter("trinity_pool_refused_overloaded_total", "Of these: the queue was full"),
-        Counter("trinity_pool_refused_deadline_exceeded_total", "Of these: the deadline could not be met"),
-        Counter("trinity_pool_refused_invalid_request_total", "Of these: what was asked cannot be"),
-        Counter("trinity_pool_missed_prefill_total", "Prefill queries answered after their target or deadline"),
-        Counter("trinity_pool_missed_decode_total", "Decode queries answered after their deadline"),
+        *_by(
+            "reason",
+            "trinity_pool_refused_total",
+            "Queries refused: the queue was full, the deadline could not be met, or what was asked cannot be",
+            {
+                reason: f"trinity_pool_refused_{reason}_total"
+                for reason in ("overloaded", "deadline_exceeded", "invalid_request")
+            },
+        ),
+        *_by_stage(
+            "trinity_pool_deadline_misses_total", "Answers after the deadline or target", "trinity_pool_missed_{}_total"
+        ),
         Counter("trinity_pool_preemptions_total", "Decode queries paused for prefill queries"),
         Counter("trinity_pool_extends_total", "Engine steps"),
         Counter("trinity_pool_slot_steps_total", "Active slots summed over engine steps"),
-        Gauge("trinity_pool_queue_prefill", "Prefill queries waiting"),
-        Gauge("trinity_pool_queue_decode", "Decode queries waiting"),
+        *_by_stage("trinity_pool_queue_depth", "Queries waiting for a slot", "trinity_pool_queue_{}", Gauge),
         Gauge("trinity_pool_active_slots", "Slots that the next extend advances"),
         Gauge("trinity_pool_paused_slots", "Slots of paused decode queries"),
         Gauge("trinity_pool_width", "Active slots that are worth while by the measured cost of an extend"),
@@ -133,13 +181,36 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         HANDOVER_TIME,
         TTFT_TIME,
         TPOT_TIME,
+        ITL_TIME,
         E2E_TIME,
         PROBE_STALL,
     ),
     "frontend": (
-        Counter("trinity_requests_finished_total", "Requests that ended with a whole answer"),
-        Counter("trinity_requests_cancelled_total", "Requests whose client went away"),
-        Counter("trinity_requests_failed_total", "Requests that ended with another error"),
+        *_by(
+            "outcome",
+            "trinity_requests_total",
+            "Generations that ended: with a whole answer, with a client that went away, with an error, or refused",
+            {how: f"trinity_requests_{how}_total" for how in ("finished", "cancelled", "failed", "refused")},
+        ),
+        *_by(
+            "status",
+            "trinity_http_responses_total",
+            "HTTP answers by the class of their status",
+            {status: f"trinity_http_responses_{status}_total" for status in ("2xx", "4xx", "5xx")},
+        ),
+        *_by(
+            "slo",
+            "trinity_slo_requests_total",
+            "Requests to which the SLO applies; not those whose client went away or asked for what cannot be",
+            {slo: f"trinity_slo_requests_{slo}_total" for slo in SLOS},
+        ),
+        *_by(
+            "slo",
+            "trinity_slo_violations_total",
+            "Of these: answered after the limit, failed or refused",
+            {slo: f"trinity_slo_violations_{slo}_total" for slo in SLOS},
+        ),
+        SEARCH_TIME,
         Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended"),
     ),
 }
@@ -154,3 +225,19 @@ KNOBS: dict[Role, tuple[str, ...]] = {
     "frontend": (),
 }
 """What the supervisor sets in a worker at run time, through its table."""
+
+
+def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
+    """The role's metrics, with the SLO limits among the edges of the histograms that they judge."""
+    limits = {
+        TTFT_TIME.name: slo.ttft_s,
+        TPOT_TIME.name: slo.tpot_s,
+        ITL_TIME.name: slo.tpot_s,
+        SEARCH_TIME.name: slo.search_s,
+    }
+    return tuple(
+        dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, limits[metric.name]})))
+        if isinstance(metric, Histogram) and metric.name in limits
+        else metric
+        for metric in METRICS[role]
+    )

@@ -20,13 +20,15 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-import psutil
 
 from runtime.node.backoff import Backoff
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
 from runtime.node.control_loop import ControlLoop
-from runtime.node.exporter import NodeCollector, NodeFigures, render
+from runtime.node.exporter import NodeCollector, render
+from runtime.node.figures import NodeFigures, node_version, usage_of
+from runtime.node.gpus import Gpus
 from runtime.node.listen import listen
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.table import State, WorkerTable
@@ -92,11 +94,19 @@ class Supervisor:
         self._command = list(command)
         self._clock = clock
         random_source = random.Random(seed)
+        slo = plan.config.slo
         self._children = [
-            Child(place, WorkerTable.create(place.role, place.name), Backoff(random_source)) for place in plan.workers
+            Child(
+                place,
+                WorkerTable.create(place.role, place.name, metrics_of(place.role, slo)),
+                Backoff(random_source),
+            )
+            for place in plan.workers
         ]
         tables = {child.place.name: child.table for child in self._children}
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
+        self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
+        self._gpus = Gpus()
         self._stop_signals = 0
         self._announced = False
 
@@ -326,16 +336,19 @@ class Supervisor:
         return NodeStatus(info=self._info, stopping=bool(self._stop_signals), workers=workers)
 
     def metrics_text(self) -> str:
-        """All workers' metrics in Prometheus's text format."""
-        workers = self.status().workers
-        figures = NodeFigures(
-            up={w.name: w.phase == "ready" for w in workers},
-            heartbeat_age_s={w.name: w.heartbeat_age_s for w in workers},
-            restarts={w.name: w.restarts for w in workers},
-            resident_bytes={w.name: w.resident_bytes for w in workers},
+        """All metrics of the node in Prometheus's text format."""
+        statuses = self.status().workers
+        model = self._plan.config.model
+        collector = NodeCollector(
+            {child.place.name: child.table for child in self._children},
+            (
+                lambda: self._figures.families(statuses, os.getpid()),
+                self._control_loop.families,
+                self._gpus.families,
+            ),
+            {"node": self._plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
-        tables = {child.place.name: child.table for child in self._children}
-        return render(NodeCollector(tables, figures, self._control_loop.families))
+        return render(collector)
 
 
 def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
@@ -346,19 +359,10 @@ def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
         epoch=child.epoch,
         restarts=child.restarts,
         heartbeat_age_s=child.table.age_s(now_ns),
-        resident_bytes=_resident_bytes(child),
+        resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
         device=child.place.device,
         cores=child.place.cores,
     )
-
-
-def _resident_bytes(child: Child) -> int:
-    if child.process is None:
-        return 0
-    try:
-        return int(psutil.Process(child.process.pid).memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 def _how(code: int) -> str:

@@ -6,8 +6,8 @@ Knobs go the other way: the supervisor writes them, the worker reads them in eve
 over restarts, so a new process goes on with what the last one was told.
 
 ```
-words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, 0, 0        (uint64)
-words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of METRICS)
+words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, words in all, 0    (uint64)
+words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of metrics)
 then         one float64 a knob, NaN until it has a value                                     (in the order of KNOBS)
 ```
 """
@@ -15,14 +15,17 @@ then         one float64 a knob, NaN until it has a value                       
 import bisect
 import math
 import time
+from collections.abc import Sequence
 from enum import IntEnum
+
+import numpy as np
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role
 from runtime.node.metrics import KNOBS, METRICS, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
-_VERSION = 2
+_VERSION = 3
 _HEADER_WORDS = 8
 
 
@@ -35,35 +38,48 @@ class State(IntEnum):
 
 
 class WorkerTable:
-    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference."""
+    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference.
 
-    def __init__(self, memory: SharedMemory, role: Role) -> None:
+    Both give the same `metrics` (`metrics_of` the node's SLOs); without, the role's own with their default buckets.
+    """
+
+    def __init__(self, memory: SharedMemory, role: Role, metrics: Sequence[Metric]) -> None:
         self._memory = memory
         self._header = memory.view[: _HEADER_WORDS * 8].cast("Q")
         self._values = memory.view[_HEADER_WORDS * 8 :].cast("d")
+        self._array = np.frombuffer(memory.view, np.float64, offset=_HEADER_WORDS * 8)
         self._offsets: dict[str, int] = {}
+        self._edges: dict[str, tuple[float, ...]] = {}
+        self.metrics = tuple(metrics)
         offset = 0
-        for metric in METRICS[role]:
+        for metric in metrics:
             self._offsets[metric.name] = offset
             offset += metric.words
+            if isinstance(metric, Histogram):
+                self._edges[metric.name] = metric.buckets
         self._knobs = {name: offset + number for number, name in enumerate(KNOBS[role])}
         self.role = role
 
     @classmethod
-    def create(cls, role: Role, name: str) -> "WorkerTable":
-        words = _HEADER_WORDS + sum(metric.words for metric in METRICS[role]) + len(KNOBS[role])
-        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role)
-        table._header[0], table._header[1] = _MAGIC, _VERSION
+    def create(cls, role: Role, name: str, metrics: Sequence[Metric] | None = None) -> "WorkerTable":
+        metrics = METRICS[role] if metrics is None else metrics
+        words = _words(role, metrics)
+        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role, metrics)
+        table._header[0], table._header[1], table._header[6] = _MAGIC, _VERSION, words
         for name in table._knobs:
             table.set_knob(name, math.nan)
         table.beat()  # until a worker takes it over, its heartbeat is as old as the table
         return table
 
     @classmethod
-    def open(cls, reference: MemoryReference, role: Role) -> "WorkerTable":
-        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role)
+    def open(cls, reference: MemoryReference, role: Role, metrics: Sequence[Metric] | None = None) -> "WorkerTable":
+        """Raises `ValueError` if the memory is no table, or one of other metrics."""
+        metrics = METRICS[role] if metrics is None else metrics
+        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, metrics)
         if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
             raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
+        if table._header[6] != (words := _words(role, metrics)):
+            raise ValueError(f"worker table of {role}: {table._header[6]} words, its metrics need {words}")
         return table
 
     @property
@@ -75,7 +91,7 @@ class WorkerTable:
 
     def begin(self, epoch: int, pid: int) -> None:
         """A new process takes the table over: its gauges start at zero, its counters go on."""
-        for metric in METRICS[self.role]:
+        for metric in self.metrics:
             if metric.kind == "gauge":
                 self._values[self._offsets[metric.name]] = 0.0
         self._header[4], self._header[5] = epoch, pid
@@ -93,9 +109,16 @@ class WorkerTable:
         self._values[self._offsets[name]] = value
 
     def observe(self, histogram: Histogram, value: float) -> None:
-        offset = self._offsets[histogram.name]
-        self._values[offset + bisect.bisect_left(histogram.buckets, value)] += 1
-        self._values[offset + histogram.words - 1] += value
+        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        self._values[offset + bisect.bisect_left(edges, value)] += 1
+        self._values[offset + len(edges) + 1] += value
+
+    def observe_many(self, histogram: Histogram, values: Sequence[float]) -> None:
+        """All of a step's observations at once."""
+        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        buckets = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
+        self._array[offset : offset + len(edges) + 1] += buckets
+        self._array[offset + len(edges) + 1] += sum(values)
 
     def knob(self, name: str) -> float:
         """What the supervisor wants of this worker now; NaN until a worker has begun with its configured value."""
@@ -133,9 +156,15 @@ class WorkerTable:
     def read(self, metric: Metric) -> list[float]:
         """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
         offset = self._offsets[metric.name]
-        return list(self._values[offset : offset + metric.words])
+        words = len(self._edges[metric.name]) + 2 if metric.name in self._edges else 1
+        return list(self._values[offset : offset + words])
 
     def close(self) -> None:
+        self._array = np.empty(0)  # it holds the memory too
         self._header.release()
         self._values.release()
         self._memory.close()
+
+
+def _words(role: Role, metrics: Sequence[Metric]) -> int:
+    return _HEADER_WORDS + sum(metric.words for metric in metrics) + len(KNOBS[role])

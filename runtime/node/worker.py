@@ -17,6 +17,7 @@ import msgspec
 
 from ipc import MemoryReference
 from runtime.errors import CollectionError, ConfigError, ModelError, TrinityError
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.table import State, WorkerTable
 
@@ -50,7 +51,7 @@ class Worker:
         self.name = spec.worker
         self.epoch = spec.epoch
         self.pid = os.getpid()
-        self.table = WorkerTable.open(spec.table, self.place.role)
+        self.table = WorkerTable.open(spec.table, self.place.role, metrics_of(self.place.role, spec.plan.config.slo))
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.stopping = False

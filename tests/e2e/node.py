@@ -66,11 +66,15 @@ class RunningNode:
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: not psutil.pid_exists(pid), 10.0, f"{worker} to be gone")
 
-    def metric(self, name: str) -> float:
-        """The sum of a counter or gauge over all workers."""
+    def metrics_text(self) -> str:
         with urllib.request.urlopen(f"{self.info.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+            return str(answer.read().decode())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a counter or gauge over all workers, of its series with these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [line for line in self.metrics_text().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted)]
         assert values, f"no metric {name}"
         return sum(values)
 

@@ -126,13 +126,15 @@ def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode,
 
 
 def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningNode) -> None:
-    cancelled = node.metric("trinity_requests_cancelled_total")
+    cancelled = node.metric("trinity_requests_total", outcome="cancelled")
     body = CHAT | {"max_tokens": 1000, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16}}
     for _ in range(3):
         events = stream(node.info.url, "/v1/chat/completions", body)
         next(events)
         events.close()
-    eventually(lambda: node.metric("trinity_requests_cancelled_total") == cancelled + 3, 20, "three cancellations")
+    eventually(
+        lambda: node.metric("trinity_requests_total", outcome="cancelled") == cancelled + 3, 20, "three cancellations"
+    )
     for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
         eventually(lambda gauge=gauge: node.metric(gauge) == 0, 20, f"{gauge} to be 0")  # type: ignore[misc]
     assert node.metric("trinity_kv_cache_usage_perc") == 0

@@ -10,9 +10,9 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from ipc import MemoryRefused, SharedMemory
-from runtime.node.config import Role
-from runtime.node.exporter import NodeCollector, NodeFigures, render
-from runtime.node.metrics import METRICS, POOL_LATENCY, Histogram
+from runtime.node.config import Role, SloSection
+from runtime.node.exporter import NodeCollector, render
+from runtime.node.metrics import METRICS, POOL_LATENCY, POOL_WAIT_DECODE, SEARCH_TIME, TTFT_TIME, Histogram, metrics_of
 from runtime.node.table import State, WorkerTable
 
 ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
@@ -26,17 +26,8 @@ def table() -> Iterator[WorkerTable]:
     made.close()
 
 
-def figures(*names: str) -> NodeFigures:
-    return NodeFigures(
-        up=dict.fromkeys(names, True),
-        heartbeat_age_s=dict.fromkeys(names, 0.5),
-        restarts=dict.fromkeys(names, 2),
-        resident_bytes=dict.fromkeys(names, 1 << 20),
-    )
-
-
 def parsed(tables: dict[str, WorkerTable]) -> dict[str, Family]:
-    text = render(NodeCollector(tables, figures(*tables)))
+    text = render(NodeCollector(tables))
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -53,7 +44,7 @@ def test_every_name_is_used_once_over_all_roles() -> None:
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
 def test_names_follow_prometheus(metric: object) -> None:
-    name, kind = metric.name, metric.kind  # type: ignore[attr-defined]
+    name, kind = metric.exported, metric.kind  # type: ignore[attr-defined]
     assert name.startswith("trinity_")
     assert name.endswith("_total") == (kind == "counter")
     assert not name.endswith(("_count", "_sum", "_bucket", "_ms", "_us", "_milliseconds", "_kb", "_mb"))
@@ -72,10 +63,9 @@ def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
     worker.add("trinity_pool_queries_decode_total")
     worker.set("trinity_pool_clients", 7)
     found = parsed({"pool-0": table, "pool-1": other})
-    assert samples(found["trinity_pool_queries_decode"], "_total") == {"pool-0": 4, "pool-1": 0}
+    decode = [s for s in found["trinity_pool_queries"].samples if s.labels["stage"] == "decode"]
+    assert {sample.labels["worker"]: sample.value for sample in decode} == {"pool-0": 4, "pool-1": 0}
     assert samples(found["trinity_pool_clients"]) == {"pool-0": 7, "pool-1": 0}
-    assert samples(found["trinity_worker_up"]) == {"pool-0": 1, "pool-1": 1}
-    assert samples(found["trinity_worker_restarts"], "_total") == {"pool-0": 2, "pool-1": 2}
     worker.close()
     other.close()
 
@@ -84,7 +74,9 @@ def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
 def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
     made = WorkerTable.create(role, f"{role}-0")
     found = parsed({f"{role}-0": made})
-    assert {metric.name.removesuffix("_total") for metric in METRICS[role]} <= set(found)
+    assert {metric.exported.removesuffix("_total") for metric in METRICS[role]} <= set(found)
+    series = [(sample.name, tuple(sample.labels.items())) for family in found.values() for sample in family.samples]
+    assert len(set(series)) == len(series)
     made.close()
 
 
@@ -110,6 +102,52 @@ def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list
     assert buckets == {le: sum(value <= float(le) for value in values) for le in buckets}
     assert samples(family, "_sum")["pool-0"] == pytest.approx(sum(values))
     made.close()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(POOL_LATENCY.buckets)), max_size=8)))
+def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[list[float]]) -> None:
+    made = WorkerTable.create("pool", "pool-0")
+    for step in steps:
+        made.observe_many(POOL_LATENCY, step)
+        for value in step:
+            made.observe(POOL_WAIT_DECODE, value)
+    at_once, one_by_one = made.read(POOL_LATENCY), made.read(POOL_WAIT_DECODE)
+    assert at_once[:-1] == one_by_one[:-1]
+    assert at_once[-1] == pytest.approx(one_by_one[-1])
+    made.close()
+
+
+def test_the_configured_slo_limits_are_edges_and_a_value_at_the_limit_is_within_it() -> None:
+    slo = SloSection(ttft_s=0.333, search_s=0.0123)
+    made = WorkerTable.create("frontend", "frontend-0", metrics_of("frontend", slo))
+    worker = WorkerTable.open(made.reference, "frontend", metrics_of("frontend", slo))
+    for value in (0.0123, math.nextafter(0.0123, 1.0)):
+        worker.observe(SEARCH_TIME, value)
+    family = parsed({"frontend-0": made})[SEARCH_TIME.name]
+    assert samples(family, "_bucket")["0.0123"] == 1
+    assert samples(family, "_bucket")["0.025"] == 2
+    ttft = next(metric for metric in metrics_of("decode", slo) if metric.name == TTFT_TIME.name)
+    assert isinstance(ttft, Histogram)
+    assert 0.333 in ttft.buckets
+    assert list(ttft.buckets) == sorted(ttft.buckets)
+    worker.close()
+    made.close()
+
+
+def test_a_table_of_other_slo_limits_is_refused() -> None:
+    made = WorkerTable.create("frontend", "frontend-0", metrics_of("frontend", SloSection(search_s=0.0123)))
+    with pytest.raises(ValueError, match="words"):
+        WorkerTable.open(made.reference, "frontend")
+    made.close()
+
+
+def test_every_sample_says_of_which_node_and_model_it_is(table: WorkerTable) -> None:
+    collector = NodeCollector({"pool-0": table}, constant={"node": "n", "model_name": "m"})
+    families = list(text_string_to_metric_families(render(collector)))
+    assert families
+    for sample in (sample for family in families for sample in family.samples):
+        assert (sample.labels["node"], sample.labels["model_name"]) == ("n", "m")
 
 
 def test_counters_and_histograms_survive_a_new_process_and_gauges_start_at_zero(table: WorkerTable) -> None:

@@ -135,7 +135,8 @@ def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(s
     assert (second.epoch, second.restarts) == (first.epoch + 1, 1)
     assert (other.epoch, other.restarts) == (1, 0)
     assert "pool-0 ended (signal SIGKILL); it starts again in 0." in node.log.read_text()
-    assert 'trinity_worker_restarts_total{worker="pool-0"} 1.0' in ask(node.info.control, "metrics").decode()
+    text = ask(node.info.control, "metrics").decode()
+    assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
 
 
 def test_a_worker_that_ends_by_itself_is_started_again(start: StartTiny) -> None:

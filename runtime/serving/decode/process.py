@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ipc import HandoverSink, IpcError, Offer
 from runtime.errors import TrinityError, WorkerLost
-from runtime.node.metrics import E2E_TIME, HANDOVER_TIME, PROBE_STALL, TPOT_TIME, TTFT_TIME
+from runtime.node.metrics import E2E_TIME, HANDOVER_TIME, ITL_TIME, PROBE_STALL, TPOT_TIME, TTFT_TIME
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.retriever import Found, Library, Retriever
@@ -61,6 +61,7 @@ class Row:
     seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
     ticket: int | None = None
     asked_ns: int = 0
+    token_ns: int = 0  # when its last token was there
     finish: FinishReason | None = None
 
     @property
@@ -242,6 +243,10 @@ class DecodeWorker:
         logits = self._model.forward(chunks)
         for row, scores in zip(batch, logits, strict=True):
             self._guard(row, partial(self._advance, scores=scores))
+        now = time.monotonic_ns()
+        self._table.observe_many(ITL_TIME, [(now - row.token_ns) / 1e9 for row in batch])
+        for row in batch:
+            row.token_ns = now
         return True
 
     def _advance(self, row: Row, scores: "torch.Tensor") -> None:

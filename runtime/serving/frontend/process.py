@@ -20,7 +20,7 @@ from runtime.retrieval.client import SearchClient
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
 from runtime.serving.frontend.http import Service, Settings, create_app
-from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.model.model_info import ModelInfo
@@ -28,11 +28,6 @@ from runtime.serving.model.model_info import ModelInfo
 _BEAT_S = 0.1
 _SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
-_END_COUNTERS = {
-    "stop": "trinity_requests_finished_total",
-    "length": "trinity_requests_finished_total",
-    ClientGone.code: "trinity_requests_cancelled_total",
-}
 
 
 class NoSearch:
@@ -79,11 +74,13 @@ class _Server(uvicorn.Server):
 async def _serve(worker: Worker) -> None:
     plan = worker.plan
     config = plan.config
+    measures = Measures(worker.table, config.slo)
     link = WorkerLink(
         plan.endpoint("frontend"),
         Router(max_in_flight=config.http.max_in_flight),
         epoch=worker.epoch,
-        on_end=lambda ended: worker.table.add(_END_COUNTERS.get(ended.code, "trinity_requests_failed_total")),
+        on_end=measures.ended,
+        on_refused=measures.refused,
     )
     library = Library(plan)
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None
@@ -98,7 +95,10 @@ async def _serve(worker: Worker) -> None:
     )
     app = create_app(Service(link, search or NoSearch(), SupervisorMetrics(plan.endpoint("control"))), settings)
     options = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(config.node.drain_s)
+        MeasuredApp(app, measures),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(config.node.drain_s),
     )
     server = _Server(options, worker)
     serving = asyncio.create_task(server.serve(sockets=[worker.listening_socket()]))

@@ -78,7 +78,8 @@ class LinkStatistics:
 class WorkerLink:
     """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
 
-    `epoch` is this frontend process's own, not 0. `on_end` is told of every request's end, once. Raises
+    `epoch` is this frontend process's own, not 0. `on_end` is told of every accepted request's end, once;
+    `on_refused` of those that were not accepted. Raises
     `ipc.errors.InvalidArgument` when the endpoint is taken.
     """
 
@@ -91,6 +92,7 @@ class WorkerLink:
         clock: Callable[[], int] = time.monotonic_ns,
         lost_after_ns: int = 10_000_000_000,
         on_end: Callable[[Ended], None] | None = None,
+        on_refused: Callable[[TrinityError], None] | None = None,
     ) -> None:
         self.epoch = epoch
         self.router = router
@@ -98,6 +100,7 @@ class WorkerLink:
         self._clock = clock
         self._lost_after_ns = lost_after_ns
         self._on_end = on_end
+        self._on_refused = on_refused
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
         self._lost_workers = self._stale = self._malformed = 0
@@ -135,7 +138,12 @@ class WorkerLink:
         prefix = prefix_blocks(messages or prompt)
         tokens = sampling.max_tokens + (len(prompt) if isinstance(prompt, tuple) else 1)
         while True:
-            placement = self.router.place(prefix, tokens)
+            try:
+                placement = self.router.place(prefix, tokens)
+            except TrinityError as error:
+                if self._on_refused is not None:
+                    self._on_refused(error)
+                raise
             prefill = Prefill(
                 request_id=request_id,
                 frontend_epoch=self.epoch,

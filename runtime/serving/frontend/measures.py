@@ -1,0 +1,103 @@
+"""The frontend's own metrics: how requests ended, and whether the node kept what it promises (its SLOs).
+
+An SLO counts over the requests that were sent: one that failed or was refused broke it. Not counted are those whose
+client went away, and those that asked for what cannot be.
+"""
+
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.errors import TrinityError, error_of
+from runtime.node.config import SloSection
+from runtime.node.metrics import SEARCH_TIME
+from runtime.node.table import WorkerTable
+from runtime.serving.frontend.requests import ClientGone, Ended
+from runtime.serving.stages import spans_seconds
+
+_WHOLE = ("stop", "length")
+_STATUS = {2: "2xx", 4: "4xx", 5: "5xx"}
+_SEARCH_PATH = "/v1/retrieval"
+
+
+class Measures:
+    """Writes them into the frontend's table."""
+
+    def __init__(self, table: WorkerTable, slo: SloSection) -> None:
+        self._table = table
+        self._slo = slo
+
+    def ended(self, ended: Ended) -> None:
+        """A generation that was accepted has ended."""
+        if ended.code in _WHOLE:
+            self._table.add("trinity_requests_finished_total")
+            self._judge_answer(ended)
+        elif ended.code == ClientGone.code:
+            self._table.add("trinity_requests_cancelled_total")
+        else:
+            self._table.add("trinity_requests_failed_total")
+            if error_of(ended.code, "").status >= 500:
+                self._broke_all()
+
+    def refused(self, error: TrinityError) -> None:
+        """A generation was not accepted."""
+        self._table.add("trinity_requests_refused_total")
+        if error.status >= 500:
+            self._broke_all()
+
+    def responded(self, path: str, status: int, seconds: float) -> None:
+        """An HTTP answer is out."""
+        if status // 100 in _STATUS:
+            self._table.add(f"trinity_http_responses_{_STATUS[status // 100]}_total")
+        if path != _SEARCH_PATH:
+            return
+        if status == 200:
+            self._table.observe(SEARCH_TIME, seconds)
+            self._judge("search", seconds <= self._slo.search_s)
+        elif status >= 500:
+            self._judge("search", False)
+
+    def _judge_answer(self, ended: Ended) -> None:
+        spans = spans_seconds(ended.stages, ended.completion_tokens)
+        kept = [spans["ttft"] <= self._slo.ttft_s]
+        self._judge("ttft", kept[0])
+        if "tpot" in spans:  # an answer of one token has no later ones
+            kept.append(spans["tpot"] <= self._slo.tpot_s)
+            self._judge("tpot", kept[1])
+        self._judge("all", all(kept))
+
+    def _broke_all(self) -> None:
+        for slo in ("ttft", "tpot", "all"):
+            self._judge(slo, False)
+
+    def _judge(self, slo: str, kept: bool) -> None:
+        self._table.add(f"trinity_slo_requests_{slo}_total")
+        if not kept:
+            self._table.add(f"trinity_slo_violations_{slo}_total")
+
+
+class MeasuredApp:
+    """An ASGI application whose every HTTP answer is measured, from its request's head to its own last byte."""
+
+    def __init__(self, app: ASGIApp, measures: Measures, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._measures = measures
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status = self._clock(), 500
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            self._measures.responded(scope["path"], status, self._clock() - begin)

@@ -1,0 +1,118 @@
+"""The frontend's judgement of its promises: over the requests that were sent, not over those that ended well."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from runtime.errors import ContextLengthExceeded, Overloaded
+from runtime.node.config import SloSection
+from runtime.node.metrics import METRICS, SEARCH_TIME
+from runtime.node.table import WorkerTable
+from runtime.serving import stages
+from runtime.serving.frontend.measures import MeasuredApp, Measures
+from runtime.serving.frontend.requests import ClientGone, Ended
+
+SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
+SECOND = 1_000_000_000
+PLACES = {metric.name: metric for metric in METRICS["frontend"]}
+
+
+@pytest.fixture
+def table() -> Iterator[WorkerTable]:
+    made = WorkerTable.create("frontend", "frontend-0")
+    yield made
+    made.close()
+
+
+def count(table: WorkerTable, name: str) -> float:
+    return table.read(PLACES[name])[0]
+
+
+def judged(table: WorkerTable, slo: str) -> tuple[float, float]:
+    """Requests, violations."""
+    return count(table, f"trinity_slo_requests_{slo}_total"), count(table, f"trinity_slo_violations_{slo}_total")
+
+
+def answered(ttft_s: float, tpot_s: float = 0.0, tokens: int = 11, code: str = "stop") -> Ended:
+    first = int(ttft_s * SECOND)
+    stamps = {stages.RECEIVED: 0, stages.FIRST_TOKEN: first, stages.END: first + int(tpot_s * SECOND) * (tokens - 1)}
+    return Ended("r", code, 1, tokens, stamps)
+
+
+def test_an_answer_within_its_limits_keeps_every_promise_and_one_at_the_limit_does_too(table: WorkerTable) -> None:
+    measures = Measures(table, SLO)
+    measures.ended(answered(0.5, 0.05))
+    measures.ended(answered(1.0, 0.1))
+    assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 0)
+    assert count(table, "trinity_requests_finished_total") == 2
+
+
+def test_a_late_first_token_or_slow_later_ones_break_their_own_promise_and_the_whole(table: WorkerTable) -> None:
+    measures = Measures(table, SLO)
+    measures.ended(answered(1.1, 0.05))
+    measures.ended(answered(0.5, 0.2))
+    assert judged(table, "ttft") == (2, 1)
+    assert judged(table, "tpot") == (2, 1)
+    assert judged(table, "all") == (2, 2)
+
+
+def test_an_answer_of_one_token_has_no_later_ones_to_judge(table: WorkerTable) -> None:
+    Measures(table, SLO).ended(answered(0.5, tokens=1, code="length"))
+    assert judged(table, "tpot") == (0, 0)
+    assert judged(table, "all") == (1, 0)
+
+
+def test_what_failed_or_was_refused_broke_every_promise(table: WorkerTable) -> None:
+    measures = Measures(table, SLO)
+    measures.ended(Ended("r", "worker_lost", 0, 3, {}))
+    measures.refused(Overloaded("full"))
+    assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 2)
+    assert count(table, "trinity_requests_failed_total") == count(table, "trinity_requests_refused_total") == 1
+
+
+def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: WorkerTable) -> None:
+    measures = Measures(table, SLO)
+    measures.ended(Ended("r", ClientGone.code, 0, 3, {}))
+    measures.ended(Ended("r", "context_length_exceeded", 0, 0, {}))
+    measures.refused(ContextLengthExceeded("long"))
+    assert judged(table, "all") == (0, 0)
+    assert count(table, "trinity_requests_cancelled_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds", "expected"),
+    [(200, 0.05, (1, 0)), (200, 0.06, (1, 1)), (503, 0.0, (1, 1)), (400, 9.0, (0, 0))],
+)
+def test_searches_are_judged_by_their_whole_answer(
+    table: WorkerTable, status: int, seconds: float, expected: tuple[float, float]
+) -> None:
+    Measures(table, SLO).responded("/v1/retrieval", status, seconds)
+    assert judged(table, "search") == expected
+    assert sum(table.read(SEARCH_TIME)[:-1]) == (status == 200)
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_every_http_answer_is_counted_by_its_status_even_when_the_application_crashes(
+    table: WorkerTable, crashes: bool
+) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        if crashes:
+            raise RuntimeError
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+
+    async def send(message: Message) -> None: ...
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    moments = iter([1.0, 3.0])
+    app = MeasuredApp(application, Measures(table, SLO), clock=lambda: next(moments))
+    scope = {"type": "http", "path": "/x"}
+    if crashes:
+        with pytest.raises(RuntimeError):
+            asyncio.run(app(scope, receive, send))
+    else:
+        asyncio.run(app(scope, receive, send))
+    assert count(table, f"trinity_http_responses_{'5xx' if crashes else '4xx'}_total") == 1

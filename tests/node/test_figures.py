@@ -1,0 +1,60 @@
+"""What the supervisor says of its workers' processes and promises."""
+
+from prometheus_client import Metric as Family
+
+from runtime.node.config import NodeConfig, SloSection
+from runtime.node.control import WorkerStatus
+from runtime.node.figures import NodeFigures, Usage
+from runtime.node.placement import WorkerPlan
+
+POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
+
+
+def status(pid: int, phase: str = "ready") -> WorkerStatus:
+    return WorkerStatus(
+        name="pool-0", phase=phase, pid=pid, epoch=1, restarts=2, heartbeat_age_s=0.5,
+        resident_bytes=0, device="cpu", cores=(),
+    )  # fmt: skip
+
+
+def value(families: dict[str, Family], name: str, **labels: str) -> float:
+    found = [s.value for s in families[name].samples if labels.items() <= s.labels.items()]
+    assert len(found) == 1, (name, labels)
+    return float(found[0])
+
+
+def read(figures: NodeFigures, worker: WorkerStatus) -> dict[str, Family]:
+    return {family.name: family for family in figures.families([worker], supervisor_pid=1)}
+
+
+def test_a_workers_state_age_restarts_and_process_are_told() -> None:
+    usages = {7: Usage(3.0, 4096, 5, 6), 1: Usage(1.0, 1024, 1, 9)}
+    found = read(NodeFigures(NodeConfig(), [POOL], "1.0", usages.__getitem__), status(7))
+    assert value(found, "trinity_worker_up", worker="pool-0") == 1
+    assert value(found, "trinity_worker_state", worker="pool-0", state="ready") == 1
+    assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == 0.5
+    assert value(found, "trinity_worker_restarts", worker="pool-0") == 2
+    assert value(found, "trinity_worker_cpu_seconds", worker="pool-0") == 3.0
+    assert value(found, "trinity_worker_resident_memory_bytes", worker="pool-0") == 4096
+    assert value(found, "trinity_worker_threads", worker="pool-0") == 5
+    assert value(found, "trinity_worker_open_fds", worker="supervisor") == 9
+    assert value(found, "trinity_worker_info", worker="pool-0", role="pool", device="cpu") == 1
+
+
+def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:
+    spent = {7: 3.0, 8: 0.25, 0: 0.0, 1: 0.0}
+    figures = NodeFigures(NodeConfig(), [POOL], "1.0", lambda pid: Usage(cpu_s=spent[pid]))
+    seen = []
+    for pid in (7, 0, 0, 8, 8):
+        seen.append(value(read(figures, status(pid)), "trinity_worker_cpu_seconds", worker="pool-0"))
+        spent[8] += 0.5
+    assert seen == sorted(seen)
+    assert seen[-1] == 3.0 + 2.25
+
+
+def test_the_promises_are_told_with_their_limits() -> None:
+    config = NodeConfig(slo=SloSection(ttft_s=0.4, objective=0.95))
+    found = read(NodeFigures(config, [POOL], "1.0", lambda pid: Usage()), status(0, "backoff"))
+    assert value(found, "trinity_worker_up", worker="pool-0") == 0
+    assert value(found, "trinity_slo_limit_seconds", slo="ttft") == 0.4
+    assert value(found, "trinity_slo_objective_ratio") == 0.95

@@ -1,0 +1,73 @@
+"""What NVML tells of this machine's GPUs, and what is said when there is no NVML."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.node.gpus import Gpus, numa_node_of
+from tests.node.fake_nvml import Card, FakeNvml
+
+
+def test_without_nvml_there_are_no_gpus_and_a_gauge_says_why() -> None:
+    gpus = Gpus(FakeNvml([], broken="Driver Not Loaded"))
+    assert gpus.all() == []
+    assert gpus.driver() == ""
+    (up,) = gpus.families()
+    assert up.samples[0].value == 0.0
+    assert "Driver Not Loaded" in up.samples[0].labels["reason"]
+
+
+def test_this_machine_is_answered_for_with_or_without_a_driver() -> None:
+    gpus = Gpus()
+    families = {family.name: family for family in gpus.families()}
+    assert (families["trinity_nvml_up"].samples[0].value == 1.0) == (gpus.missing == "")
+
+
+def test_every_gpu_is_told_with_its_numa_node_and_its_figures(tmp_path: Path) -> None:
+    (tmp_path / "0000:17:00.0").mkdir()
+    (tmp_path / "0000:17:00.0" / "numa_node").write_text("1\n")
+    gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa"), Card("GPU-bbbbbbbb", bus="00000000:2A:00.0")]), tmp_path)
+    first, second = gpus.all()
+    assert (first.index, first.pci_bus, first.numa_node) == ("0", "0000:17:00.0", 1)
+    assert (second.pci_bus, second.numa_node) == ("0000:2a:00.0", None)
+    families = {family.name: family for family in gpus.families()}
+    assert families["trinity_nvml_up"].samples[0].value == 1.0
+    used = {sample.labels["gpu"]: sample.value for sample in families["trinity_gpu_memory_used_bytes"].samples}
+    assert used == {"0": 8 << 30, "1": 8 << 30}
+    assert families["trinity_gpu_memory_busy_ratio"].samples[0].value == 0.25
+    assert families["trinity_gpu_power_watts"].samples[0].value == 350.0
+
+
+def test_a_figure_that_a_gpu_lacks_is_left_out_and_the_others_stay() -> None:
+    gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa", power_mw=None)]))
+    names = {family.name for family in gpus.families()}
+    assert "trinity_gpu_power_watts" not in names
+    assert "trinity_gpu_busy_ratio" in names
+
+
+def test_mig_instances_follow_their_gpu() -> None:
+    gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa", instances=["MIG-11111111", "MIG-22222222"])])).all()
+    assert [(gpu.index, gpu.uuid, gpu.is_mig) for gpu in gpus] == [
+        ("0", "GPU-aaaaaaaa", False),
+        ("0:0", "MIG-11111111", True),
+        ("0:1", "MIG-22222222", True),
+    ]
+    assert {gpu.pci_bus for gpu in gpus} == {"0000:17:00.0"}
+
+
+@pytest.mark.parametrize("name", ["0", "cuda:0", "GPU-aaaaaaaa-1", "GPU-aaaaaaaa"])
+def test_a_gpu_is_called_by_index_uuid_or_the_beginning_of_it(name: str) -> None:
+    (gpu,) = Gpus(FakeNvml([Card("GPU-aaaaaaaa-1")])).all()
+    assert gpu.called(name)
+    assert not gpu.called("GPU-a")
+    assert not gpu.called("1")
+
+
+@pytest.mark.parametrize(("text", "node"), [("0\n", 0), ("-1\n", None), ("", None), (None, None)])
+def test_a_numa_node_that_the_system_does_not_know_is_not_guessed(
+    tmp_path: Path, text: str | None, node: int | None
+) -> None:
+    if text is not None:
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / "numa_node").write_text(text)
+    assert numa_node_of("x", tmp_path) == node
