@@ -1,10 +1,11 @@
-"""The dashboards as files: written for Grafana's file provisioning, and compared with what the code gives."""
+"""Dashboards and alerts as files: written for Grafana's and Prometheus's provisioning, compared with the code."""
 
 import json
 from pathlib import Path
 
 from dashboards.grafana import Json
 from dashboards.overview import UID, overview
+from dashboards.rules import rules_yaml
 
 GENERATED = Path(__file__).parent / "generated"
 
@@ -15,24 +16,24 @@ def all_dashboards() -> dict[str, Json]:
 
 
 def export(directory: Path) -> list[Path]:
-    """Write every dashboard to `directory`, one JSON file each; returns the files."""
+    """Write every dashboard (JSON) and the alerts (YAML) to `directory`; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for uid, board in all_dashboards().items():
-        path = directory / f"{uid}.json"
-        path.write_text(_text(board), encoding="utf-8")
-        paths.append(path)
-    return paths
+    for name, text in _files().items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return [directory / name for name in _files()]
 
 
-def stale() -> list[str]:
-    """The generated files that differ from what the code gives now."""
+def stale(directory: Path = GENERATED) -> list[str]:
+    """The files that are missing there, or differ from what the code gives now."""
     return [
-        f"{uid}.json"
-        for uid, board in all_dashboards().items()
-        if not (path := GENERATED / f"{uid}.json").is_file() or path.read_text(encoding="utf-8") != _text(board)
+        name
+        for name, text in _files().items()
+        if not (path := directory / name).is_file() or path.read_text(encoding="utf-8") != text
     ]
 
 
-def _text(board: Json) -> str:
-    return json.dumps(board, indent=1, ensure_ascii=False) + "\n"
+def _files() -> dict[str, str]:
+    boards = {
+        f"{uid}.json": json.dumps(board, indent=1, ensure_ascii=False) + "\n" for uid, board in all_dashboards().items()
+    }
+    return boards | {"trinity-rules.yml": rules_yaml()}

@@ -11,17 +11,24 @@ _COLUMNS = 24
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax)."""
+    """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax).
+
+    `needs_gpu`: without an NVIDIA driver there is nothing that it could return.
+    """
 
     expr: str
     legend: str = ""
+    needs_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `unit` is Grafana's name of it ("s", "bytes", "reqps", "percentunit", "short"); width in 24ths."""
+    """One panel. `unit` is Grafana's name of it ("s", "bytes", "reqps", "percentunit", "short"); width in 24ths.
 
-    kind: Literal["stat", "timeseries"]
+    A table has a row for each worker or GPU, and a column for each query, named by its legend.
+    """
+
+    kind: Literal["stat", "timeseries", "table"]
     title: str
     description: str
     queries: Sequence[Query]
@@ -31,6 +38,7 @@ class Panel:
     stacked: bool = False
     # (from this value on, colour), lowest first; the first value is ignored by Grafana
     thresholds: Sequence[tuple[float, str]] = ((0.0, "green"),)
+    column_units: Sequence[tuple[str, str]] = ()  # (a table's column, its unit)
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,9 @@ def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Jso
     }
 
 
-def label_variable(name: str, label: str, metric: str, source_label: str) -> Json:
-    """A drop-down with the values of a label of a metric; all of them by default."""
+def label_variable(name: str, label: str, metric: str, source_label: str, only: str = "") -> Json:
+    """A drop-down with the values of a label of a metric: all of them by default, or `only` one at a time."""
+    current = {"text": only, "value": only} if only else {"text": ["All"], "value": ["$__all"]}
     return {
         "type": "query",
         "name": name,
@@ -93,10 +102,10 @@ def label_variable(name: str, label: str, metric: str, source_label: str) -> Jso
         "definition": f"label_values({metric}, {source_label})",
         "refresh": 2,
         "sort": 1,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"text": ["All"], "value": ["$__all"]},
+        "multi": not only,
+        "includeAll": not only,
+        "allValue": None if only else ".*",
+        "current": current,
         "options": [],
     }
 
@@ -116,6 +125,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
     steps = [
         {"color": colour, "value": None if i == 0 else value} for i, (value, colour) in enumerate(panel.thresholds)
     ]
+    table = panel.kind == "table"
     return {
         "id": number,
         "type": panel.kind,
@@ -126,23 +136,42 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "fieldConfig": {
             "defaults": {
                 "unit": panel.unit,
-                "noValue": "no traffic",
+                "noValue": "–" if table else "no traffic",
                 "thresholds": {"mode": "absolute", "steps": steps},
                 **({"custom": _lines(panel)} if panel.kind == "timeseries" else {}),
             },
-            "overrides": [],
+            "overrides": [
+                {
+                    "matcher": {"id": "byName", "options": column},
+                    "properties": [{"id": "unit", "value": unit}],
+                }
+                for column, unit in panel.column_units
+            ],
         },
-        "options": _STAT_OPTIONS if panel.kind == "stat" else _LINE_OPTIONS,
+        "options": {"stat": _STAT_OPTIONS, "timeseries": _LINE_OPTIONS, "table": _TABLE_OPTIONS}[panel.kind],
+        **({"transformations": _columns(panel)} if table else {}),
         "targets": [
             {
                 "refId": chr(ord("A") + i),
                 "datasource": SOURCE,
                 "expr": query.expr,
                 "legendFormat": query.legend or "__auto",
+                **({"format": "table", "instant": True} if table else {}),
             }
             for i, query in enumerate(panel.queries)
         ],
     }
+
+
+def _columns(panel: Panel) -> list[Json]:
+    """One row for what the queries have in common, values under their legends; what tells them apart is dropped."""
+    values = {f"Value #{chr(ord('A') + i)}": query.legend for i, query in enumerate(panel.queries) if query.legend}
+    unnamed = [f"Value #{chr(ord('A') + i)}" for i, query in enumerate(panel.queries) if not query.legend]
+    hidden = dict.fromkeys(["Time", *unnamed], True)
+    return [
+        {"id": "merge", "options": {}},
+        {"id": "organize", "options": {"excludeByName": hidden, "indexByName": {}, "renameByName": values}},
+    ]
 
 
 _STAT_OPTIONS = {
@@ -157,6 +186,7 @@ _LINE_OPTIONS = {
     "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
     "tooltip": {"mode": "multi", "sort": "desc"},
 }
+_TABLE_OPTIONS = {"showHeader": True, "cellHeight": "sm", "sortBy": []}
 
 
 def _lines(panel: Panel) -> Json:

@@ -1,155 +1,246 @@
-"""The first screen: is the node up and does it answer in time; then where time goes, and what is close to full."""
+"""The first screen, in the order in which somebody on call asks.
+
+Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? Which GPU?
+"""
 
 from typing import Any
 
+from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 
 UID = "trinity-overview"
-_RATE = "$__rate_interval"
+HERE = 'node=~"$node",model_name=~"$model"'
+_SLO = f'{HERE},slo="$slo"'
+_STAGES = ("queue_time", "embed_time", "retrieval_time", "prefill_time", "handover_time")
 
 
 def overview() -> Json:
     """The overview dashboard, from the metrics that a node exports."""
-    worker = label_variable("worker", "Worker", "trinity_worker_up", "worker")
-    return dashboard(UID, "Trinity: overview", [_answers(), _stages(), _pool(), _saturation(), _workers()], [worker])
+    variables = [
+        label_variable("node", "Node", "trinity_node_info", "node"),
+        label_variable("model", "Model", "trinity_node_info", "model_name"),
+        label_variable("slo", "SLO", "trinity_slo_requests_total", "slo", only="all"),
+    ]
+    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _places()]
+    return dashboard(UID, "Trinity: overview", rows, variables)
 
 
-def _rate(counter: str) -> str:
-    return f"sum(rate({counter}[{_RATE}]))"
+def _s(metric: str, **labels: str) -> str:
+    return q.series(metric, HERE, **labels)
 
 
-def _quantile(q: float, histogram: str) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate({histogram}_bucket[{_RATE}])))"
+def _ratio(part: str, whole: str) -> str:
+    return f"sum({_s(part)}) / sum({_s(whole)})"
+
+
+def _lines(title: str, description: str, queries: list[Query], unit: str, width: int = 6, **look: Any) -> Panel:
+    return Panel("timeseries", title, description, queries, unit, width, **look)
+
+
+def _tile(title: str, description: str, expr: str, unit: str, width: int = 4, **look: Any) -> Panel:
+    return Panel("stat", title, description, [Query(expr)], unit, width=width, height=4, **look)
 
 
 def _percentiles(title: str, description: str, histogram: str, width: int = 8) -> Panel:
-    queries = [Query(_quantile(q, histogram), f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
-    return Panel("timeseries", title, description, queries, "s", width)
+    queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
+    return _lines(title, description, queries, "s", width)
 
 
-def _tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Panel:
-    return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
-
-
-def _answers() -> Row:
-    # A request ends in exactly one of these.
-    ended = " + ".join(_rate(f"trinity_requests_{how}_total") for how in ("finished", "cancelled", "failed"))
-    failed = f"{_rate('trinity_requests_failed_total')} / ({ended})"
-    tpot = "trinity_request_time_per_output_token_seconds"
-    alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
+def _promises() -> Row:
+    burning = ((0, "green"), (6, "orange"), (14.4, "red"))
+    kept = ((0, "red"), (0.95, "orange"), (0.99, "green"))
+    attainment = Query(f"1 - ({q.broken(HERE)})", "{{node}} {{slo}}")
     return Row(
-        "Answers",
+        "Are promises kept?",
         [
-            _tile("Requests", "Requests that ended, a second", ended, "reqps"),
-            _tile("Failed", "Share that ended with an error", failed, "percentunit", thresholds=alarm),
-            _tile("TTFT p95", "Time to first token", _quantile(0.95, "trinity_time_to_first_token_seconds"), "s"),
-            _tile("TPOT p95", "Mean time per output token of a request", _quantile(0.95, tpot), "s"),
-            _tile("Tokens", "Generated tokens a second", _rate("trinity_generation_tokens_total"), "short"),
             _tile(
-                "Workers not ready",
-                "Workers of the plan that do not serve",
-                "sum(1 - trinity_worker_up)",
+                "SLO attainment",
+                "Share of sent requests that kept $slo, in the last hour",
+                f"1 - ({q.broken(_SLO, '1h')})",
+                "percentunit",
+                thresholds=kept,
+            ),
+            _tile("Burn rate, 1 h", "1 uses the budget up exactly", q.burn(_SLO, "1h"), "short", thresholds=burning),
+            _tile("Burn rate, 5 m", "Is it still going on?", q.burn(_SLO, "5m"), "short", thresholds=burning),
+            _lines("Attainment", "Share of sent requests that kept their limit", [attainment], "percentunit", height=4),
+            _lines("Burn rate", "Pages at 14.4 and 6", [Query(q.burn(HERE), "{{node}} {{slo}}")], "short", height=4),
+        ],
+    )
+
+
+def _up() -> Row:
+    ended = q.rate(_s("trinity_requests_total"))
+    bad = q.rate(q.series("trinity_requests_total", f'{HERE},outcome=~"failed|refused"'))
+    alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
+    one = ((0, "green"), (1, "red"))
+    return Row(
+        "Is it up?",
+        [
+            _tile("Workers not ready", "Of the plan", f"sum(1 - {_s('trinity_worker_up')})", "short", thresholds=one),
+            _tile(
+                "Oldest heartbeat",
+                "Since a loop last ran",
+                f"max({_s('trinity_worker_heartbeat_age_seconds')})",
+                "s",
+                thresholds=((0, "green"), (5, "orange"), (15, "red")),
+            ),
+            _tile(
+                "Restarts, 15 m",
+                "Workers that died",
+                f"sum(increase({_s('trinity_worker_restarts_total')}[15m]))",
                 "short",
-                thresholds=((0, "green"), (1, "red")),
+                thresholds=one,
+            ),
+            _tile("Requests", "Generations that ended, a second", ended, "reqps"),
+            _tile("Errors", "Share that failed or was refused", f"{bad} / {ended}", "percentunit", thresholds=alarm),
+            _tile(
+                "HTTP 5xx",
+                "Of all answers",
+                f"{q.rate(_s('trinity_http_responses_total', status='5xx'))}"
+                f" / {q.rate(_s('trinity_http_responses_total'))}",
+                "percentunit",
+                thresholds=alarm,
             ),
         ],
     )
 
 
-def _stages() -> Row:
-    parts = ("queue_time", "embed_time", "retrieval_time", "prefill_time", "handover_time")
-    means = [
-        Query(
-            f"{_rate(f'trinity_request_{part}_seconds_sum')} / {_rate(f'trinity_request_{part}_seconds_count')}",
-            part.removesuffix("_time"),
-        )
-        for part in parts
+def _queues() -> Row:
+    depth = [Query(f"sum by (stage) ({_s('trinity_pool_queue_depth')})", "Q_{{stage}}")]
+    waits = [
+        Query(q.quantile(0.95, "trinity_pool_wait_seconds", HERE, ("stage",)), "{{stage}} p95"),
+        Query(f"max({_s('trinity_control_wait_target_seconds')})", "prefill target"),
     ]
+    requests = [
+        Query(f"sum({_s('trinity_prefill_waiting')})", "waiting for prefill"),
+        Query(f"sum({_s('trinity_prefill_running')})", "in prefill"),
+        Query(f"sum({_s('trinity_num_requests_waiting')})", "waiting for decode"),
+        Query(f"sum({_s('trinity_num_requests_running')})", "decoding"),
+    ]
+    received = [Query(q.rate(_s("trinity_pool_queries_total"), ("stage",)), "{{stage}}")]
     return Row(
-        "Where the time goes",
+        "Who waits?",
         [
-            Panel("timeseries", "TTFT by stage (mean)", "Stages before the first token", means, "s", 8, stacked=True),
-            _percentiles("Time to first token", "Frontend to first token", "trinity_time_to_first_token_seconds"),
-            _percentiles("Time per output token", "Mean of a request", "trinity_request_time_per_output_token_seconds"),
-        ],
-    )
-
-
-def _pool() -> Row:
-    queues = [Query(f"sum(trinity_pool_queue_{stage})", stage) for stage in ("prefill", "decode")]
-    queries = [Query(_rate(f"trinity_pool_queries_{stage}_total"), stage) for stage in ("prefill", "decode")]
-    return Row(
-        "Vector pool",
-        [
-            Panel("timeseries", "Queries", "Queries received, a second", queries, "reqps", 6),
-            Panel("timeseries", "Queue depth", "Queries that wait for a slot", queues, "short", 6),
-            _percentiles("Prefill wait", "From enqueue to slot", "trinity_pool_wait_prefill_seconds", 6),
-            _percentiles("Decode wait", "From enqueue to slot", "trinity_pool_wait_decode_seconds", 6),
+            _lines("Pool queues", "Queries that wait for a slot: Q_pre and Q_dec", depth, "short"),
+            _lines("Pool wait", "From enqueue to slot", waits, "s"),
+            _lines("Requests", "By where they are", requests, "short"),
+            _lines("Pool queries", "Received, a second", received, "reqps"),
         ],
     )
 
 
 def _saturation() -> Row:
+    steps = f"{q.rate(_s('trinity_pool_slot_steps_total'))} / {q.rate(_s('trinity_pool_extends_total'))}"
+    slots = [
+        Query(steps, "in a step (mean)"),
+        Query(f"sum({_s('trinity_pool_width')})", "worth while"),
+        Query(f"sum({_s('trinity_pool_slots')})", "shape of a step"),
+        Query(f"sum({_s('trinity_pool_paused_slots')})", "paused"),
+    ]
+    blocks = [Query(_s("trinity_kv_cache_usage_perc"), "{{worker}}")]
+    link = [
+        Query(q.rate(_s("trinity_kv_link_busy_seconds_total"), ("worker",)), "{{worker}}"),
+        Query(f"max({_s('trinity_control_link_target_ratio')})", "target"),
+    ]
+    bandwidth = [
+        Query(_s("trinity_gpu_memory_busy_ratio"), "GPU {{gpu}}", needs_gpu=True),
+        Query(f"sum({_s('trinity_nvml_up')})", "NVML works"),
+    ]
     return Row(
-        "Saturation",
+        "What is full?",
         [
-            Panel(
-                "timeseries",
-                "Pool slots in use",
-                "Slots of the running batch",
-                [Query("sum(trinity_pool_active_slots) / sum(trinity_pool_slots)", "pool")],
-                "percentunit",
-                8,
-            ),
-            Panel(
-                "timeseries",
-                "KV slots in use",
-                "Share of decode slots",
-                [Query('trinity_kv_cache_usage_perc{worker=~"$worker"}', "{{worker}}")],
-                "percentunit",
-                8,
-            ),
-            Panel(
-                "timeseries",
-                "Waiting and running",
-                "Requests in prefill and decode",
-                [
-                    Query("sum(trinity_prefill_waiting)", "waiting for prefill"),
-                    Query("sum(trinity_prefill_running)", "in prefill"),
-                    Query("sum(trinity_num_requests_waiting)", "waiting for decode"),
-                    Query("sum(trinity_num_requests_running)", "decoding"),
-                ],
-                "short",
-                8,
+            _lines("Pool slots", "Real ones in a step against the shape it is padded to", slots, "short"),
+            _lines("KV in use", "Share of a decode worker's KV", blocks, "percentunit"),
+            _lines("KV link", "Share of time in which KV is pulled", link, "percentunit"),
+            _lines(
+                "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit"
             ),
         ],
     )
 
 
-def _workers() -> Row:
-    def of(metric: str) -> list[Query]:
-        return [Query(f'{metric}{{worker=~"$worker"}}', "{{worker}}")]
-
+def _latency() -> Row:
+    means = [Query(q.mean(f"trinity_request_{part}_seconds", HERE), part.removesuffix("_time")) for part in _STAGES]
     return Row(
-        "Workers",
+        "Where does the time go?",
         [
-            Panel("timeseries", "Up", "1 while the worker is ready", of("trinity_worker_up"), "short", 6),
-            Panel(
-                "timeseries",
-                "Heartbeat age",
-                "Since the loop last ran",
-                of("trinity_worker_heartbeat_age_seconds"),
-                "s",
-                6,
-            ),
-            Panel(
-                "timeseries",
-                "Restarts",
-                "In the last five minutes",
-                [Query('increase(trinity_worker_restarts_total{worker=~"$worker"}[5m])', "{{worker}}")],
-                "short",
-                6,
-            ),
-            Panel("timeseries", "Memory", "Resident memory", of("trinity_worker_resident_memory_bytes"), "bytes", 6),
+            _lines("TTFT by stage (mean)", "Stages before the first token", means, "s", 8, stacked=True),
+            _percentiles("Time to first token", "Frontend to first token", "trinity_time_to_first_token_seconds"),
+            _percentiles("Inter-token latency", "Between two tokens", "trinity_inter_token_latency_seconds"),
         ],
     )
+
+
+def _controller() -> Row:
+    reserve = [
+        Query(_s("trinity_control_reserve"), "wanted"),
+        Query(_s("trinity_pool_reserve_ratio"), "{{worker}}"),
+    ]
+    flush = [Query(_s("trinity_control_flush_prefill_seconds"), "τ_pre")]
+    stall = [
+        Query(
+            f"{q.rate(_s('trinity_decode_stall_seconds_total'))} / {q.rate(_s('trinity_decode_row_seconds_total'))}",
+            "stalled",
+        ),
+        Query(f"max({_s('trinity_control_stall_target_ratio')})", "target"),
+    ]
+    events = [
+        Query(q.rate(_s("trinity_pool_preemptions_total")), "preemptions"),
+        Query(q.rate(_s("trinity_pool_deadline_misses_total"), ("stage",)), "missed {{stage}} deadlines"),
+        Query(q.rate(_s("trinity_control_changes_total")), "changes of mind"),
+    ]
+    return Row(
+        "What does the controller do?",
+        [
+            _lines("Reserve r", "Share of slots owed to prefill queries", reserve, "percentunit"),
+            _lines("Flush τ_pre", "Bound on a prefill query's wait for company", flush, "s"),
+            _lines("Decode stalled", "Share of the rows' time in which they wait for a probe", stall, "percentunit"),
+            _lines("Events", "A second", events, "short"),
+        ],
+    )
+
+
+def _places() -> Row:
+    by = "by (node, role, worker, device)"
+    placed = f"max {by} ({_s('trinity_worker_info')})"
+
+    def column(metric: str, name: str) -> Query:
+        joined = f"{placed} * on (node, worker) group_left () max by (node, worker) ({_s(metric)})"
+        return Query(joined, name)
+
+    workers = [
+        column("trinity_worker_up", "up"),
+        column("trinity_worker_restarts_total", "restarts"),
+        column("trinity_worker_heartbeat_age_seconds", "heartbeat"),
+        column("trinity_worker_resident_memory_bytes", "memory"),
+        column("trinity_worker_threads", "threads"),
+        column("trinity_worker_open_fds", "fds"),
+    ]
+    gpus = [
+        Query(_gpu("trinity_gpu_busy_ratio"), "busy", needs_gpu=True),
+        Query(_gpu("trinity_gpu_memory_busy_ratio"), "bandwidth", needs_gpu=True),
+        Query(_gpu("trinity_gpu_memory_used_bytes"), "used", needs_gpu=True),
+        Query(_gpu("trinity_gpu_memory_bytes"), "memory", needs_gpu=True),
+        Query(_gpu("trinity_gpu_power_watts"), "power", needs_gpu=True),
+    ]
+    worker_units = (("heartbeat", "s"), ("memory", "bytes"))
+    gpu_units = (
+        ("busy", "percentunit"),
+        ("bandwidth", "percentunit"),
+        ("used", "bytes"),
+        ("memory", "bytes"),
+        ("power", "watt"),
+    )
+    return Row(
+        "Which GPU?",
+        [
+            Panel(
+                "table", "Workers by role", "Where each runs", workers, width=12, height=9, column_units=worker_units
+            ),
+            Panel("table", "GPUs", "As NVML sees them", gpus, width=12, height=9, column_units=gpu_units),
+        ],
+    )
+
+
+def _gpu(metric: str) -> str:
+    return f"max by (node, gpu, uuid) ({_s(metric)})"

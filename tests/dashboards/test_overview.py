@@ -1,4 +1,4 @@
-"""The dashboards fit the metrics that a node exports, and the committed files fit the code."""
+"""The dashboards fit the metrics that a node exports, Grafana's own rules, and the committed files fit the code."""
 
 import json
 import os
@@ -6,37 +6,57 @@ import re
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 
 from dashboards.files import GENERATED, all_dashboards, export, stale
-from runtime.node.exporter import NodeFigures
-from runtime.node.metrics import METRICS, Histogram
+from dashboards.rules import alerts
+from tests.dashboards.exported import exported_names
 
 BOARDS = all_dashboards()
 SCHEMAS = os.environ.get("GRAFANA_SCHEMAS", "")
-
-
-def exported_names() -> set[str]:
-    names: set[str] = set()
-    for metric in (metric for metrics in METRICS.values() for metric in metrics):
-        if isinstance(metric, Histogram):
-            names |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
-        else:
-            names.add(metric.name)
-    for family in NodeFigures({}, {}, {}, {}).families():
-        names.add(f"{family.name}_total" if family.type == "counter" else family.name)
-    return names
+ROOT = Path(__file__).parents[2]
+OPTIONS = {  # what Grafana's own panels know, and nothing else
+    "row": set(),
+    "stat": {"reduceOptions", "colorMode", "graphMode", "textMode", "justifyMode", "orientation", "wideLayout"},
+    "timeseries": {"legend", "tooltip", "timezone"},
+    "table": {"showHeader", "cellHeight", "sortBy", "footer", "frameIndex"},
+}
+UNITS = {"s", "bytes", "reqps", "percentunit", "short", "watt"}
 
 
 def expressions(board: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
 
 
+def names_in(expr: str) -> set[str]:
+    return set(re.findall(r"\btrinity_\w+", expr))
+
+
 @pytest.mark.parametrize("uid", BOARDS)
 def test_every_metric_that_a_panel_asks_for_is_exported(uid: str) -> None:
-    asked = {name for expr in expressions(BOARDS[uid]) for name in re.findall(r"\btrinity_\w+", expr)}
+    asked = {name for expr in expressions(BOARDS[uid]) for name in names_in(expr)}
     assert asked
     assert asked - exported_names() == set()
+
+
+def test_every_metric_that_an_alert_asks_for_is_exported() -> None:
+    asked = {name for alert in alerts() for name in names_in(alert.expr)}
+    assert asked - exported_names() == set()
+
+
+@pytest.mark.parametrize("expr", [expr for board in BOARDS.values() for expr in expressions(board)])
+def test_every_expression_is_promql(expr: str) -> None:
+    plain = expr.replace("$__rate_interval", "1m")
+    assert promql_parser.parse(plain)
+
+
+@pytest.mark.parametrize("uid", BOARDS)
+def test_every_panel_can_be_narrowed_to_a_node_and_a_model(uid: str) -> None:
+    for expr in expressions(BOARDS[uid]):
+        for selector in re.findall(r"\btrinity_\w+(\{[^}]*\})?", expr):
+            assert 'node=~"$node"' in selector, expr
+            assert 'model_name=~"$model"' in selector, expr
 
 
 @pytest.mark.parametrize("uid", BOARDS)
@@ -55,13 +75,53 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(uid: str) -> None:
         taken |= cells
 
 
+@pytest.mark.parametrize("uid", BOARDS)
+def test_panels_are_of_kinds_that_grafana_has_with_options_and_units_that_it_knows(uid: str) -> None:
+    for panel in BOARDS[uid]["panels"]:
+        assert panel["type"] in OPTIONS, panel["title"]
+        assert set(panel.get("options", {})) <= OPTIONS[panel["type"]], panel["title"]
+        if panel["type"] == "row":
+            continue
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert panel["title"]
+        assert panel["description"]
+        assert [target["refId"] for target in panel["targets"]] == [chr(65 + i) for i in range(len(panel["targets"]))]
+        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert steps[0]["value"] is None
+        assert [step["value"] for step in steps[1:]] == sorted(step["value"] for step in steps[1:])
+
+
+def test_the_first_screen_is_in_the_order_in_which_somebody_on_call_asks() -> None:
+    rows = [panel["title"] for panel in BOARDS["trinity-overview"]["panels"] if panel["type"] == "row"]
+    assert rows == [
+        "Are promises kept?",
+        "Is it up?",
+        "Who waits?",
+        "What is full?",
+        "Where does the time go?",
+        "What does the controller do?",
+        "Which GPU?",
+    ]
+
+
 def test_committed_files_are_what_the_code_gives() -> None:
     assert stale() == [], "run `trinity dashboards export --out dashboards/generated`"
 
 
-def test_export_writes_what_is_committed(tmp_path: Path) -> None:
-    for path in export(tmp_path):
+def test_export_writes_what_is_committed_and_a_changed_or_missing_file_is_noticed(tmp_path: Path) -> None:
+    written = export(tmp_path)
+    for path in written:
         assert path.read_bytes() == (GENERATED / path.name).read_bytes()
+    assert stale(tmp_path) == []
+    written[0].write_text("{}")
+    written[1].unlink()
+    assert stale(tmp_path) == [path.name for path in written]
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
+def test_every_alert_has_its_section_in_the_runbook(alert: Any) -> None:
+    sections = re.findall(r"^## (\w+)$", (ROOT / "dashboards/RUNBOOK.md").read_text(), re.MULTILINE)
+    assert sections.count(alert.name) == 1
 
 
 @pytest.mark.parametrize("uid", BOARDS)

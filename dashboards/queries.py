@@ -1,0 +1,49 @@
+"""PromQL that dashboards and alerts share: what is asked of a node's metrics, in one place."""
+
+from collections.abc import Sequence
+
+RATE = "$__rate_interval"
+
+
+def series(metric: str, where: str = "", **labels: str) -> str:
+    """A metric with its selectors; `where` is one ready-made."""
+    selectors = [*([where] if where else []), *(f'{name}="{value}"' for name, value in labels.items())]
+    return f"{metric}{{{','.join(selectors)}}}" if selectors else metric
+
+
+def rate(counter: str, by: Sequence[str] = (), window: str = RATE) -> str:
+    """Growth a second of a series, summed by labels."""
+    return f"{_sum(by)}(rate({counter}[{window}]))"
+
+
+def quantile(q: float, histogram: str, where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
+    """The q-quantile of a histogram's observations within the window."""
+    return f"histogram_quantile({q}, {rate(series(f'{histogram}_bucket', where), ('le', *by), window)})"
+
+
+def mean(histogram: str, where: str = "", window: str = RATE) -> str:
+    """The mean of a histogram's observations within the window."""
+    total, count = (rate(series(f"{histogram}_{part}", where), window=window) for part in ("sum", "count"))
+    return f"{total} / {count}"
+
+
+def broken(where: str = "", window: str = RATE) -> str:
+    """The share of requests that broke their SLO, by node and SLO."""
+    by = ("node", "slo")
+    violations = rate(series("trinity_slo_violations_total", where), by, window)
+    return f"{violations} / {rate(series('trinity_slo_requests_total', where), by, window)}"
+
+
+def burn(where: str = "", window: str = RATE) -> str:
+    """How many times faster than allowed the error budget is used up: 1 uses it up exactly."""
+    budget = f"(1 - max by (node) ({series('trinity_slo_objective_ratio', _without_slo(where))}))"
+    return f"({broken(where, window)}) / on (node) group_left () {budget}"
+
+
+def _sum(by: Sequence[str]) -> str:
+    return f"sum by ({', '.join(by)}) " if by else "sum"
+
+
+def _without_slo(where: str) -> str:
+    """The objective is one for all SLOs."""
+    return ",".join(part for part in where.split(",") if part and not part.startswith("slo"))

@@ -1,0 +1,209 @@
+"""Prometheus alerts as code. Each has a section of its own name in RUNBOOK.md.
+
+Burn-rate pages are the multi-window ones of the SRE workbook (chapter 5, table 5-8): 14.4 times the allowed rate over
+an hour and five minutes, 6 times over six hours and thirty minutes. An alert is `value op limit`; the parts stay apart
+so that a test can ask Prometheus for the value of one that does not fire.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dashboards import queries as q
+
+RUNBOOK = "dashboards/RUNBOOK.md"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A PromQL value and the limit beyond which it is bad. `needs_gpu`: nothing to see without a driver."""
+
+    value: str
+    op: Literal[">", "<", "=="]
+    limit: float
+
+    @property
+    def expr(self) -> str:
+        return f"({self.value}) {self.op} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Alert:
+    """All `conditions` for `for_s` seconds. "page" wakes somebody up, "ticket" waits for the morning."""
+
+    name: str
+    conditions: Sequence[Condition]
+    for_s: float
+    severity: Literal["page", "ticket"]
+    summary: str
+    needs_gpu: bool = False
+
+    @property
+    def expr(self) -> str:
+        return " and ".join(condition.expr for condition in self.conditions)
+
+
+def alerts(scale: float = 1.0) -> list[Alert]:
+    """Every alert. `scale` shortens all of their windows and waits: for tests that cannot take hours."""
+
+    def window(seconds: float) -> str:
+        return f"{max(1, round(seconds * scale * 1000))}ms" if scale != 1 else _duration(seconds)
+
+    def burning(times: float, long_s: float, short_s: float) -> list[Condition]:
+        return [Condition(q.burn(window=window(seconds)), ">", times) for seconds in (long_s, short_s)]
+
+    node, by_node = ("node",), "by (node)"
+    five = window(300)
+    bad = q.rate(q.series("trinity_requests_total", 'outcome=~"failed|refused"'), node, five)
+    stalled = q.rate("trinity_decode_stall_seconds_total", node, five)
+    missed = q.rate("trinity_pool_deadline_misses_total", node, five)
+    wait = q.quantile(0.95, "trinity_pool_wait_seconds", 'stage="prefill"', node, five)
+    return [
+        Alert(
+            "TrinitySLOBurnsFast",
+            burning(14.4, 3600, 300),
+            120 * scale,
+            "page",
+            "{{ $labels.slo }} on {{ $labels.node }} uses up a month's error budget in two days",
+        ),
+        Alert(
+            "TrinitySLOBurnsSlowly",
+            burning(6, 6 * 3600, 1800),
+            900 * scale,
+            "page",
+            "{{ $labels.slo }} on {{ $labels.node }} uses up a month's error budget in five days",
+        ),
+        Alert(
+            "TrinityNodeDown",
+            [Condition('up{job="trinity"}', "==", 0)],
+            60 * scale,
+            "page",
+            "Prometheus cannot scrape {{ $labels.instance }}",
+        ),
+        Alert(
+            "TrinityWorkerDown",
+            [Condition("trinity_worker_up", "==", 0)],
+            120 * scale,
+            "page",
+            "{{ $labels.worker }} of {{ $labels.node }} does not serve",
+        ),
+        Alert(
+            "TrinityWorkerRestarts",
+            [Condition(f"increase(trinity_worker_restarts_total[{window(900)}])", ">", 3)],
+            0,
+            "ticket",
+            "{{ $labels.worker }} of {{ $labels.node }} keeps dying",
+        ),
+        Alert(
+            "TrinityHeartbeatOld",
+            [Condition("trinity_worker_heartbeat_age_seconds", ">", 15)],
+            10 * scale,
+            "ticket",
+            "The loop of {{ $labels.worker }} on {{ $labels.node }} hangs",
+        ),
+        Alert(
+            "TrinityRequestsFail",
+            [Condition(f"{bad} / {q.rate('trinity_requests_total', node, five)}", ">", 0.01)],
+            300 * scale,
+            "page",
+            "More than 1 % of the generations on {{ $labels.node }} fail or are refused",
+        ),
+        Alert(
+            "TrinityPrefillWaits",
+            [Condition(f"{wait} / max {by_node} (trinity_control_wait_target_seconds)", ">", 2)],
+            600 * scale,
+            "ticket",
+            "Prefill queries on {{ $labels.node }} wait twice as long as they should, and the controller is at its end",
+        ),
+        Alert(
+            "TrinityDeadlinesMissed",
+            [Condition(f"{missed} / {q.rate('trinity_pool_queries_total', node, five)}", ">", 0.01)],
+            600 * scale,
+            "ticket",
+            "More than 1 % of the pool's answers on {{ $labels.node }} come too late",
+        ),
+        Alert(
+            "TrinityPoolRefuses",
+            [
+                Condition(
+                    q.rate(q.series("trinity_pool_refused_total", 'reason="overloaded"'), node, five),
+                    ">",
+                    0,
+                )
+            ],
+            300 * scale,
+            "ticket",
+            "The pool of {{ $labels.node }} has full queues and refuses queries",
+        ),
+        Alert(
+            "TrinityDecodeStalls",
+            [
+                Condition(
+                    f"{stalled} / {q.rate('trinity_decode_row_seconds_total', node, five)}"
+                    f" / max {by_node} (trinity_control_stall_target_ratio)",
+                    ">",
+                    1.5,
+                )
+            ],
+            900 * scale,
+            "ticket",
+            "Rows on {{ $labels.node }} wait for probes far longer than is borne",
+        ),
+        Alert(
+            "TrinityKVFull",
+            [
+                Condition("trinity_kv_cache_usage_perc", ">", 0.98),
+                Condition("trinity_num_requests_waiting", ">", 0),
+            ],
+            600 * scale,
+            "ticket",
+            "{{ $labels.worker }} of {{ $labels.node }} has no KV left and hand-overs wait for it",
+        ),
+        Alert(
+            "TrinityMemoryLow",
+            [Condition("trinity_node_memory_available_bytes / trinity_node_memory_bytes", "<", 0.05)],
+            300 * scale,
+            "page",
+            "{{ $labels.node }} has less than 5 % of its memory left",
+        ),
+        Alert(
+            "TrinityGPUMemoryFull",
+            [Condition("trinity_gpu_memory_used_bytes / trinity_gpu_memory_bytes", ">", 0.97)],
+            300 * scale,
+            "ticket",
+            "GPU {{ $labels.gpu }} of {{ $labels.node }} has less than 3 % of its memory left",
+            needs_gpu=True,
+        ),
+    ]
+
+
+def rules_yaml(scale: float = 1.0, interval_s: float | None = None) -> str:
+    """The rule file that Prometheus loads. `interval_s` sets how often it evaluates them, else Prometheus's default."""
+    lines = [
+        "# Generated by `trinity dashboards export`; see dashboards/rules.py.",
+        "groups:",
+        "- name: trinity",
+        *([f"  interval: {round(interval_s * 1000)}ms"] if interval_s else []),
+        "  rules:",
+    ]
+    for alert in alerts(scale):
+        lines += [
+            f"  - alert: {alert.name}",
+            f"    expr: {json.dumps(alert.expr)}",
+            *([f"    for: {_duration(alert.for_s)}"] if alert.for_s else []),
+            "    labels:",
+            f"      severity: {alert.severity}",
+            "    annotations:",
+            f"      summary: {json.dumps(alert.summary)}",
+            f"      runbook: {RUNBOOK}#{alert.name.lower()}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _duration(seconds: float) -> str:
+    """As Prometheus spells it."""
+    for unit, size in (("h", 3600), ("m", 60), ("s", 1)):
+        if seconds >= size and seconds % size == 0:
+            return f"{round(seconds / size)}{unit}"
+    return f"{round(seconds * 1000)}ms"

@@ -1,0 +1,27 @@
+"""The names that a node's /metrics has, from the code that exports them."""
+
+import tempfile
+from pathlib import Path
+
+from runtime.node.config import NodeConfig
+from runtime.node.control_loop import ControlLoop
+from runtime.node.figures import NodeFigures
+from runtime.node.gpus import Gpus
+from runtime.node.metrics import METRICS, Histogram
+from tests.node.fake_nvml import Card, FakeNvml
+
+
+def exported_names() -> set[str]:
+    names: set[str] = set()
+    for metric in (metric for metrics in METRICS.values() for metric in metrics):
+        if isinstance(metric, Histogram):
+            names |= {f"{metric.exported}_{part}" for part in ("bucket", "sum", "count")}
+        else:
+            names.add(metric.exported)
+    config = NodeConfig()
+    families = [
+        *NodeFigures(config, [], "").families([], supervisor_pid=1),
+        *ControlLoop(config.control, config.pool, {}).families(),
+        *Gpus(FakeNvml([Card("GPU-0")]), Path(tempfile.gettempdir())).families(),
+    ]
+    return names | {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
