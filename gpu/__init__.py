@@ -1,14 +1,18 @@
 """Vector search on one device: the index, building it, and the engine that searches it by the extend."""
 
+from gpu.backends import check_device, is_device_name, open_engine
 from gpu.cpu.engine import CpuEngine
 from gpu.engine import Engine
 from gpu.errors import (
+    DeviceError,
+    DeviceUnavailable,
     GpuError,
     IndexFormatError,
     InvalidParams,
     InvalidSlot,
     InvalidVector,
     NoFreeSlot,
+    OutOfDeviceMemory,
     UnknownCollection,
 )
 from gpu.index import GraphIndex
@@ -16,6 +20,8 @@ from gpu.params import SearchParams
 
 __all__ = [
     "CpuEngine",
+    "DeviceError",
+    "DeviceUnavailable",
     "Engine",
     "GpuError",
     "GraphIndex",
@@ -24,6 +30,10 @@ __all__ = [
     "InvalidSlot",
     "InvalidVector",
     "NoFreeSlot",
+    "OutOfDeviceMemory",
     "SearchParams",
     "UnknownCollection",
+    "check_device",
+    "is_device_name",
+    "open_engine",
 ]

@@ -51,3 +51,6 @@ class Engine(Protocol):
 
     def extends(self, slot: int) -> int:
         """How many extends the slot's query has taken so far."""
+
+    def close(self) -> None:
+        """Give memory and device back; the engine is of no use afterwards. Idempotent."""

@@ -18,6 +18,7 @@ from runtime.simulator.plan import Plan, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.result import Result
+from runtime.simulator.roofline import draw_roofline
 from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import PlacementKind, Setup
 from runtime.simulator.traces import MAX_REQUESTS, at_rate, load_trace, mean_rate
@@ -89,7 +90,10 @@ def calibrate_machine(
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
+    figure = out.with_suffix(".png")
+    drawn = draw_roofline(measured.roofline, figure)
     console.print(f"wrote {out}: {measured.source}")
+    console.print(f"wrote {figure}: utilisation by load" if drawn else "no figure without matplotlib")
 
 
 def _result_table(result: Result) -> Table:

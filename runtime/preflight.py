@@ -1,9 +1,10 @@
-"""What a node needs, looked for before anything of it starts: collections, embedders, the model, memory for its KV."""
+"""What a node needs, looked for before anything of it starts: devices, collections, embedders, the model and its KV."""
 
 from pathlib import Path
 
 import psutil
 
+from gpu import DeviceUnavailable, check_device
 from runtime.errors import ConfigError, ModelError
 from runtime.node.placement import NodePlan
 from runtime.retrieval.collection import Collection
@@ -18,6 +19,11 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:
 
     A packaged model that was never used before is converted here, once, and not by every worker's start.
     """
+    for worker in plan.of_role("pool"):
+        try:
+            check_device(worker.device)
+        except DeviceUnavailable as error:
+            raise ConfigError(f"pool.devices: {worker.name} cannot run on {worker.device!r}: {error}") from error
     for collection in plan.config.collections:
         info = Collection.info(Path(collection.path))
         if info.embedder_name:

@@ -62,6 +62,7 @@ class CudaDriver:
         self.arch = f"sm_{major}{minor}"
         self.multiprocessors = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._pinned: dict[int, int] = {}  # device address → host address
+        self._bodies: list[int] = []  # streams that capture the bodies of open loops
         self._open = True
 
     def _attribute(self, attribute: Any) -> int:
@@ -174,6 +175,14 @@ class CudaDriver:
         _checked("cuGraphUpload", cuda.cuGraphUpload(executable, stream))
         return int(executable)
 
+    def abandon_capture(self, stream: int) -> None:
+        for body in (*reversed(self._bodies), stream):
+            ended = cuda.cuStreamEndCapture(body)
+            if body == stream and ended[0] == cuda.CUresult.CUDA_SUCCESS:
+                cuda.cuGraphDestroy(ended[1])
+        while self._bodies:
+            self.destroy_stream(self._bodies.pop())
+
     def begin_while(self, stream: int) -> Loop:
         _, _, graph, dependencies, edges, count = _checked(
             "cuStreamGetCaptureInfo", cuda.cuStreamGetCaptureInfo(stream)
@@ -197,10 +206,12 @@ class CudaDriver:
         mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         begun = cuda.cuStreamBeginCaptureToGraph(body, parameters.conditional.phGraph_out[0], None, None, 0, mode)
         _checked("cuStreamBeginCaptureToGraph", begun)
+        self._bodies.append(body)
         return Loop(body, int(handle))
 
     def end_while(self, loop: Loop) -> None:
         _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(loop.stream))  # the loop's node owns the body's graph
+        self._bodies.remove(loop.stream)
         self.destroy_stream(loop.stream)
 
     def replay(self, stream: int, graph: int) -> None:

@@ -8,7 +8,6 @@ none of them. Calls that take a stream put work on it and return at once. While 
 `copy_*`, `fill` and loops go into the graph instead and nothing runs.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -142,6 +141,9 @@ class Driver(Protocol):
     def end_capture(self, stream: int) -> int:
         """The captured graph, ready to be replayed. It owns none of the memory that its kernels use."""
 
+    def abandon_capture(self, stream: int) -> None:
+        """End a capture that something went wrong in, loops that are open included, and forget it."""
+
     def begin_while(self, stream: int) -> Loop:
         """Add a loop after what the stream has captured so far; its condition is 1 at the start of each replay."""
 
@@ -155,8 +157,3 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """Let go of the device. Memory, streams and graphs that were not given back go with the process."""
-
-
-def address_argument(address: int) -> ctypes.c_uint64:
-    """A pointer argument."""
-    return ctypes.c_uint64(address)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, Placed, Role
 
@@ -86,8 +87,10 @@ def _place(role: Role, section: Placed) -> list[WorkerPlan]:
 
 
 def _check_device(role: Role, device: str) -> None:
-    if device != "cpu":
-        raise ConfigError(f'{role}.devices: {device!r} is not a device of this version: only "cpu" is, on every role')
+    if role == "pool" and not is_device_name(device):
+        raise ConfigError(f'pool.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
+    if role != "pool" and device != "cpu":
+        raise ConfigError(f'{role}.devices: {device!r} is not a device of this version: only "cpu" is, on this role')
 
 
 def _check_counts(config: NodeConfig) -> None:

@@ -8,10 +8,10 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu import CpuEngine, Engine, GpuError, GraphIndex, SearchParams
-from gpu.cpu.engine import MAX_SLOTS
+from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
+from gpu.slots import MAX_SLOTS
 from ipc import Memo, Parameters, Request, RingServer, Stage
-from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.errors import ConfigError, DeadlineExceeded, Overloaded
 from runtime.node.config import PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
@@ -50,13 +50,7 @@ class Pool:
         self._worker, self._table = worker, worker.table
         self._targeted = policy.prefill_target_ns > 0
         indexes = {c.name: Collection.open(Path(c.path)).index for c in config.collections}
-        self._engine: Engine = CpuEngine(
-            indexes,
-            slots=policy.engine_slots,
-            max_top_m=limits.max_top_m,
-            max_k=limits.max_k,
-            max_search_width=max(limits.search_width, _SEARCH_WIDTH),
-        )
+        self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
         self._slots: dict[int, Running] = {}  # engine slot → query
@@ -263,6 +257,23 @@ class Pool:
 
     def close(self) -> None:
         self._server.close()
+        self._engine.close()
+
+
+def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engine:
+    """The engine on this worker's device. Raises ConfigError where it cannot be there, or not with these indexes."""
+    limits, device = worker.plan.config.pool, worker.place.device
+    try:
+        return open_engine(
+            device,
+            indexes,
+            slots=slots,
+            max_top_m=limits.max_top_m,
+            max_k=limits.max_k,
+            max_search_width=max(limits.search_width, _SEARCH_WIDTH),
+        )
+    except (DeviceUnavailable, OutOfDeviceMemory) as error:
+        raise ConfigError(f"pool.devices: {worker.name} cannot run on {device!r}: {error}") from error
 
 
 def _direction(dim: int, number: int) -> NDArray[np.float32]:

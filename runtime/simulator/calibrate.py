@@ -12,15 +12,16 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu import GraphIndex, SearchParams, open_engine
+from gpu.backends import copy_bytes_s
+from gpu.roofline import SearchRoofline, measure_extends, search_roofline
 from runtime.errors import ConfigError
-from runtime.node.config import ModelSection, NodeConfig
+from runtime.node.config import ModelSection, NodeConfig, PoolSection
 from runtime.retrieval.collection import Collection
+from runtime.simulator.roofline import PassRoofline
 from runtime.simulator.service import ServiceTimes
 
 _REPEAT = 3
-_ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_FIRST_EXTENDS = 8  # timed of each query: all of them are active for so long
 
 Progress = Callable[[str], None]
 
@@ -51,8 +52,10 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         collection = config.collections[0]
         progress(f"extends of collection {collection.name!r}")
         with Collection.open(Path(collection.path)) as opened:
-            line = extend_times(opened.index, config.pool.slots, config.pool.top_m, config.pool.search_width)
-        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each)
+            search = search_times(opened.index, config.pool)
+        line = Line.fit([one.active for one in search.measured], [one.seconds for one in search.measured])
+        roofline = replace(found.roofline, search=(search,))
+        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline)
         parts.append(f"extends of {collection.name}")
     if config.model is not None:
         progress(f"passes of model {config.model.name!r}")
@@ -61,28 +64,22 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     return replace(found, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
 
 
-def extend_times(index: GraphIndex, slots: int, top_m: int, search_width: int) -> Line:
-    """Seconds of one extend by active slots; the index's own vectors, disturbed, are the queries."""
-    random = np.random.default_rng(0)
-    counts = [count for count in _ACTIVE if count < slots] + [slots]
-    engine = CpuEngine({"docs": index}, slots=slots, max_top_m=top_m, max_search_width=search_width, max_k=1)
-    params = SearchParams(1, top_m, search_width)
-    taken = []
-    for count in counts:
-        best = float("inf")
-        for _ in range(_REPEAT):
-            held = [engine.admit(random.standard_normal(index.dim, np.float32), params, "docs") for _ in range(count)]
-            engine.extend()  # the first one takes up the seeds
-            begin = time.perf_counter()
-            extends = 0
-            while extends < _FIRST_EXTENDS and engine.active_slots == count:
-                engine.extend()
-                extends += 1
-            best = min(best, (time.perf_counter() - begin) / max(extends, 1))
-            for slot in held:
-                engine.release(slot)
-        taken.append(best)
-    return Line.fit(counts, taken)
+def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
+    """Extends by active slots on the device of the pool's first worker, beside what a copy of memory reaches there."""
+    device = pool.devices[0]
+    engine = open_engine(
+        device,
+        {"docs": index},
+        slots=pool.slots,
+        max_top_m=pool.top_m,
+        max_k=1,
+        max_search_width=pool.search_width,
+    )
+    try:
+        measured = measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, pool.search_width))
+        return search_roofline(device, copy_bytes_s(device), measured)
+    finally:
+        engine.close()
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
@@ -109,12 +106,14 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         return seconds([Chunk(slot, context, [1]) for slot in range(active)])
 
     prompt(0, 2)
-    lengths = [max(1, longest // 8), longest // 2, longest]
-    passes = Line.fit(lengths, [prompt(0, length) for length in lengths])
+    lengths = sorted({max(1, longest // part) for part in (16, 8, 4, 2, 1)})
+    prompts = [prompt(0, length) for length in lengths]
+    passes = Line.fit(lengths, prompts)
     far = section.context_tokens - longest
     pair_s = max(0.0, prompt(far, longest) - prompt(0, longest)) / (longest * max(far, 1))
-    active = sorted({1, max(1, rows // 2), rows})
-    steps = Line.fit(active, [step(count, 16) for count in active])
+    active = sorted({1, max(1, rows // 4), max(1, rows // 2), rows})
+    taken = [step(count, 16) for count in active]
+    steps = Line.fit(active, taken)
     deep = section.context_tokens - 2
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
     copied = deep
@@ -134,4 +133,9 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         kv_token_bytes=model.info.kv_bytes_per_token,
         link_bytes_s=copied * model.info.kv_bytes_per_token / max(copy_s, 1e-9),
         link_s=0.0,
+        roofline=replace(
+            found.roofline,
+            prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,
+            decode=PassRoofline.fit(active, taken) if len(active) > 1 else None,
+        ),
     )

@@ -22,6 +22,9 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
+
+`trinity calibrate` adds a `roofline`. Where that has search, extends take what its curve says instead of `extend_s` and
+`extend_slot_s`; those of prefill and decode are for the eye, for a pass also depends on its context.
 """
 
 from pathlib import Path
@@ -31,6 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
+from runtime.simulator.roofline import Roofline
 
 _Cost = Annotated[float, Meta(ge=0, le=3600)]
 _Size = Annotated[float, Meta(ge=0, le=1e15)]
@@ -58,6 +62,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu_bytes: _Size = 8e10
     weight_bytes: _Size = 1.6e10
     index_bytes: _Size = 1.664e10
+    roofline: Roofline = Roofline()
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """A chunk of `tokens` behind `start` cached ones, without the pass's own share."""
@@ -69,6 +74,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def extend_time_s(self, slots: int) -> float:
         """One extend of `slots` active slots."""
+        if self.roofline.search and slots:
+            return self.roofline.search[0].extend_seconds(slots)
         return self.extend_s + slots * self.extend_slot_s
 
     def handover_s(self, tokens: int) -> float:

@@ -15,7 +15,10 @@ JOIN_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session_hostile")]
+    [
+        f"tests.ipc.test_{name}"
+        for name in ("device_arena", "doorbell", "faults", "handover", "memory", "ring", "session_hostile")
+    ]
 )
 
 

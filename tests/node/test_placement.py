@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runtime import preflight
 from runtime.errors import ConfigError
 from runtime.node.config import parse_config
 from runtime.node.placement import NodePlan, read_api_keys, resolve
@@ -73,7 +74,7 @@ def test_a_number_of_entries_that_is_neither_one_nor_the_workers_is_refused(tmp_
 
 
 def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is not a device")
+    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is no device")
     assert refusal(tmp_path, pool={"devices": []}).startswith("pool.devices is empty")
 
 
@@ -134,3 +135,17 @@ def test_a_keys_file_without_usable_keys_is_refused(content: bytes | None, tmp_p
     if content is not None:
         path.write_bytes(content)
     assert refusal(tmp_path, http={"api_keys_file": str(path)}).startswith("http.api_keys_file: ")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "GPU-0a1b2c3d-0011-2233-4455-66778899aabb"])
+def test_a_gpu_can_be_named_for_the_pool_alone(tmp_path: Path, device: str) -> None:
+    assert plan(tmp_path, pool={"devices": [device]}).of_role("pool")[0].device == device
+    assert refusal(tmp_path, **MODEL, decode={"devices": [device]}).startswith(
+        f"decode.devices: {device!r} is not a device of"
+    )
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    device = "GPU-00000000-0000-0000-0000-000000000000"
+    with pytest.raises(ConfigError, match=f"pool.devices: pool-0 cannot run on '{device}': "):
+        preflight.check(plan(tmp_path, pool={"devices": [device]}))

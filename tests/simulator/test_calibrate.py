@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
+from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig
-from runtime.simulator.calibrate import Line, calibrate, extend_times
+from runtime.node.config import NodeConfig, PoolSection
+from runtime.simulator.calibrate import Line, calibrate, search_times
+from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.service import ServiceTimes
 
 
@@ -28,8 +30,37 @@ def test_no_cost_is_below_nothing(y: list[float]) -> None:
 
 def test_extends_of_an_index_cost_something() -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 16), np.float32)
-    line = extend_times(GraphIndex.build(vectors, metric="l2", degree=8), slots=8, top_m=32, search_width=2)
-    assert line.fixed + 8 * line.each > 0
+    index = GraphIndex.build(vectors, metric="l2", degree=8)
+    found = search_times(index, PoolSection(slots=8, top_m=32, search_width=2))
+    assert [one.active for one in found.measured] == [1, 2, 4, 8]
+    assert found.extend_seconds(8) > 0
+
+
+def test_the_simulator_takes_extends_from_the_curve_where_one_was_measured(tmp_path: Path) -> None:
+    curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), (ExtendTime(16, 1, 4e-6, 1000),))
+    times = ServiceTimes(extend_s=1.0, roofline=Roofline(search=(curve,)))
+    times.save(tmp_path / "times.json")
+    loaded = ServiceTimes.load(tmp_path / "times.json")
+    assert loaded == times
+    assert loaded.extend_time_s(1) == loaded.extend_time_s(2) == pytest.approx(4e-6)  # not saturated: as fast with two
+    assert loaded.extend_time_s(8) == pytest.approx(16e-6)
+    assert loaded.extend_time_s(0) == 1.0
+
+
+def test_passes_are_fitted_as_shares_of_the_best_rate() -> None:
+    passes = PassRoofline.fit([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
+    assert passes.peak_tokens_s == 4.0
+    assert passes.saturation.at(2) == pytest.approx(0.5)
+    assert passes.saturation.at(100) == pytest.approx(1.0)
+
+
+def test_a_roofline_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    times = (ExtendTime(16, 1, 4e-6, 1000), ExtendTime(16, 4, 4e-6, 4000))
+    curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), times)
+    roofline = Roofline(search=(curve,), decode=PassRoofline.fit([1, 2], [1.0, 1.5]))
+    assert draw_roofline(roofline, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_node_that_names_nothing_cannot_be_calibrated(tmp_path: Path) -> None:

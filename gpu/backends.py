@@ -1,0 +1,78 @@
+"""From a device's name to the engine that searches on it. Packages of other devices are not imported before.
+
+"cpu" is always there. "cuda", "cuda:N" and a GPU's UUID ("GPU-…") need the extra [cuda], a driver and that GPU.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from gpu.cpu.engine import CpuEngine
+from gpu.engine import Engine
+from gpu.errors import DeviceUnavailable
+from gpu.index import GraphIndex
+from gpu.roofline import host_copy_bytes_s
+
+Progress = Callable[[str, float], None]
+CPU = "cpu"
+_CUDA = re.compile(r"cuda(:\d{1,3})?\Z|GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z")
+
+
+def is_device_name(device: str) -> bool:
+    """Whether a device could be called that; `check_device` tells whether it is there."""
+    return device == CPU or _CUDA.match(device) is not None
+
+
+def check_device(device: str) -> None:
+    """Raise DeviceUnavailable, with the reason, unless a search engine can be opened on the device."""
+    if not is_device_name(device):
+        raise DeviceUnavailable(f'{device!r} is no device: "cpu", "cuda:N" and UUIDs ("GPU-…") are')
+    if device != CPU:
+        from gpu.cuda.cuda_driver import find_device
+
+        find_device(device)
+
+
+def open_engine(
+    device: str,
+    collections: Mapping[str, GraphIndex],
+    *,
+    slots: int = 32,
+    max_top_m: int = 512,
+    max_k: int | None = None,
+    max_search_width: int = 8,
+    progress: Progress | None = None,
+) -> Engine:
+    """An engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
+
+    progress: called with what is copied to the device and the part of it that is done, 0..1.
+    Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
+    """
+    check_device(device)
+    if device == CPU:
+        return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
+    from gpu.cuda.engine import CudaEngine
+
+    return CudaEngine.open(
+        device,
+        collections,
+        slots=slots,
+        max_top_m=max_top_m,
+        max_k=max_k,
+        max_search_width=max_search_width,
+        progress=progress,
+    )
+
+
+def copy_bytes_s(device: str) -> float:
+    """Bytes read a second by a plain copy in the device's memory, measured. Raises DeviceUnavailable."""
+    check_device(device)
+    if device == CPU:
+        return host_copy_bytes_s()
+    from gpu.cuda.bandwidth import device_copy_bytes_s
+    from gpu.cuda.cuda_driver import CudaDriver
+
+    driver = CudaDriver(device)
+    try:
+        return device_copy_bytes_s(driver)
+    finally:
+        driver.close()

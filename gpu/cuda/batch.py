@@ -1,0 +1,104 @@
+"""The running batch's memory: on the device what kernels work with, in pinned host memory what both sides see."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cuda import layout
+from gpu.cuda.driver import Driver, PinnedMemory
+from gpu.cuda.upload import DeviceArrays, Progress, check_fits, device_arrays
+from gpu.index_data import IndexData
+
+_SHARED = ("results", "progress", "doorbell")  # in pinned memory; the rest is the device's alone
+_ALIGNMENT = 256
+
+
+class BatchMemory:
+    """Indexes and slots on a device. `record` is the kernels' BATCH; the views are of pinned memory.
+
+    results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (read-only to the host while
+    a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes], where the host writes a query
+    for its slot; commands: COMMAND [slots].
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        stream: int,
+        collections: Mapping[str, IndexData],
+        shape: layout.BatchShape,
+        progress: Progress | None = None,
+    ) -> None:
+        """Raises OutOfDeviceMemory before anything is allocated if it does not all fit."""
+        self._driver = driver
+        self._uploaded: list[DeviceArrays] = []
+        self._device: list[int] = []
+        self._pinned: list[PinnedMemory] = []
+        sizes = shape.array_bytes()
+        state = {name: nbytes for name, nbytes in sizes.items() if name not in _SHARED}
+        records = np.zeros(len(collections), layout.COLLECTION)
+        arrays = {name: device_arrays(data) for name, data in collections.items()}
+        needed = {f"{name}.{part}": one.nbytes for name, parts in arrays.items() for part, one in parts.items()}
+        check_fits(driver, {**needed, "slots": sum(state.values()) + records.nbytes})
+        try:
+            for number, (name, data) in enumerate(collections.items()):
+                uploaded = DeviceArrays(driver, arrays[name], _named(name, progress))
+                self._uploaded.append(uploaded)
+                records[number] = layout.collection_record(data, uploaded.address)[0]
+            addresses = {name: self._allocate(stream, nbytes) for name, nbytes in state.items()}
+            addresses["collections"] = self._allocate(stream, records.nbytes)
+            driver.copy_to_device(stream, addresses["collections"], records.view(np.uint8))
+            driver.synchronise(stream)
+            shared = {name: self._allocate_pinned(sizes[name]) for name in _SHARED}
+            staging = self._allocate_pinned(shape.slots * shape.line_bytes)
+            commands = self._allocate_pinned(shape.slots * layout.COMMAND.itemsize)
+        except BaseException:
+            self.close()
+            raise
+        self.record = shape.record({**addresses, **{name: memory.address for name, memory in shared.items()}})
+        lines = shared["results"].view.reshape(shape.slots, shape.result_bytes)
+        head, k = layout.RESULT.itemsize, shape.max_k
+        self.results = lines[:, :head].view(layout.RESULT)[:, 0]
+        self.nodes: npt.NDArray[np.int32] = lines[:, head : head + 4 * k].view(np.int32)
+        self.raw: npt.NDArray[np.float32] = lines[:, head + 4 * k : head + 8 * k].view(np.float32)
+        self.progress = shared["progress"].view.data.cast("I")
+        self.doorbell = shared["doorbell"].view.data.cast("I")
+        self.lines = staging.view.reshape(shape.slots, shape.line_bytes)
+        self.line_addresses = (staging.address + np.arange(shape.slots) * shape.line_bytes).astype(np.uint64)
+        self.commands = commands.view.view(layout.COMMAND)
+        self.commands_address = commands.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the indexes take."""
+        return sum(uploaded.nbytes for uploaded in self._uploaded)
+
+    def _allocate(self, stream: int, nbytes: int) -> int:
+        """Zeroed device memory."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        address = self._driver.allocate(size)
+        self._device.append(address)
+        self._driver.fill(stream, address, 0, size // 4)
+        return address
+
+    def _allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        memory = self._driver.allocate_pinned(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        self._pinned.append(memory)
+        return PinnedMemory(memory.view[:nbytes], memory.address)
+
+    def close(self) -> None:
+        """Give everything back; no launch may run any more, and the views are of nothing. Idempotent."""
+        while self._pinned:
+            self._driver.free_pinned(self._pinned.pop())
+        while self._device:
+            self._driver.free(self._device.pop())
+        while self._uploaded:
+            self._uploaded.pop().close()
+
+
+def _named(collection: str, progress: Progress | None) -> Progress | None:
+    """The callback, told which collection an array is of."""
+    if progress is None:
+        return None
+    return lambda name, fraction: progress(f"{collection}.{name}", fraction)

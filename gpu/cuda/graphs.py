@@ -1,0 +1,126 @@
+"""The captured graphs of a launch: one for each bucket of slots, replayed for every step.
+
+A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots among them that are not active do nothing. A
+launch is one extend (`plain`), or up to `limit` extends that end early when a slot is done or the doorbell rings: the
+same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on with its own slot
+(`fused`).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from gpu.cuda import layout
+from gpu.cuda.driver import Dim, Driver
+from gpu.errors import DeviceError, InvalidParams
+
+Form = Literal["plain", "loop", "fused"]
+BUCKETS = (1, 8, 32, 128, 512, 2048)
+
+
+def buckets_of(slots: int) -> tuple[int, ...]:
+    """The buckets of an engine: the usual ones below its slots, and all of its slots."""
+    return (*(bucket for bucket in BUCKETS if bucket < slots), slots)
+
+
+class Kernels:
+    """The kernels of one loaded module, with what they are launched with."""
+
+    def __init__(self, driver: Driver, image: bytes, shape: layout.BatchShape, team: int, batch: Any) -> None:
+        """batch: the BATCH record as an argument. Raises DeviceError for an image that does not load."""
+        self._driver, self._shape, self._team, self._batch = driver, shape, team, batch
+        module = driver.load_module(image)
+        self._distances = layout.COMPUTE_DISTANCES[team]
+        self._write = driver.kernel(module, layout.WRITE_SLOTS.name)
+        self._gather = driver.kernel(module, layout.GATHER_TASKS.name, shape.gather_shared_bytes)
+        self._compute = driver.kernel(module, self._distances.name)
+        self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
+        self._module = module
+        self._fused = 0
+
+    def load_fused(self) -> None:
+        """Raises DeviceError where a block cannot have as much shared memory as the fused form needs."""
+        self._fused = self._driver.kernel(self._module, layout.EXTEND_FUSED.name, self._shape.fused_shared_bytes)
+
+    def write_slots(self, stream: int, commands: int, count: int) -> None:
+        """Carry out `count` commands at an address that the device sees."""
+        arguments = (self._batch, ctypes.c_uint64(commands))
+        self._driver.launch(stream, self._write, Dim(count), Dim(layout.WRITE_SLOTS.threads), arguments)
+
+    def extend(self, stream: int, bucket: int, limit: int, condition: int) -> None:
+        """The three kernels of one extend."""
+        launch, shape = self._driver.launch, self._shape
+        threads = Dim(layout.SLOT_THREADS)
+        launch(stream, self._gather, Dim(bucket), threads, (self._batch,), shape.gather_shared_bytes)
+        blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
+        launch(stream, self._compute, Dim(blocks), Dim(self._distances.threads), (self._batch,))
+        arguments = (self._batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
+        launch(stream, self._merge, Dim(bucket), threads, arguments, shape.merge_shared_bytes)
+
+    def extend_fused(self, stream: int, bucket: int, limit: int) -> None:
+        """Up to `limit` extends in one kernel."""
+        arguments = (self._batch, ctypes.c_uint32(limit))
+        threads, shared = Dim(layout.EXTEND_FUSED.threads), self._shape.fused_shared_bytes
+        self._driver.launch(stream, self._fused, Dim(bucket), threads, arguments, shared)
+
+
+class LaunchGraphs:
+    """Captured launches for every bucket, made here and never again. `form` is the form that they have.
+
+    A driver that cannot capture the form wanted gets plain replay instead.
+    """
+
+    def __init__(
+        self, driver: Driver, stream: int, kernels: Kernels, buckets: Sequence[int], form: Form, limit: int
+    ) -> None:
+        if form == "plain" and limit != 1:
+            raise InvalidParams(f"a plain launch is one extend, not {limit}")
+        self._driver, self._stream, self._kernels = driver, stream, kernels
+        self.buckets = tuple(sorted(buckets))
+        self.form: Form = form
+        self.limit = limit
+        self._graphs: dict[int, int] = {}
+        try:
+            if form == "fused":
+                kernels.load_fused()
+            self._capture_all()
+        except DeviceError:
+            self.close()
+            if form == "plain":
+                raise
+            self.form, self.limit = "plain", 1
+            self._capture_all()
+
+    def bucket_for(self, slots: int) -> int:
+        """The smallest bucket that covers the first `slots` slots."""
+        return next(bucket for bucket in self.buckets if bucket >= slots)
+
+    def replay(self, bucket: int) -> None:
+        """Launch."""
+        self._driver.replay(self._stream, self._graphs[bucket])
+
+    def _capture_all(self) -> None:
+        for bucket in self.buckets:
+            self._graphs[bucket] = self._capture(bucket)
+
+    def _capture(self, bucket: int) -> int:
+        driver, stream = self._driver, self._stream
+        driver.begin_capture(stream)
+        try:
+            if self.form == "plain":
+                self._kernels.extend(stream, bucket, 1, 0)
+            elif self.form == "fused":
+                self._kernels.extend_fused(stream, bucket, self.limit)
+            else:
+                loop = driver.begin_while(stream)
+                self._kernels.extend(loop.stream, bucket, self.limit, loop.handle)
+                driver.end_while(loop)
+        except DeviceError:
+            driver.abandon_capture(stream)
+            raise
+        return driver.end_capture(stream)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._graphs:
+            self._driver.destroy_graph(self._graphs.popitem()[1])

@@ -1,0 +1,146 @@
+"""`DeviceMemory` in a GPU's memory, shared through CUDA IPC. Importing this needs the extra [cuda].
+
+The pool allocates and exports, clients open. CUDA's own rules: the exporting process cannot open its own handle;
+freeing before the last importer has closed is undefined; a handle is worth nothing after its exporter has ended (the
+arena's epoch tells); memory of a stream-ordered or virtual allocator cannot be exported this way, so this one comes
+from cuMemAlloc. Both processes must be in one PID namespace, and MIG devices have no CUDA IPC.
+"""
+
+import contextlib
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+
+from ipc.device_memory import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Reference, Source
+from ipc.errors import InvalidArgument, MemoryRefused
+
+try:
+    from cuda.bindings import driver as _cuda
+except ImportError as error:
+    raise MemoryRefused(f"GPU memory needs the extra [cuda], which is not installed: {error}") from None
+
+
+class CudaMemory:
+    """See `DeviceMemory`. Work is queued on a stream of its own, `stream`; everything belongs to one thread."""
+
+    def __init__(self, cuda: Any, device: int, address: int, size: int, *, exported: bool) -> None:
+        self._cuda, self._device, self._address, self.size, self._exported = cuda, device, address, size, exported
+        self._open = True
+        flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self.stream = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
+        self._aside = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
+
+    @classmethod
+    def create(cls, size: int, device: int, cuda: Any = _cuda) -> "CudaMemory":
+        """`size` bytes of zeros on a device (by ordinal). Raises MemoryRefused, InvalidArgument."""
+        if not 1 <= size <= MAX_BYTES:
+            raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
+        _make_current(cuda, device)
+        address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
+        _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
+        return cls(cuda, device, address, size, exported=True)
+
+    @classmethod
+    def open(cls, reference: CudaReference, device: str, cuda: Any = _cuda) -> "CudaMemory":
+        """Another process's memory, to be used from `device` ("cuda:N"; another GPU reaches it as a peer).
+
+        Raises MemoryRefused.
+        """
+        if reference.pid == os.getpid():
+            raise MemoryRefused("a process cannot open the GPU memory that it exported itself")
+        ordinal = int(device.partition(":")[2] or 0)
+        _make_current(cuda, ordinal)
+        handle = cuda.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), reference.handle, HANDLE_BYTES)
+        lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+        address = int(_checked(cuda, "cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle(handle, lazily)))
+        return cls(cuda, ordinal, address, reference.size, exported=False)
+
+    @property
+    def reference(self) -> Reference:
+        if not self._exported or not self._open:
+            raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
+        handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
+        raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return CudaReference(os.getpid(), f"cuda:{self._device}", raw, self.size)
+
+    def write(self, offset: int, source: Source) -> None:
+        cuda, target = self._cuda, self._address + offset
+        if isinstance(source, DeviceSpan):
+            copied = cuda.cuMemcpyDtoDAsync(target, source.address, source.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyDtoDAsync", copied)
+            return
+        copied = cuda.cuMemcpyHtoDAsync(target, source.ctypes.data, source.nbytes, self.stream)
+        _checked(cuda, "cuMemcpyHtoDAsync", copied)
+
+    def read(self, offset: int, target: Source) -> None:
+        cuda, source = self._cuda, self._address + offset
+        if isinstance(target, DeviceSpan):
+            copied = cuda.cuMemcpyDtoDAsync(target.address, source, target.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyDtoDAsync", copied)
+            return
+        copied = cuda.cuMemcpyDtoHAsync(target.ctypes.data, source, target.nbytes, self.stream)
+        _checked(cuda, "cuMemcpyDtoHAsync", copied)
+
+    def store_word(self, offset: int, value: int) -> None:
+        # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
+        self._store(self.stream, offset, value)
+
+    def _store(self, stream: int, offset: int, value: int) -> None:
+        flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+        stored = self._cuda.cuStreamWriteValue32(stream, self._address + offset, value, flag)
+        _checked(self._cuda, "cuStreamWriteValue32", stored)
+
+    def wait_word(self, offset: int, value: int) -> None:
+        # SYNC POINT: arena word, see `store_word`. GEQ compares around 2³².
+        flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        waits = self._cuda.cuStreamWaitValue32(self.stream, self._address + offset, value, flag)
+        _checked(self._cuda, "cuStreamWaitValue32", waits)
+
+    def word(self, offset: int) -> int:
+        """Copies the word aside from the queue, and waits for that copy: some microseconds."""
+        found = np.zeros(1, np.uint32)
+        copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, 4, self._aside)
+        _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
+        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._aside))
+        return int(found[0])
+
+    def flush(self) -> None:
+        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self.stream))
+
+    def unblock(self, offset: int, value: int) -> None:
+        self._store(self._aside, offset, value)
+        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._aside))
+
+    def close(self) -> None:
+        """Waits for what is queued; whoever waits for a word that nobody stores must be unblocked before."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
+            self.flush()
+        for stream in (self.stream, self._aside):
+            _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
+        if self._exported:
+            _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
+        else:
+            _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
+
+
+def _make_current(cuda: Any, device: int) -> None:
+    try:
+        _checked(cuda, "cuInit", cuda.cuInit(0))
+    except RuntimeError as error:  # the library is not there at all
+        raise MemoryRefused(f"there is no CUDA driver on this machine: {error}") from None
+    handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(device))
+    context = _checked(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(handle))
+    _checked(cuda, "cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
+
+
+def _checked(cuda: Any, call: str, result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if code != cuda.CUresult.CUDA_SUCCESS:
+        raise MemoryRefused(f"{call} failed: {code}")
+    return values[0] if values else None

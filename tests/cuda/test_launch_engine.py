@@ -1,0 +1,323 @@
+"""The step: what the engine asks of the driver for each extend, what it never asks, and how it reads results."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
+from gpu.cuda.engine import CudaEngine
+from tests.cuda.recorder import RecordingDriver
+from tests.cuda.scripted_device import ScriptedDevice
+from tests.gpu.cases import clustered
+
+DIM = 24
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 300, DIM), metric="l2", degree=8)
+
+
+class Setup:
+    """An engine on a scripted device; the calls of its making are forgotten."""
+
+    def __init__(self, slots: int = 40, length: int = 3, **options: Any) -> None:
+        self.driver = RecordingDriver()
+        self.device = ScriptedDevice(self.driver, length)
+        self.engine = CudaEngine(self.driver, b"image", {"docs": INDEX}, slots=slots, max_top_m=64, **options)
+        self.driver.calls.clear()
+        self.device.covered.clear()
+
+    def admit(self, count: int = 1, k: int = 5) -> list[int]:
+        params = SearchParams(k, 32, 2)
+        return [self.engine.admit(np.full(DIM, 1.0, np.float32), params, "docs") for _ in range(count)]
+
+
+def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
+    setup = Setup()
+    setup.admit(3)
+    setup.engine.extend()
+    assert setup.driver.names() == ["launch", "replay"]
+    assert setup.driver.calls[0] == ("launch", "write_slots", 3)
+
+
+def test_a_step_without_news_is_one_replay_and_nothing_else() -> None:
+    setup = Setup(length=50)
+    setup.admit(3)
+    setup.engine.extend()
+    setup.driver.calls.clear()
+    for _ in range(40):
+        setup.engine.extend()
+    assert setup.driver.names() == ["replay"] * 40
+
+
+def test_nothing_is_captured_allocated_or_synchronised_after_the_start() -> None:
+    setup = Setup(slots=9, length=4)
+    engine, held = setup.engine, []
+    for step in range(60):
+        held += setup.admit(min(engine.free_slots, step % 4))
+        if step % 3 == 0 and held:
+            engine.pause(held[0])
+            engine.resume(held[0])
+        for slot in engine.extend().tolist():
+            engine.result(slot)
+            engine.release(slot)
+            held.remove(slot)
+    assert set(setup.driver.names()) == {"launch", "replay"}
+    assert setup.driver.names().count("replay") <= 60
+    assert setup.driver.names().count("launch") <= setup.driver.names().count("replay")
+
+
+def test_an_extend_of_nothing_asks_nothing_of_the_device() -> None:
+    setup = Setup()
+    (slot,) = setup.admit()
+    setup.engine.pause(slot)
+    assert setup.engine.extend().tolist() == []
+    assert setup.driver.calls == []
+
+
+def test_a_launch_covers_the_highest_active_slot_with_the_smallest_bucket() -> None:
+    setup = Setup(slots=40, length=100)
+    slots = setup.admit(1)
+    setup.engine.extend()
+    slots += setup.admit(7)
+    setup.engine.extend()
+    slots += setup.admit(1)
+    setup.engine.extend()
+    slots += setup.admit(31)
+    setup.engine.extend()
+    for slot in slots[8:]:
+        setup.engine.release(slot)
+    setup.engine.extend()
+    assert setup.device.covered == [1, 8, 32, 40, 8]
+
+
+def test_a_freed_low_slot_is_taken_before_a_higher_one() -> None:
+    setup = Setup()
+    slots = setup.admit(6)
+    for slot in (4, 1, 3):
+        setup.engine.release(slot)
+    assert slots == [0, 1, 2, 3, 4, 5]
+    assert setup.admit(4) == [1, 3, 4, 6]
+
+
+def test_commands_of_one_slot_between_two_steps_become_one() -> None:
+    setup = Setup(length=100)
+    setup.admit()
+    setup.engine.pause(0)
+    setup.engine.release(0)
+    setup.admit()
+    setup.engine.pause(0)
+    setup.engine.resume(0)
+    setup.admit()
+    setup.engine.pause(1)
+    setup.engine.extend()
+    assert setup.driver.calls[0] == ("launch", "write_slots", 2)  # the scripted device checks that slots differ
+    assert setup.engine.extends(0) == 1
+    assert setup.engine.extends(1) == 0
+
+
+def test_a_result_is_taken_when_its_own_ticket_shows_and_not_its_predecessors() -> None:
+    setup = Setup(slots=1, length=2)
+    for _ in range(3):
+        (slot,) = setup.admit(k=3)
+        assert setup.engine.extends(slot) == 0
+        assert setup.engine.extend().tolist() == []
+        assert setup.engine.extend().tolist() == [slot]
+        ids, distances = setup.engine.result(slot)
+        assert (ids.tolist(), ids.dtype, distances.dtype) == ([0, 0, 0], np.int64, np.float32)
+        setup.engine.release(slot)
+
+
+def test_finished_slots_come_in_admission_order() -> None:
+    setup = Setup(length=2)
+    setup.admit(4)
+    setup.engine.release(1)
+    assert setup.admit() == [1]
+    setup.engine.extend()
+    assert setup.engine.extend().tolist() == [0, 2, 3, 1]
+
+
+def test_tickets_go_round_without_ever_being_nothing() -> None:
+    setup = Setup(slots=1, length=1)
+    setup.engine._next_ticket = int(np.iinfo(np.uint32).max)
+    for _ in range(3):
+        (slot,) = setup.admit()
+        assert setup.engine.extend().tolist() == [slot]
+        setup.engine.release(slot)
+    assert setup.engine._next_ticket == 3
+
+
+@pytest.mark.parametrize("form", ["loop", "fused"])
+def test_a_launch_of_several_extends_ends_when_a_slot_is_done_or_at_its_limit(form: Any) -> None:
+    setup = Setup(length=10, extends_per_launch=4, form=form)
+    (slot,) = setup.admit()
+    finished, counts = [], []
+    for _ in range(3):
+        finished.append(setup.engine.extend().tolist())
+        counts.append(setup.engine.extends(slot))
+    assert finished == [[], [], [slot]]
+    assert counts == [4, 8, 10]
+    assert setup.driver.names() == ["launch", "replay", "replay", "replay"]
+
+
+def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_launch_starts_silent() -> None:
+    setup = Setup(length=100, extends_per_launch=50)
+    setup.admit()
+    memory = setup.engine._memory
+    assert memory is not None
+    asked = []
+
+    def arrived() -> bool:  # asked while the launch runs, which here has ended and not been reported yet
+        asked.append(int(memory.doorbell[0]))
+        memory.progress[0] += 1
+        return True
+
+    setup.device.silent = True
+    setup.engine.arrived = arrived
+    setup.engine.extend()
+    assert asked == [0]
+    assert memory.doorbell[0] == 0
+    setup.device.silent = False
+    setup.engine.arrived = None
+    setup.engine.extend()
+    assert setup.engine.extends(0) == 100
+
+
+class Clock:
+    """A clock that goes on by a millisecond whenever it is read."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        self.ns += 1_000_000
+        return self.ns
+
+
+def faulty(make: Callable[[Setup], None]) -> str:
+    setup = Setup(clock_ns=Clock())
+    setup.admit()
+    make(setup)
+    with pytest.raises(DeviceError) as caught:
+        setup.engine.extend()
+    assert setup.driver.names()[:2] == ["launch", "replay"]
+    assert set(setup.driver.names()[2:]) == {"idle"}
+    setup.engine.close()
+    assert setup.driver.memory_of == {}
+    return str(caught.value)
+
+
+def test_a_launch_that_failed_is_an_error_and_not_an_endless_wait() -> None:
+    def fault(setup: Setup) -> None:
+        setup.device.silent = True
+        setup.driver.fault = "CUDA_ERROR_ILLEGAL_ADDRESS"
+
+    assert faulty(fault) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def test_a_launch_that_ends_without_reporting_is_an_error() -> None:
+    def silence(setup: Setup) -> None:
+        setup.device.silent = True
+
+    assert "launch 5 ended, but only 4 launches are reported" in faulty(silence)
+
+
+def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingDriver, "idle", lambda self, stream: self.calls.append(("idle", stream)))
+
+    def silence(setup: Setup) -> None:
+        setup.device.silent = True
+
+    assert "has not ended within 30 s" in faulty(silence)
+
+
+def test_an_engine_that_cannot_be_made_gives_everything_back() -> None:
+    driver = RecordingDriver(fault="no module")
+
+    def refuse(image: bytes) -> int:
+        raise DeviceError("no module")
+
+    driver.load_module = refuse  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match="no module"):
+        CudaEngine(driver, b"image", {"docs": INDEX}, slots=4)
+    assert driver.memory_of == {}
+    assert driver.streams == set()
+
+
+def test_a_closed_engine_has_given_everything_back_and_says_so() -> None:
+    setup = Setup()
+    setup.admit()
+    setup.engine.close()
+    setup.engine.close()
+    assert (setup.driver.memory_of, setup.driver.streams, setup.driver.graphs) == ({}, set(), {})
+    with pytest.raises(DeviceError, match="was closed"):
+        setup.admit()
+
+
+class Slots(RuleBasedStateMachine):
+    """Whatever is admitted, paused, resumed and released: the device's slots are what the engine says they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setup = Setup(slots=9, length=4)
+        self.states: dict[int, str] = {}
+
+    def of(self, state: str) -> list[int]:
+        return sorted(slot for slot, found in self.states.items() if found == state)
+
+    @rule()
+    def admit(self) -> None:
+        if len(self.states) == 9:
+            with pytest.raises(NoFreeSlot):
+                self.setup.admit()
+            return
+        (slot,) = self.setup.admit()
+        assert slot not in self.states
+        self.states[slot] = "active"
+
+    @precondition(lambda self: self.of("active"))
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.of("active")))
+        self.setup.engine.pause(slot)
+        self.states[slot] = "paused"
+
+    @precondition(lambda self: self.of("paused"))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.of("paused")))
+        self.setup.engine.resume(slot)
+        self.states[slot] = "active"
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.states)))
+        self.setup.engine.release(slot)
+        del self.states[slot]
+
+    @precondition(lambda self: self.of("active"))
+    @rule()
+    def extend(self) -> None:
+        before = {slot: self.setup.engine.extends(slot) for slot in self.states}
+        active = self.of("active")
+        finished = self.setup.engine.extend().tolist()
+        for slot in self.states:
+            assert self.setup.engine.extends(slot) == before[slot] + (slot in active)
+        for slot in finished:
+            assert self.setup.engine.extends(slot) == 4
+            self.states[slot] = "finished"
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.setup.engine.free_slots == 9 - len(self.states)
+        assert self.setup.engine.active_slots == len(self.of("active"))
+
+    def teardown(self) -> None:
+        self.setup.engine.close()
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

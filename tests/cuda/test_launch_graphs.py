@@ -1,0 +1,102 @@
+"""What is captured: one graph a bucket, with the layout's kernels, grids, blocks and arguments, in order."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex, InvalidParams
+from gpu.cuda import layout
+from gpu.cuda.engine import CudaEngine
+from gpu.cuda.graphs import buckets_of
+from tests.cuda.recorder import Launch, RecordingDriver
+from tests.cuda.scripted_device import ScriptedDevice
+from tests.gpu.cases import clustered
+
+
+@pytest.fixture(scope="module")
+def index() -> GraphIndex:
+    return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8)
+
+
+def opened(index: GraphIndex, driver: RecordingDriver, **options: Any) -> CudaEngine:
+    ScriptedDevice(driver)
+    return CudaEngine(driver, b"image", {"docs": index}, **options)
+
+
+def graphs(driver: RecordingDriver) -> list[list[Launch]]:
+    return list(driver.graphs.values())
+
+
+def test_buckets_are_the_usual_ones_below_the_slots_and_all_slots() -> None:
+    assert buckets_of(1) == (1,)
+    assert buckets_of(8) == (1, 8)
+    assert buckets_of(40) == (1, 8, 32, 40)
+    assert buckets_of(4096) == (1, 8, 32, 128, 512, 2048, 4096)
+
+
+def test_each_bucket_has_one_graph_of_the_three_kernels(index: GraphIndex) -> None:
+    driver = RecordingDriver()
+    opened(index, driver, slots=40, max_top_m=64)
+    shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
+    assert len(driver.graphs) == 4
+    for bucket, (gather, distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
+        assert (gather.kernel, distances.kernel, merge.kernel) == ("gather_tasks", "compute_distances_8", "merge_top_m")
+        assert (gather.grid.x, merge.grid.x) == (bucket, bucket)
+        assert distances.grid.x == layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
+        threads = (layout.SLOT_THREADS, layout.DISTANCE_THREADS, layout.SLOT_THREADS)
+        assert (gather.block.x, distances.block.x, merge.block.x) == threads
+        assert (gather.shared_bytes, distances.shared_bytes) == (shape.gather_shared_bytes, 0)
+        assert merge.shared_bytes == shape.merge_shared_bytes
+        assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
+
+
+def test_all_kernels_are_given_the_same_batch_whose_addresses_are_what_was_allocated(index: GraphIndex) -> None:
+    driver = RecordingDriver()
+    opened(index, driver, slots=8, max_top_m=64)
+    batches = {bytes(launch.arguments[0]) for graph in graphs(driver) for launch in graph}
+    assert len(batches) == 1
+    batch = np.frombuffer(batches.pop(), layout.BATCH)[0]
+    for name, nbytes in layout.BatchShape.of([index.data], 8, 64, 64, 8).array_bytes().items():
+        if name not in ("results", "progress", "doorbell"):
+            assert driver.memory_of[int(batch[name])].nbytes >= nbytes
+    assert not driver.device(int(batch["slots"]), np.uint8, 8 * int(batch["line_bytes"])).any()
+    assert not driver.device(int(batch["counters"]), np.uint8, layout.COUNTERS.itemsize).any()
+    record = driver.device(int(batch["collections"]), layout.COLLECTION, 1)[0]
+    graph = driver.device(int(record["graph"]), np.uint32, index.size * index.degree)
+    assert graph.tolist() == index.data.graph.ravel().tolist()
+
+
+def test_a_loop_is_captured_around_the_three_kernels_with_its_condition(index: GraphIndex) -> None:
+    driver = RecordingDriver()
+    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16)
+    assert (engine.form, engine.extends_per_launch) == ("loop", 16)
+    for graph in graphs(driver):
+        assert [launch.kernel for launch in graph] == ["gather_tasks", "compute_distances_8", "merge_top_m"]
+        assert {launch.handle for launch in graph} == {graph[2].arguments[2].value} != {0}
+        assert graph[2].arguments[1].value == 16
+
+
+def test_a_fused_launch_is_one_kernel(index: GraphIndex) -> None:
+    driver = RecordingDriver()
+    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form="fused")
+    assert engine.form == "fused"
+    for bucket, (fused,) in zip((1, 8), graphs(driver), strict=True):
+        assert (fused.kernel, fused.grid.x, fused.block.x) == ("extend_fused", bucket, layout.FUSED_THREADS)
+        assert fused.arguments[1].value == 4
+
+
+@pytest.mark.parametrize("form", ["loop", "fused"])
+def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphIndex, form: Any) -> None:
+    driver = RecordingDriver(can_loop=False, max_shared_bytes=9_000)
+    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
+    assert (engine.form, engine.extends_per_launch) == ("plain", 1)
+    assert [len(graph) for graph in graphs(driver)] == [3, 3]
+    assert driver.names().count("begin_capture") - driver.names().count("abandon_capture") == 2
+
+
+def test_the_number_of_extends_in_a_launch_is_checked(index: GraphIndex) -> None:
+    with pytest.raises(InvalidParams, match=r"extends_per_launch is 0, outside 1\.\.1024"):
+        opened(index, RecordingDriver(), extends_per_launch=0)
+    with pytest.raises(InvalidParams, match="a plain launch is one extend, not 2"):
+        opened(index, RecordingDriver(), extends_per_launch=2, form="plain")

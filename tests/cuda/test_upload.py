@@ -1,0 +1,84 @@
+"""Arrays reach the device whole, in pinned chunks that take turns; what does not fit is refused before it is tried."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex, OutOfDeviceMemory
+from gpu.cuda import upload
+from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays
+from tests.cuda.recorder import RecordingDriver
+from tests.gpu.cases import clustered
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> GraphIndex:
+    """An int8 index, mapped from its files."""
+    directory: Path = tmp_path_factory.mktemp("index") / "index"
+    vectors = clustered(np.random.default_rng(0), 500, 20)
+    GraphIndex.build(vectors, metric="l2", dtype="int8", degree=8).save(directory)
+    return GraphIndex.load(directory)
+
+
+def test_every_array_of_an_index_arrives_as_it_is_in_its_file(
+    index: GraphIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "CHUNK_BYTES", 1000)
+    driver = RecordingDriver()
+    arrays = device_arrays(index.data)
+    assert set(arrays) == {"rows", "graph", "seeds", "full"}
+    uploaded = DeviceArrays(driver, arrays)
+    for name, array in arrays.items():
+        assert uploaded.address[name] % 256 == 0
+        assert driver.device(uploaded.address[name], array.dtype, array.size).tolist() == array.ravel().tolist()
+    assert max(call[3] for call in driver.calls if call[0] == "copy_to_device") == 1000
+    uploaded.close()
+    uploaded.close()
+    assert driver.memory_of == {}
+    assert driver.streams == set()
+
+
+def test_a_pinned_buffer_is_filled_again_only_when_its_stream_has_come_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "CHUNK_BYTES", 64)
+    driver = RecordingDriver()
+    DeviceArrays(driver, {"rows": np.arange(100, dtype=np.uint32)})
+    work = [call[:2] for call in driver.calls if call[0] in ("synchronise", "copy_to_device")]
+    copies = [call for call in work if call[0] == "copy_to_device"]
+    assert len(copies) == 7
+    assert len({stream for _, stream in copies}) == 2
+    for place, (name, stream) in enumerate(work):
+        if name == "copy_to_device":
+            assert work[place - 1] == ("synchronise", stream)
+    assert {call for call in work[-2:]} == {("synchronise", stream) for _, stream in copies}
+
+
+def test_progress_goes_from_nothing_to_all_for_each_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "CHUNK_BYTES", 64)
+    seen: list[tuple[str, float]] = []
+    arrays = {"rows": np.zeros(40, np.uint32), "graph": np.zeros(8, np.uint32)}
+    DeviceArrays(RecordingDriver(), arrays, lambda name, fraction: seen.append((name, fraction)))
+    assert seen == [("rows", 0.0), ("rows", 0.4), ("rows", 0.8), ("rows", 1.0), ("graph", 0.0), ("graph", 1.0)]
+
+
+def test_what_does_not_fit_is_refused_with_needed_and_free_bytes_by_array() -> None:
+    driver = RecordingDriver(total=(64 << 20) + 4096)
+    check_fits(driver, {"rows": 2048, "graph": 2048})
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        check_fits(driver, {"docs.rows": 10_000, "docs.graph": 3000, "docs.seeds": 100})
+    message = str(caught.value)
+    assert "13568 bytes are needed (docs.rows 10240, docs.graph 3072, docs.seeds 256), 4096 of" in message
+    assert message.endswith("what would fit: docs.seeds, docs.graph")
+    assert driver.calls == []
+
+
+def test_an_upload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = RecordingDriver()
+
+    def fail(name: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        DeviceArrays(driver, {"rows": np.zeros(40, np.uint32)}, fail)
+    assert driver.memory_of == {}
+    assert driver.streams == set()

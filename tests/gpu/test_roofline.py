@@ -1,0 +1,79 @@
+"""The roofline: the fit finds what made the points, bears noise, and refuses what it cannot fit."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
+from gpu.roofline import Saturation, host_copy_bytes_s, measure_extends, search_roofline, slot_bytes
+from tests.gpu.cases import clustered
+
+LOADS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+curves = st.builds(Saturation, st.floats(0.05, 1.0), st.floats(2.0, 500.0), st.floats(0.1, 1.2))
+
+
+@given(curves)
+def test_the_fit_goes_through_points_of_any_such_curve(curve: Saturation) -> None:
+    fitted = Saturation.fit(LOADS, [curve.at(x) for x in LOADS])
+    for x in LOADS:
+        assert math.isclose(fitted.at(x), curve.at(x), rel_tol=0.02)
+
+
+@given(curves.filter(lambda curve: curve.at(8.0) < curve.u_max and curve.at(64.0) == curve.u_max))
+def test_with_both_parts_in_sight_the_parameters_themselves_are_found(curve: Saturation) -> None:
+    fitted = Saturation.fit(LOADS, [curve.at(x) for x in LOADS])
+    assert fitted.u_max == pytest.approx(curve.u_max, rel=1e-6)
+    assert fitted.x_sat == pytest.approx(curve.x_sat, rel=1e-6)
+    assert fitted.alpha == pytest.approx(curve.alpha, rel=1e-6)
+
+
+@given(curves, st.integers(0, 2**32 - 1))
+def test_noise_of_five_percent_moves_the_curve_by_about_as_much(curve: Saturation, seed: int) -> None:
+    noise = np.exp(np.random.default_rng(seed).uniform(-0.05, 0.05, len(LOADS)))
+    fitted = Saturation.fit(LOADS, [curve.at(x) * float(factor) for x, factor in zip(LOADS, noise, strict=True)])
+    for x in LOADS:
+        assert math.isclose(fitted.at(x), curve.at(x), rel_tol=0.12)
+
+
+@given(st.permutations(LOADS))
+def test_the_order_of_the_points_does_not_matter(order: list[float]) -> None:
+    curve = Saturation(0.6, 90.0, 0.8)
+    assert Saturation.fit(order, [curve.at(x) for x in order]) == Saturation.fit(LOADS, [curve.at(x) for x in LOADS])
+
+
+def test_a_fit_of_too_little_or_of_nonsense_is_refused() -> None:
+    with pytest.raises(InvalidParams, match="at least 2 different loads"):
+        Saturation.fit([4.0, 4.0], [0.1, 0.1])
+    with pytest.raises(InvalidParams, match="above 0 and finite"):
+        Saturation.fit([1.0, 2.0], [0.1, 0.0])
+    with pytest.raises(InvalidParams, match="above 0 and finite"):
+        Saturation.fit([1.0, 2.0], [0.1, float("nan")])
+
+
+def test_extends_are_timed_from_one_slot_to_all_and_leave_the_engine_free() -> None:
+    index = GraphIndex.build(clustered(np.random.default_rng(0), 600, 16), metric="l2", degree=8)
+    engine = CpuEngine({"docs": index}, slots=6, max_top_m=64)
+    ticks = iter(range(10_000))
+    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(next(ticks)))
+    assert [one.active for one in times] == [1, 2, 4, 6]
+    assert [one.nbytes for one in times] == [count * slot_bytes(index, 2) for count in (1, 2, 4, 6)]
+    assert all(one.seconds == pytest.approx(1 / 8) for one in times)
+    assert engine.free_slots == 6
+
+
+def test_a_roofline_gives_back_the_times_it_was_fitted_to() -> None:
+    index = GraphIndex.build(clustered(np.random.default_rng(0), 600, 16), metric="l2", degree=8)
+    engine = CpuEngine({"docs": index}, slots=8, max_top_m=64)
+    ticks = iter(range(10_000))  # every extend takes the same time: a device that is not saturated yet
+    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(next(ticks)))
+    found = search_roofline("cpu", 1e9, times)
+    assert found.saturation.alpha == pytest.approx(1.0)
+    assert found.extend_seconds(3) == pytest.approx(times[0].seconds)
+
+
+def test_a_copy_has_a_speed() -> None:
+    ticks = iter(range(100))
+    assert host_copy_bytes_s(lambda: float(next(ticks)), nbytes=8000) == 8000.0

@@ -1,0 +1,317 @@
+"""The arena of query vectors over every kind of memory that it can lie in, and between two processes."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipc import (
+    InvalidArgument,
+    MemoryRefused,
+    PeerLost,
+    ProtocolViolation,
+    RingConsumer,
+    RingFull,
+    RingLayout,
+    RingProducer,
+    StaleEpoch,
+    format_ring,
+)
+from ipc.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes
+from ipc.device_memory import (
+    MAX_WORD,
+    CudaReference,
+    DeviceMemory,
+    DeviceSpan,
+    HostMemory,
+    open_memory,
+    reached,
+    span_of,
+)
+from ipc.memory import MemoryReference, SharedMemory
+from tests.ipc import fake_cuda
+from tests.ipc.processes import child, ended_well
+
+DIM = 6
+EPOCH = 5
+Pair = Callable[[int], tuple[DeviceMemory, DeviceMemory]]
+
+
+def host_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
+    owner = HostMemory.create(size)
+    assert isinstance(owner.reference, MemoryReference)
+    return owner, HostMemory.open(owner.reference)
+
+
+def fake_cuda_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
+    from ipc.cuda_memory import CudaMemory
+
+    cuda = fake_cuda.FakeCuda()
+    owner = CudaMemory.create(size, 0, cuda)
+    reference = owner.reference
+    assert isinstance(reference, CudaReference)
+    elsewhere = CudaReference(1, reference.device, reference.handle, reference.size)
+    return owner, CudaMemory.open(elsewhere, "cuda:0", cuda)
+
+
+@pytest.fixture(params=["host", "cuda"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    if request.param == "host":
+        return host_pair
+    pytest.importorskip("cuda.bindings.driver")
+    return fake_cuda_pair
+
+
+@pytest.fixture
+def ends(pair: Pair) -> Iterator[Callable[..., tuple[DeviceArena, LeasedSlots, int]]]:
+    """Makes an arena with one lease: the pool's end, the client's end, the lease's number."""
+    opened: list[Any] = []
+
+    def make(slots: int = 4, count: int = 4) -> tuple[DeviceArena, LeasedSlots, int]:
+        owner, peer = pair(arena_bytes(slots, 4 * DIM))
+        arena = DeviceArena(owner, slots, 4 * DIM, EPOCH)
+        number, lease = arena.lease(count)
+        client = LeasedSlots(peer, lease)
+        opened.extend([client, arena])
+        return arena, client, number
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+Ends = Callable[..., tuple[DeviceArena, LeasedSlots, int]]
+
+
+def vector(number: int) -> np.ndarray:
+    return np.arange(DIM, dtype=np.float32) + 100 * number
+
+
+def taken(arena: DeviceArena, lease: int, place: Place) -> list[float]:
+    out = np.zeros(DIM, np.float32)
+    arena.take(lease, place, out)
+    arena.memory.flush()
+    found: list[float] = out.tolist()
+    return found
+
+
+def test_what_a_client_writes_the_pool_takes_out_in_any_order(ends: Ends) -> None:
+    arena, client, lease = ends()
+    places = [client.write(vector(number)) for number in range(4)]
+    for number in (2, 0, 3, 1):
+        assert taken(arena, lease, places[number]) == vector(number).tolist()
+
+
+def test_a_full_lease_refuses_and_goes_on_when_the_pool_has_taken_one(ends: Ends) -> None:
+    arena, client, lease = ends()
+    places = [client.write(vector(number)) for number in range(4)]
+    with pytest.raises(RingFull, match="all 4 leased slots"):
+        client.write(vector(9))
+    assert taken(arena, lease, places[1]) == vector(1).tolist()
+    again = client.write(vector(9))
+    assert (again.slot, again.generation) == (places[1].slot, places[1].generation + 1)
+    assert taken(arena, lease, again) == vector(9).tolist()
+    assert taken(arena, lease, places[0]) == vector(0).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["write", "take", "take last"]), max_size=60), st.integers(1, 5))
+def test_every_payload_is_taken_once_and_whole_whatever_the_order(operations: list[str], slots: int) -> None:
+    owner, peer = host_pair(arena_bytes(slots, 4 * DIM))
+    arena = DeviceArena(owner, slots, 4 * DIM, EPOCH)
+    lease, lent = arena.lease(slots)
+    client = LeasedSlots(peer, lent)
+    waiting: deque[tuple[int, Place]] = deque()
+    for number, operation in enumerate(operations):
+        if operation == "write" and len(waiting) < slots:
+            waiting.append((number, client.write(vector(number))))
+        elif operation == "write":
+            with pytest.raises(RingFull):
+                client.write(vector(number))
+        elif waiting:
+            written, place = waiting.popleft() if operation == "take" else waiting.pop()
+            assert taken(arena, lease, place) == vector(written).tolist()
+    client.close()
+    arena.close()
+
+
+def test_a_place_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
+    arena, client, lease = ends(slots=6, count=4)
+    other, _ = arena.lease(2)
+    place = client.write(vector(1))
+    with pytest.raises(ProtocolViolation, match=f"slot {place.slot} is not of lease {other}"):
+        taken(arena, other, place)
+    with pytest.raises(ProtocolViolation, match="the next one is 1"):
+        taken(arena, lease, Place(place.slot, 2))
+    assert taken(arena, lease, place) == vector(1).tolist()
+    with pytest.raises(ProtocolViolation, match="the next one is 2"):
+        taken(arena, lease, place)
+    with pytest.raises(ProtocolViolation, match="slot 6 is not of lease"):
+        taken(arena, lease, Place(6, 1))
+
+
+def test_leases_do_not_overlap_and_come_back_when_they_end(ends: Ends) -> None:
+    arena, _, lease = ends(slots=6, count=3)
+    second, lent = arena.lease(3)
+    assert (lent.first, lent.count, arena.free_slots) == (3, 3, 0)
+    with pytest.raises(RingFull, match="0 of 6 are free"):
+        arena.lease(1)
+    arena.end_lease(lease)
+    assert arena.free_slots == 3
+    with pytest.raises(InvalidArgument, match="a lease of 7 slots, from an arena of 6"):
+        arena.lease(7)
+    arena.end_lease(second)
+    assert arena.free_slots == 6
+
+
+def test_a_dead_clients_writes_do_not_pass_for_its_successors(pair: Pair) -> None:
+    owner, peer = pair(arena_bytes(1, 4 * DIM))
+    arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
+    first, lent = arena.lease(1)
+    LeasedSlots(peer, lent).write(vector(1))  # its descriptor never arrives
+    arena.end_lease(first)
+    second, lent = arena.lease(1)
+    assert not reached(peer.word(64), lent.generations[0] + 1)
+    client = LeasedSlots(peer, lent)
+    assert taken(arena, second, client.write(vector(2))) == vector(2).tolist()
+
+
+def test_generations_go_round(pair: Pair) -> None:
+    owner, peer = pair(arena_bytes(1, 4 * DIM))
+    arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
+    arena._taken = [MAX_WORD - 1]
+    owner.unblock(64, MAX_WORD - 1)
+    lease, lent = arena.lease(1)
+    client = LeasedSlots(peer, lent)
+    generations = []
+    for number in range(3):
+        place = client.write(vector(number))
+        generations.append(place.generation)
+        assert taken(arena, lease, place) == vector(number).tolist()
+    assert generations == [MAX_WORD, 0, 1]
+
+
+def test_words_are_compared_around_their_end() -> None:
+    assert reached(5, 5)
+    assert reached(6, 5)
+    assert not reached(4, 5)
+    assert reached(1, MAX_WORD)
+    assert not reached(MAX_WORD, 1)
+
+
+def test_an_arena_of_another_life_or_of_no_arena_is_refused(pair: Pair) -> None:
+    owner, peer = pair(arena_bytes(4, 4 * DIM))
+    with pytest.raises(ProtocolViolation, match="not an arena of version 1: magic 0x0"):
+        LeasedSlots(peer, Lease(EPOCH, 0, (0,)))
+    DeviceArena(owner, 4, 4 * DIM, EPOCH)
+    with pytest.raises(StaleEpoch, match="the lease is of epoch 4, the arena of epoch 5"):
+        LeasedSlots(peer, Lease(4, 0, (0,)))
+    with pytest.raises(ProtocolViolation, match="a lease of 3 slots from 2 on, in an arena of 4"):
+        LeasedSlots(peer, Lease(EPOCH, 2, (0, 0, 0)))
+
+
+@pytest.mark.parametrize("field", range(8))
+def test_a_header_that_was_scribbled_on_is_refused_or_harmless(field: int) -> None:
+    owner, peer = host_pair(arena_bytes(4, 4 * DIM))
+    DeviceArena(owner, 4, 4 * DIM, EPOCH)
+    owner.write(8 * field, np.array([1 << 60], np.int64))
+    if field == 7:
+        LeasedSlots(peer, Lease(EPOCH, 0, (0,)))
+    else:
+        with pytest.raises((ProtocolViolation, StaleEpoch)):
+            LeasedSlots(peer, Lease(EPOCH, 0, (0,)))
+
+
+def test_sizes_are_bounded_before_anything_is_made() -> None:
+    with pytest.raises(InvalidArgument, match=r"slots 0 must be within 1\.\.65536"):
+        arena_bytes(0, 16)
+    with pytest.raises(InvalidArgument, match=r"payload 1048577 within 1\.\.1048576"):
+        arena_bytes(1, (1 << 20) + 1)
+    small = HostMemory.create(4096)
+    with pytest.raises(InvalidArgument, match="bytes are needed, 4096 are there"):
+        DeviceArena(small, 16, 4 * DIM, EPOCH)
+    small.close()
+
+
+def test_a_payload_that_is_too_long_is_refused(ends: Ends) -> None:
+    _, client, _ = ends()
+    with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
+        client.write(np.zeros(DIM + 1, np.float32))
+
+
+def test_on_the_host_a_word_that_does_not_come_is_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ipc.device_memory._WAIT_NS", 0)
+    memory = HostMemory.create(4096)
+    with pytest.raises(PeerLost, match="the word at 64 is 0 and did not become 1"):
+        memory.wait_word(64, 1)
+    memory.close()
+
+
+def test_gpu_memory_is_not_copied_to_an_arena_on_the_host() -> None:
+    memory = HostMemory.create(4096)
+    with pytest.raises(MemoryRefused, match="16 bytes of GPU memory"):
+        memory.write(0, DeviceSpan(0x1000, 16))
+    memory.close()
+
+
+class GpuArray:
+    """What CuPy, PyTorch and numba arrays show."""
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": (0x7000, False), "strides": strides}
+
+
+def test_gpu_arrays_are_spans_and_others_are_numpy_arrays() -> None:
+    assert span_of(GpuArray((2, 3))) == DeviceSpan(0x7000, 24)
+    with pytest.raises(InvalidArgument, match="must be contiguous"):
+        span_of(GpuArray((2, 3), (4, 8)))
+    found = span_of([1.0, 2.0])
+    assert isinstance(found, np.ndarray)
+
+
+LAYOUT = RingLayout(8, 16)
+
+
+def client_process(arena: MemoryReference, descriptors: MemoryReference, lease: Lease, rounds: int) -> None:
+    client = LeasedSlots(open_memory(arena, "cpu"), lease)
+    with SharedMemory.open(descriptors, max_size=LAYOUT.size, writable=True) as memory:
+        ring = RingProducer(memory.view, LAYOUT, EPOCH)
+        words = ring.payload(np.int64, 0, 2)
+        for number in range(rounds):
+            place = persistently(lambda number=number: client.write(vector(number)))
+            slot = persistently(ring.loan)
+            words[slot] = (place.slot, place.generation)
+            ring.send()
+        del ring, words
+    client.close()
+
+
+def persistently(act: Callable[[], Any]) -> Any:
+    while True:
+        with contextlib.suppress(RingFull):
+            return act()
+
+
+def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
+    memory = HostMemory.create(arena_bytes(3, 4 * DIM))
+    arena = DeviceArena(memory, 3, 4 * DIM, EPOCH)
+    number, lease = arena.lease(3)
+    with SharedMemory.create("descriptors", LAYOUT.size) as descriptors:
+        format_ring(descriptors.view, LAYOUT, EPOCH)
+        ring = RingConsumer(descriptors.view, LAYOUT, EPOCH)
+        words = ring.payload(np.int64, 0, 2)
+        with child(client_process, memory.reference, descriptors.reference, lease, 2000) as process:
+            for i in range(2000):
+                while not ring.ready(1):
+                    assert process.is_alive() or ring.ready(1)
+                place = Place(*words[ring.first].tolist())
+                ring.release(1)
+                assert taken(arena, number, place) == vector(i).tolist()
+            assert ended_well(process)
+        del ring, words
+    arena.close()
