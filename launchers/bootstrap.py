@@ -47,7 +47,7 @@ def install() -> None:
     venv.create(ENVIRONMENT, with_pip=True)
     pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     say("installing Trinity, its dependencies and its test tools")
-    run(*pip, "-c", ROOT / "launchers/constraints.txt", "-e", f"{ROOT}[llm,test]")
+    run(*pip, "-c", ROOT / "launchers/constraints.txt", "-e", f"{ROOT}[llm,cuda,test]")
     say("installing grafana-client; its urllib3-future, built here, leaves the real urllib3 in its place")
     os.environ["URLLIB3_NO_OVERRIDE"] = "1"
     run(

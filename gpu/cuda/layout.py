@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from gpu.cpu.queries import CODE_STEP, code_offset, full_offset, prepared_bytes
 from gpu.index_data import IndexData
-from gpu.params import SearchParams
-from gpu.rows import Rows, padded
+from gpu.params import MAX_SEARCH_WIDTH, SearchParams
+from gpu.rows import Rows
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)
@@ -49,7 +49,9 @@ CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines 
 SLOT_THREADS = 128  # a block of gather_tasks and merge_top_m
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
-MERGE_KEYS = 512  # new keys that are sorted and merged at once; at least FUSED_THREADS
+WRITE_THREADS = 64  # a block of write_slots
+MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
+SCRATCH_BYTES = 160  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 
@@ -97,7 +99,7 @@ COUNTERS = np.dtype(
     [
         ("tasks", np.uint32),
         ("left", np.uint32),  # blocks that have left this extend, or this fused launch
-        ("finished", np.uint32),  # slots done since the launch began
+        ("stop", np.uint32),  # reasons to end the launch: slots that are done, a doorbell that rang
         ("extends", np.uint32),  # since the launch began
         ("total_extends", np.uint32),
         ("launches", np.uint32),
@@ -174,11 +176,15 @@ _CONSTANTS = {
     "SLOT_THREADS": SLOT_THREADS,
     "DISTANCE_THREADS": DISTANCE_THREADS,
     "FUSED_THREADS": FUSED_THREADS,
+    "WRITE_THREADS": WRITE_THREADS,
     "CHUNK_BYTES": CHUNK_BYTES,
     "MERGE_KEYS": MERGE_KEYS,
+    "SCRATCH_BYTES": SCRATCH_BYTES,
     "CODE_STEP": CODE_STEP,
+    "MAX_SEARCH_WIDTH": MAX_SEARCH_WIDTH,
 }
 _C_TYPES = {"u4": "uint32", "u8": "uint64"}
+_C_ARGUMENTS: dict[type, Any] = {np.uint32: ctypes.c_uint32, np.uint64: ctypes.c_uint64}
 
 
 class KernelSpec(NamedTuple):
@@ -188,8 +194,12 @@ class KernelSpec(NamedTuple):
     threads: int
     arguments: tuple[tuple[str, type], ...] = ()
 
+    def argument_values(self, **values: int) -> list[Any]:
+        """The arguments after the batch, as the kernel declares them."""
+        return [_C_ARGUMENTS[kind](values[name]) for name, kind in self.arguments]
 
-WRITE_SLOTS = KernelSpec("write_slots", 64, (("commands", np.uint64),))
+
+WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),))
 """Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device."""
 
 GATHER_TASKS = KernelSpec("gather_tasks", SLOT_THREADS)
@@ -266,12 +276,12 @@ class BatchShape:
     @property
     def gather_shared_bytes(self) -> int:
         """The nodes of a slot's tasks."""
-        return 4 * self.slot_tasks
+        return SCRATCH_BYTES + 4 * self.slot_tasks
 
     @property
     def merge_shared_bytes(self) -> int:
         """A top_m, rounded up so that it can be merged, and the new keys."""
-        return 8 * (max(_power_of_two(self.keys_stride), MERGE_KEYS) + MERGE_KEYS)
+        return SCRATCH_BYTES + 8 * (max(_power_of_two(self.keys_stride), MERGE_KEYS) + MERGE_KEYS)
 
     @property
     def fused_shared_bytes(self) -> int:
@@ -303,7 +313,7 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     for name, address in addresses.items():
         record[name] = address
     record["row_chunks"] = rows.codes.shape[1] * rows.codes.itemsize // CHUNK_BYTES
-    record["full_chunks"] = 0 if rows.full is None else padded(rows.dim) * 4 // CHUNK_BYTES
+    record["full_chunks"] = 0 if rows.full is None else rows.full.shape[1] * 4 // CHUNK_BYTES
     record["size"], record["degree"] = data.graph.shape
     record["seed_count"] = len(data.seeds)
     record["kind"] = 2 * _ELEMENTS.index(rows.dtype) + (rows.metric != "l2")

@@ -1,0 +1,64 @@
+// What differs between a device and the emulation on a CPU, which defines these itself (tests/cuda/host.h).
+#pragma once
+#include "layout.cuh"
+
+#ifndef TRINITY_EMULATED
+
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+
+extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(cudaGraphConditionalHandle handle,
+                                                                                unsigned int value);
+
+__device__ inline float float_of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// 16 bytes of a row: read once, so they need no room in the first-level cache.
+__device__ inline uint4 load_row(const uint4* address) {
+    uint4 chunk;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+        : "l"(address));
+    return chunk;
+}
+
+// A word of the host's that may change at any time.
+__device__ inline uint32 load_system(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// SYNC POINT: whoever in the system reads this value with acquire sees all that was written before.
+__device__ inline void store_release_system(uint32* address, uint32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ inline void set_condition(uint64 handle, uint32 value) { cudaGraphSetConditional(handle, value); }
+
+#endif
+
+constexpr uint32 WARP = 32;
+constexpr uint32 WHOLE_WARP = 0xFFFFFFFFu;
+
+template <class T>
+__device__ inline T* at(uint64 address, uint64 index = 0) {
+    return reinterpret_cast<T*>(address) + index;
+}
+
+__device__ inline Slot* slot_at(const Batch& batch, uint32 slot) {
+    return at<Slot>(batch.slots + static_cast<uint64>(slot) * batch.line_bytes);
+}
+
+__device__ inline Result* result_at(const Batch& batch, uint32 slot) {
+    return at<Result>(batch.results + static_cast<uint64>(slot) * batch.result_bytes);
+}
+
+// The query of a slot's line, at an offset in bytes.
+__device__ inline const uint4* query_at(const Slot* slot, uint32 offset) {
+    return reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(slot + 1) + offset);
+}
+
+__device__ inline uint32 power_of_two(uint32 count) { return count <= 1 ? 1 : 1u << (32 - __clz(count - 1)); }

@@ -1,0 +1,115 @@
+// The end of an extend for a slot, of its query, and of a launch.
+//
+// Results go straight to pinned host memory: 8 · k bytes and a line a query. The host polls the ticket of a result and
+// the number of launches; both are stored last, with release at system scope. It never synchronises.
+#pragma once
+#include "distance.cuh"
+#include "merge.cuh"
+
+constexpr uint32 RESCORED_AT_LEAST = 8;
+
+// The full-precision key of an entry, in every member of the team.
+__device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
+    return key_of(full_distance<SLOT_TEAM>(collection, slot, node_of(key)), node_of(key));
+}
+
+// Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The rule
+// is the CPU's (gpu/cpu/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an entry
+// behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
+__device__ __noinline__ void rescore(const Slot* slot, const Collection& collection, uint64* keys, MergeScratch* scratch) {
+    const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
+    const uint32 team = threadIdx.x / SLOT_TEAM, teams = blockDim.x / SLOT_TEAM;
+    const bool leads = threadIdx.x % SLOT_TEAM == 0;
+    if (threadIdx.x == 0) {
+        scratch->least = ~0u;
+        scratch->most = scratch->worst = 0;
+    }
+    __syncthreads();
+    for (uint32 i = team; i < first; i += teams) {
+        const uint64 key = keys[i];
+        if (key == NO_KEY) break;
+        const uint64 exact = exact_key(slot, collection, key);
+        if (!leads) continue;
+        const uint32 off = ordered_of(distance_of(exact) - distance_of(key));
+        atomicMin(&scratch->least, off);
+        atomicMax(&scratch->most, off);
+        keys[i] = exact;
+    }
+    __syncthreads();
+    for (uint32 i = threadIdx.x; i < first; i += blockDim.x) {  // the k-th of them; there are more than k only if k < 8
+        uint32 rank = 0;
+        for (uint32 j = 0; j < first && first > k; j++) rank += keys[j] < keys[i];
+        if (rank < k) atomicMax(&scratch->worst, static_cast<uint32>(keys[i] >> 32));
+    }
+    __syncthreads();
+    const float least = float_of(scratch->least), most = float_of(scratch->most), worst = float_of(scratch->worst);
+    for (uint32 i = first + team; i < count; i += teams) {
+        const uint64 key = keys[i];
+        const bool wanted = key != NO_KEY && distance_of(key) + least - (most - least) < worst;
+        const uint64 exact = wanted ? exact_key(slot, collection, key) : NO_KEY;
+        if (leads) keys[i] = exact;
+    }
+    fill_keys(keys, count, power_of_two(count));
+    __syncthreads();
+    sort(keys, power_of_two(count));
+}
+
+// Write the k nearest of a slot's keys to its result line, and after them the ticket.
+__device__ inline void publish(const Batch& batch, uint32 slot_number, const Slot* slot, const uint64* keys) {
+    Result* result = result_at(batch, slot_number);
+    int* nodes = reinterpret_cast<int*>(result + 1);
+    float* distances = reinterpret_cast<float*>(nodes + batch.max_k);
+    for (uint32 i = threadIdx.x; i < slot->k; i += blockDim.x) {
+        const uint64 key = keys[i];
+        nodes[i] = key == NO_KEY ? -1 : static_cast<int>(node_of(key));
+        distances[i] = key == NO_KEY ? __uint_as_float(0x7F800000u) : distance_of(key);
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);
+}
+
+// Count the extend and decide whether the query is done; if it is, publish its result. Returns the same to every thread.
+__device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slot* slot, const Collection& collection,
+                                     uint64* keys, bool changed, MergeScratch* scratch) {
+    const uint32 cursor = find_cursor(keys, slot->top_m, scratch);
+    const uint32 unchanged = changed ? 0 : slot->unchanged + 1;
+    const bool done = cursor == slot->top_m || (slot->patience > 0 && unchanged >= slot->patience);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        slot->cursor = cursor;
+        slot->unchanged = unchanged;
+        slot->extends += 1;
+        if (done) slot->status = FINISHED;
+        result_at(batch, slot_number)->extends = slot->extends;
+    }
+    if (done) {
+        if (collection.full != 0) rescore(slot, collection, keys, scratch);
+        publish(batch, slot_number, slot, keys);
+    }
+    return done;
+}
+
+// Leave the launch with what ends it for all (slots that are done, a doorbell that rang). True in one thread of the last
+// block to leave. SYNC POINT: what the other blocks wrote before they left is there for that thread.
+__device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
+    __syncthreads();
+    if (threadIdx.x != 0) return false;
+    Counters* counters = at<Counters>(batch.counters);
+    if (reasons_to_stop > 0) atomicAdd(&counters->stop, reasons_to_stop);
+    __threadfence();
+    if (atomicAdd(&counters->left, 1u) != gridDim.x - 1) return false;
+    __threadfence();
+    return true;
+}
+
+// Tell the host that a launch has ended.
+__device__ inline void end_launch(const Batch& batch) {
+    Counters* counters = at<Counters>(batch.counters);
+    counters->extends = 0;
+    counters->stop = 0;
+    counters->launches += 1;
+    Progress* progress = at<Progress>(batch.progress);
+    progress->extends = counters->total_extends;
+    store_release_system(&progress->launches, counters->launches);
+}

@@ -1,0 +1,61 @@
+// Several extends of each slot in one launch, a block a slot, for when few slots are active: what separate stages would
+// wait for each other, blocks here need not, and keys, nodes and distances stay in shared memory.
+//
+// The bytes are those of the stages, less the tasks (12 a task) and, but for the first and last extend of a launch, the
+// keys. One block's loads cannot fill a device: use it while there are fewer active slots than multiprocessors.
+#include "distance.cuh"
+#include "finish.cuh"
+#include "gather.cuh"
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const Batch batch, uint32 limit) {
+    DYNAMIC_SHARED(shared);
+    GatherScratch* gathering = reinterpret_cast<GatherScratch*>(shared);
+    MergeScratch* merging = reinterpret_cast<MergeScratch*>(gathering + 1);
+    uint32* stop = reinterpret_cast<uint32*>(merging + 1);
+    uint64* fresh = reinterpret_cast<uint64*>(shared + SCRATCH_BYTES);
+    uint64* keys = fresh + MERGE_KEYS;
+    Slot* slot = slot_at(batch, blockIdx.x);
+    Counters* counters = at<Counters>(batch.counters);
+    uint32 extends = 0, reasons_to_stop = 0;
+    if (slot->status == ACTIVE) {
+        const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
+        const uint32 top_m = slot->top_m, room = max(power_of_two(top_m), MERGE_KEYS);
+        uint32* nodes = reinterpret_cast<uint32*>(keys + room);
+        float* distances = reinterpret_cast<float*>(nodes + batch.slot_tasks);
+        uint64* stored = at<uint64>(batch.keys, static_cast<uint64>(blockIdx.x) * batch.keys_stride);
+        uint32* visited = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
+        const bool first = slot->extends == 0;
+        for (uint32 i = threadIdx.x; i < room; i += blockDim.x) keys[i] = i < top_m && !first ? stored[i] : NO_KEY;
+        __syncthreads();
+        bool done = false;
+        while (!done && extends < limit && reasons_to_stop == 0) {
+            uint32 rang = 0, others = 0;  // asked for early: the answers come over the bus, and from other blocks
+            if (limit > 1 && threadIdx.x == 0) {
+                rang = load_system(at<const uint32>(batch.doorbell));
+                others = load_system(&counters->stop);
+            }
+            gather(slot, collection, keys, visited, nodes, gathering);
+            const uint32 count = gathering->node_count;
+            for (uint32 i = threadIdx.x / SLOT_TEAM; i < count; i += blockDim.x / SLOT_TEAM) {
+                const float distance = row_distance<SLOT_TEAM>(collection, slot, nodes[i]);
+                if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
+            }
+            __syncthreads();
+            const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
+            const bool changed = merge(keys, top_m, count, key_of_task, fresh, merging);
+            done = finish_extend(batch, blockIdx.x, slot, collection, keys, changed, merging);
+            extends += 1;
+            if (threadIdx.x == 0) *stop = (done ? 1 : 0) + (rang ? 1 : 0) + (others ? 1 : 0);
+            __syncthreads();
+            reasons_to_stop = *stop;
+        }
+        if (!done)
+            for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
+        if (threadIdx.x == 0) atomicMax(&counters->extends, extends);
+    }
+    if (!leave(batch, reasons_to_stop)) return;
+    volatile Counters* totals = counters;
+    totals->left = 0;
+    totals->total_extends = totals->total_extends + totals->extends;
+    end_launch(batch);
+}
