@@ -1,0 +1,265 @@
+"""A driver (gpu.cuda.driver.Driver) that runs the kernels' own text on the CPU, under sanitizers.
+
+The device is a process: an executable of the kernels, compiled with g++ over `host.h`, that takes orders through a pipe
+(`emulator.cpp`). It works while its caller goes on, as a device does; a fault ends it, and the next call that waits for
+it raises DeviceError with the sanitizer's report.
+"""
+
+import itertools
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cuda.compiler import kernel_source
+from gpu.cuda.driver import Argument, Dim, Loop, PinnedMemory
+from gpu.cuda.layout import KERNELS
+from gpu.errors import DeviceError
+
+HERE = Path(__file__).parent
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall")
+_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE".split()  # noqa: SIM905
+_KIND = {name: number for number, name in enumerate(_ORDERS)}
+_HEAD = struct.Struct("<IIQQQ")
+_NAMES = [kernel.name for kernel in KERNELS]
+_C_NAMES = {np.uint32: "uint32", np.uint64: "uint64"}
+
+
+def missing_compiler() -> str | None:
+    """Why the emulation cannot be built here, or None."""
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+def build(directory: Path, source: str | None = None, sanitizers: Sequence[str] = SANITIZERS) -> Path:
+    """Compile an emulator of the kernels, or of another text, and return its path. Raises DeviceError."""
+    unit, program = directory / "kernels.cpp", directory / "emulator"
+    parts = (
+        '#include "fibers.h"',
+        kernel_source() if source is None else source,
+        _dispatch(),
+        '#include "emulator.cpp"',
+    )
+    unit.write_text("\n".join(parts))
+    command = ["g++", *_FLAGS, *sanitizers, f"-I{HERE}", "-o", str(program), str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise DeviceError(f"the emulation does not compile:\n{done.stderr}")
+    return program
+
+
+def _dispatch() -> str:
+    """C that calls a kernel by its number in KERNELS."""
+    cases = []
+    for number, kernel in enumerate(KERNELS):
+        types = ["Batch", *(_C_NAMES[kind] for _, kind in kernel.arguments)]
+        values = ", ".join(f"*static_cast<const {kind}*>(arguments[{i}])" for i, kind in enumerate(types))
+        cases.append(f"case {number}: return {kernel.name}({values});")
+    return (
+        '#line 1 "dispatch"\nvoid run_kernel(uint32 number, const void* const* arguments) {\nswitch (number) {\n'
+        + "\n".join(cases)
+        + "\n}\n}"
+    )
+
+
+class EmulatedDriver:
+    """One emulated device. `block_threads` caps the threads of a block: fewer are faster, and kernels must not mind."""
+
+    name, uuid, arch, multiprocessors = "emulated", "GPU-" + "0" * 8 + "-0000" * 3 + "-" + "0" * 12, "sm_90", 2
+
+    def __init__(self, program: Path, seed: int = 0, block_threads: int = 1024) -> None:
+        self._block_threads = block_threads
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the device)
+        self._process = subprocess.Popen(
+            [str(program), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={
+                **os.environ,
+                "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+                "UBSAN_OPTIONS": "print_stacktrace=0",
+            },
+        )
+        self._folder = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count(1)
+        self._pinned: dict[int, mmap.mmap] = {}
+        self._captures: dict[int, list[bytes]] = {}
+        self._graphs: dict[int, bytes] = {}
+        self._events: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+
+    def memory(self) -> tuple[int, int]:
+        total = 1 << 30
+        return total - sum(self._sizes.values()), total
+
+    # ---- memory
+
+    def allocate(self, nbytes: int) -> int:
+        address = self._ask(_order("ALLOCATE", nbytes))
+        self._sizes[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        del self._sizes[address]
+        self._send(_order("FREE", address))
+
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        path = Path(self._folder.name) / str(next(self._numbers))
+        with path.open("w+b") as file:
+            file.truncate(nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes)
+        address = self._ask(_order("MAP", nbytes, data=str(path).encode()))
+        self._pinned[address] = memory
+        return PinnedMemory(np.frombuffer(memory, np.uint8), address)
+
+    def free_pinned(self, memory: PinnedMemory) -> None:
+        self._send(_order("UNMAP", memory.address, len(self._pinned.pop(memory.address))))
+
+    def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
+        assert source.flags.c_contiguous
+        self._put(stream, _order("WRITE", address, data=source.tobytes()))
+
+    def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
+        assert target.flags.c_contiguous
+        assert stream not in self._captures, "the emulation captures no copies to the host"
+        self._send(_order("READ", address, target.nbytes))
+        target.view(np.uint8).reshape(-1)[:] = np.frombuffer(self._receive(target.nbytes), np.uint8)
+
+    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        self._put(stream, _order("COPY", target, source, nbytes))
+
+    def fill(self, stream: int, address: int, word: int, count: int) -> None:
+        self._put(stream, _order("FILL", address, word, count))
+
+    # ---- kernels
+
+    def load_module(self, image: bytes) -> int:
+        return 1
+
+    def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
+        return _NAMES.index(name) + 1
+
+    def launch(
+        self, stream: int, kernel: int, grid: Dim, block: Dim, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        assert grid[1:] == (1, 1)
+        assert block[1:] == (1, 1)
+        data = [struct.pack("<IIII", kernel - 1, grid[0], min(block[0], self._block_threads), shared_bytes)]
+        for argument in arguments:
+            raw = bytes(argument)
+            data += [struct.pack("<Q", len(raw)), raw.ljust(-(-len(raw) // 8) * 8, b"\0")]
+        self._put(stream, _order("LAUNCH", data=b"".join(data)))
+
+    # ---- streams, events
+
+    def create_stream(self) -> int:
+        return next(self._numbers)
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def idle(self, stream: int) -> bool:
+        self.synchronise(stream)
+        return True
+
+    def synchronise(self, stream: int) -> None:
+        self._ask(_order("SYNCHRONISE"))
+
+    def create_event(self) -> int:
+        return next(self._numbers)
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record(self, stream: int, event: int) -> None:
+        self.synchronise(stream)
+        self._events[event] = time.perf_counter()
+
+    def elapsed_ms(self, begin: int, end: int) -> float:
+        return (self._events[end] - self._events[begin]) * 1e3
+
+    # ---- graphs
+
+    def begin_capture(self, stream: int) -> None:
+        assert stream not in self._captures
+        self._captures[stream] = []
+
+    def end_capture(self, stream: int) -> int:
+        graph = next(self._numbers)
+        self._graphs[graph] = b"".join(self._captures.pop(stream))
+        return graph
+
+    def abandon_capture(self, stream: int) -> None:
+        del self._captures[stream]
+
+    def begin_while(self, stream: int) -> Loop:
+        loop = Loop(next(self._numbers), self.allocate(256))
+        self._captures[stream].append(_order("LOOP", loop.handle))
+        self._captures[loop.stream] = self._captures[stream]
+        return loop
+
+    def end_while(self, loop: Loop) -> None:
+        self._captures.pop(loop.stream).append(_order("END_LOOP"))
+
+    def replay(self, stream: int, graph: int) -> None:
+        self._send(self._graphs[graph])
+
+    def destroy_graph(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    def close(self) -> None:
+        """End the device. Raises DeviceError if it had a fault."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            code = self._process.wait(timeout=60)
+        finally:
+            self._process.kill()
+            self._folder.cleanup()
+        if code:
+            raise DeviceError(self._report())
+
+    # ---- orders
+
+    def _put(self, stream: int, order: bytes) -> None:
+        if stream in self._captures:
+            self._captures[stream].append(order)
+        else:
+            self._send(order)
+
+    def _send(self, order: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(order)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise DeviceError(self._report()) from None
+
+    def _ask(self, order: bytes) -> int:
+        self._send(order)
+        return int.from_bytes(self._receive(8), "little")
+
+    def _receive(self, nbytes: int) -> bytes:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.read(nbytes)
+        if len(answer) < nbytes:
+            raise DeviceError(self._report())
+        return answer
+
+    def _report(self) -> str:
+        self._process.wait(timeout=60)
+        self._errors.seek(0)
+        return f"the emulated device ended: {self._errors.read().decode(errors='replace')}"
+
+
+def _order(kind: str, a: int = 0, b: int = 0, c: int = 0, data: bytes = b"") -> bytes:
+    return _HEAD.pack(_KIND[kind], len(data), a, b, c) + data

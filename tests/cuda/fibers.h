@@ -1,0 +1,268 @@
+// One block of threads as fibers, with their barriers and exchanges. See host.h.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include <sys/mman.h>
+#include <ucontext.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#include "host.h"
+
+namespace emulated {
+
+constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr unsigned WARP_THREADS = 32;
+
+[[noreturn]] inline void fault(const char* what) {
+    std::fprintf(stderr, "EMULATED FAULT: %s (block %u)\n", what, block.x);
+    std::fflush(stderr);
+    std::_Exit(86);
+}
+
+enum class State { ready, at_block, at_warp, left };
+
+// Switching stacks: a few instructions on x86-64, where swapcontext would make a system call.
+#ifdef __x86_64__
+using Context = void*;
+extern "C" void switch_stack(void** save, void* to);
+asm(R"(
+.text
+.globl switch_stack
+switch_stack:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
+    *--top = nullptr;  // so that the stack is aligned as after a call
+    *--top = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    context = top;
+}
+inline void switch_to(Context& from, Context& to) { switch_stack(&from, to); }
+#else
+using Context = ucontext_t;
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+}
+inline void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
+#endif
+
+struct Fiber {
+    Context context;
+    char* stack = nullptr;
+    void* fake_stack = nullptr;  // the address sanitizer's
+    State state = State::ready;
+    int line = 0;  // of the barrier it waits at
+    Exchange kind = Exchange::barrier;
+    unsigned mask = 0;
+    uint64_t value = 0;
+    int operand = 0;
+};
+
+Index thread, block, threads, blocks;
+
+class Block {
+public:
+    explicit Block(uint64_t seed) : random_(seed) {}
+
+    void run(unsigned count, unsigned shared_bytes, const std::function<void()>& kernel) {
+        kernel_ = &kernel;
+        shared_.reset(new (std::align_val_t(16)) unsigned char[shared_bytes]);
+        std::memset(shared_.get(), 0xA5, shared_bytes);
+        while (fibers_.size() < count) {
+            fibers_.emplace_back(new Fiber);
+            fibers_.back()->stack = static_cast<char*>(
+                mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+            if (fibers_.back()->stack == MAP_FAILED) fault("no memory for stacks");
+        }
+        count_ = count;
+        ready_.clear();
+        for (unsigned i = 0; i < count; i++) {
+            fibers_[i]->fake_stack = nullptr;
+            prepare(fibers_[i]->context, fibers_[i]->stack, enter);
+            make_ready(i);
+        }
+        left_ = waiting_ = 0;
+        while (left_ < count) {
+            if (ready_.empty()) fault("threads wait for others that never come");
+            std::swap(ready_[random_() % ready_.size()], ready_.back());
+            const unsigned next = ready_.back();
+            ready_.pop_back();
+            resume(next);
+        }
+    }
+
+    unsigned char* shared() { return shared_.get(); }
+
+    int barrier(int value, int line) {
+        Fiber& own = *fibers_[current_];
+        own.line = line;
+        own.value = static_cast<unsigned>(value);
+        wait(State::at_block);
+        return static_cast<int>(own.value);
+    }
+
+    uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, int operand) {
+        Fiber& own = *fibers_[current_];
+        own.kind = kind;
+        own.mask = mask;
+        own.value = value;
+        own.operand = operand;
+        if (!(mask >> (current_ % WARP_THREADS) & 1)) fault("a thread takes part in an exchange that its mask leaves out");
+        wait(State::at_warp);
+        return own.value;
+    }
+
+    // Give others a turn now and then, so that atomic operations interleave.
+    void maybe_yield() {
+        if (random_() % 8 == 0) wait(State::ready);
+    }
+
+private:
+    static void enter();
+
+    void resume(unsigned number) {
+        current_ = number;
+        thread.x = number;
+        Fiber& fiber = *fibers_[number];
+#ifdef __SANITIZE_ADDRESS__
+        void* own_fake_stack = nullptr;
+        __sanitizer_start_switch_fiber(&own_fake_stack, fiber.stack, STACK_BYTES);
+#endif
+        switch_to(scheduler_, fiber.context);
+#ifdef __SANITIZE_ADDRESS__
+        __sanitizer_finish_switch_fiber(own_fake_stack, nullptr, nullptr);
+#endif
+    }
+
+    void to_scheduler(Fiber& own, bool for_good) {
+#ifdef __SANITIZE_ADDRESS__
+        __sanitizer_start_switch_fiber(for_good ? nullptr : &own.fake_stack, scheduler_stack_, scheduler_bytes_);
+#else
+        static_cast<void>(for_good);
+#endif
+        switch_to(own.context, scheduler_);
+        arrive(own);
+    }
+
+    void arrive(Fiber& own) {
+#ifdef __SANITIZE_ADDRESS__
+        __sanitizer_finish_switch_fiber(own.fake_stack, &scheduler_stack_, &scheduler_bytes_);
+#else
+        static_cast<void>(own);
+#endif
+    }
+
+    void wait(State state) {
+        Fiber& own = *fibers_[current_];
+        own.state = state;
+        if (state == State::ready) make_ready(current_);
+        if (state == State::at_block && ++waiting_ + left_ == count_) release_block();
+        if (state == State::at_warp) release_warp(own);
+        to_scheduler(own, false);
+    }
+
+    void make_ready(unsigned number) {
+        fibers_[number]->state = State::ready;
+        ready_.push_back(number);
+    }
+
+    void release_block() {
+        if (left_ > 0) fault("threads wait at a barrier of the block that others have left");
+        unsigned all = 0;
+        for (unsigned i = 0; i < count_; i++) {
+            if (fibers_[i]->line != fibers_[0]->line) fault("threads of a block wait at different barriers");
+            all |= static_cast<unsigned>(fibers_[i]->value);
+        }
+        waiting_ = 0;
+        for (unsigned i = 0; i < count_; i++) {
+            fibers_[i]->value = all;
+            make_ready(i);
+        }
+    }
+
+    void release_warp(const Fiber& last) {
+        const unsigned first = current_ / WARP_THREADS * WARP_THREADS;
+        uint64_t values[WARP_THREADS] = {};
+        uint64_t ballot = 0;
+        for (unsigned lane = 0; lane < WARP_THREADS; lane++) {
+            if (!(last.mask >> lane & 1)) continue;
+            if (first + lane >= count_) fault("an exchange waits for threads that the block does not have");
+            const Fiber& fiber = *fibers_[first + lane];
+            if (fiber.state != State::at_warp) return;
+            if (fiber.mask != last.mask || fiber.kind != last.kind || fiber.operand != last.operand)
+                fault("threads of a warp meet in different exchanges");
+            values[lane] = fiber.value;
+            ballot |= static_cast<uint64_t>(fiber.value != 0) << lane;
+        }
+        for (unsigned lane = 0; lane < WARP_THREADS; lane++) {
+            if (!(last.mask >> lane & 1)) continue;
+            Fiber& fiber = *fibers_[first + lane];
+            const unsigned other = lane ^ static_cast<unsigned>(fiber.operand);
+            if (last.kind == Exchange::shuffle_xor && !(last.mask >> other & 1)) fault("a shuffle reads outside of its mask");
+            fiber.value = last.kind == Exchange::ballot ? ballot : values[other % WARP_THREADS];
+            make_ready(first + lane);
+        }
+    }
+
+    std::mt19937_64 random_;
+    const std::function<void()>* kernel_ = nullptr;
+    struct Freed {
+        void operator()(unsigned char* memory) const { operator delete[](memory, std::align_val_t(16)); }
+    };
+    std::unique_ptr<unsigned char[], Freed> shared_;
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    std::vector<unsigned> ready_;
+    Context scheduler_;
+    const void* scheduler_stack_ = nullptr;
+    size_t scheduler_bytes_ = 0;
+    unsigned count_ = 0, current_ = 0, left_ = 0, waiting_ = 0;
+};
+
+inline Block* running = nullptr;
+
+inline void Block::enter() {
+    Block& self = *running;
+    Fiber& own = *self.fibers_[self.current_];
+    self.arrive(own);
+    (*self.kernel_)();
+    own.state = State::left;
+    self.left_++;
+    if (self.waiting_ > 0 && self.waiting_ + self.left_ == self.count_) self.release_block();
+    self.to_scheduler(own, true);
+}
+
+inline unsigned char* shared_memory() { return running->shared(); }
+inline int block_barrier(int value, int line) { return running->barrier(value, line); }
+inline uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int operand) {
+    return running->exchange(kind, mask, value, operand);
+}
+inline void maybe_yield() { running->maybe_yield(); }
+
+}  // namespace emulated

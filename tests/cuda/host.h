@@ -1,0 +1,134 @@
+// CUDA's C++ on a CPU: a block's threads are fibers, which yield at barriers and exchanges within a warp and are resumed
+// in a seeded random order; blocks run one after another. Included in front of the kernels' own text.
+//
+// What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
+// barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size
+// that was asked for, filled with 0xA5 for each block, so the address sanitizer sees what leads outside of it.
+#pragma once
+#define TRINITY_EMULATED
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+using std::max;
+using std::min;
+
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+#define DYNAMIC_SHARED(name) unsigned char* name = emulated::shared_memory()
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{x, y, z, w}; }
+
+struct Index {
+    unsigned x = 0, y = 0, z = 0;
+};
+
+namespace emulated {
+
+enum class Exchange { ballot, shuffle_xor, barrier };
+
+extern Index thread, block, threads, blocks;
+unsigned char* shared_memory();
+int block_barrier(int value, int line);                                        // returns the or of all values
+uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int operand);
+void maybe_yield();
+
+template <class T>
+uint64_t bits_of(T value) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    return bits;
+}
+
+template <class T, class Bits>
+T value_of(Bits bits) {
+    T value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+}  // namespace emulated
+
+#define threadIdx emulated::thread
+#define blockIdx emulated::block
+#define blockDim emulated::threads
+#define gridDim emulated::blocks
+
+#define __syncthreads() static_cast<void>(emulated::block_barrier(0, __LINE__))
+#define __syncthreads_or(value) emulated::block_barrier(static_cast<int>(value), __LINE__)
+#define __syncwarp() static_cast<void>(emulated::warp_exchange(emulated::Exchange::barrier, ~0u, 0, 0))
+
+inline unsigned __ballot_sync(unsigned mask, bool value) {
+    return static_cast<unsigned>(emulated::warp_exchange(emulated::Exchange::ballot, mask, value, 0));
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance) {
+    const uint64_t bits = emulated::bits_of(value);
+    return emulated::value_of<T>(emulated::warp_exchange(emulated::Exchange::shuffle_xor, mask, bits, distance));
+}
+
+// Other fibers may come between any two atomic operations.
+template <class T, class Change>
+T atomically(T* address, Change change) {
+    emulated::maybe_yield();
+    const T old = *address;
+    *address = change(old);
+    return old;
+}
+template <class T>
+T atomicAdd(T* address, T value) {
+    return atomically(address, [=](T old) { return old + value; });
+}
+template <class T>
+T atomicMin(T* address, T value) {
+    return atomically(address, [=](T old) { return min(old, value); });
+}
+template <class T>
+T atomicMax(T* address, T value) {
+    return atomically(address, [=](T old) { return max(old, value); });
+}
+template <class T>
+T atomicExch(T* address, T value) {
+    return atomically(address, [=](T) { return value; });
+}
+template <class T>
+T atomicCAS(T* address, T expected, T value) {
+    return atomically(address, [=](T old) { return old == expected ? value : old; });
+}
+
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline unsigned __float_as_uint(float value) { return emulated::value_of<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return emulated::value_of<float>(bits); }
+
+inline int dp2a(int lanes, int codes, int sum, int first) {
+    for (int i = 0; i < 2; i++)
+        sum += static_cast<int16_t>(lanes >> (16 * i)) * static_cast<int8_t>(codes >> (8 * (first + i)));
+    return sum;
+}
+inline int __dp2a_lo(int lanes, int codes, int sum) { return dp2a(lanes, codes, sum, 0); }
+inline int __dp2a_hi(int lanes, int codes, int sum) { return dp2a(lanes, codes, sum, 2); }
+
+inline float float_of_half(unsigned short bits) {
+    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                     : std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
+    return sign ? -size : size;  // no infinities: gpu/rows.py keeps values in range
+}
+
+inline uint4 load_row(const uint4* address) { return *address; }
+inline unsigned load_system(const unsigned* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
+inline void store_release_system(unsigned* address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
+inline void set_condition(unsigned long long handle, unsigned value) {
+    *reinterpret_cast<unsigned*>(handle) = value;
+}

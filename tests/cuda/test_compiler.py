@@ -1,0 +1,126 @@
+"""The kernels compile for every architecture without a driver, within limits, and images are kept safely."""
+
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.cuda import compiler, layout
+from gpu.cuda.compiler import Usage, compile_kernels, compile_source, kernel_source, usage_of
+from gpu.errors import DeviceError
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+# The most that a kernel may take on sm_80 and sm_90: registers, bytes of spills. A multiprocessor has 65,536 registers:
+# with 64, 128 threads a block, it runs 8 blocks of merge_top_m; extend_fused has one block of 512 and 128 are its all.
+LIMITS = {
+    "write_slots": (32, 0),
+    "gather_tasks": (40, 0),
+    "compute_distances_8": (64, 16),
+    "compute_distances_16": (64, 16),
+    "compute_distances_32": (64, 16),
+    "merge_top_m": (72, 32),
+    "extend_fused": (128, 16),
+}
+# The assembler for sm_100 holds more loads in registers than fit; nobody has tuned for it.
+LIMITS_SM_100 = {name: (128, 1100 if name == "extend_fused" else 0) for name in LIMITS}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request: pytest.FixtureRequest) -> tuple[str, bytes, dict[str, Usage]]:
+    return (request.param, *compile_source(kernel_source(), request.param))
+
+
+def test_every_kernel_of_the_layout_is_compiled_and_no_other(compiled: tuple[str, bytes, dict[str, Usage]]) -> None:
+    _, image, usage = compiled
+    assert image[:4] == b"\x7fELF"
+    assert set(usage) == {kernel.name for kernel in layout.KERNELS}
+
+
+def test_kernels_stay_within_their_registers_and_shared_memory(
+    compiled: tuple[str, bytes, dict[str, Usage]],
+) -> None:
+    arch, _, usage = compiled
+    for name, (registers, spills) in (LIMITS_SM_100 if arch == "sm_100" else LIMITS).items():
+        assert usage[name].registers <= registers, f"{name} takes {usage[name].registers} registers on {arch}"
+        assert usage[name].spill_bytes <= spills, f"{name} spills {usage[name].spill_bytes} bytes on {arch}"
+        assert usage[name].shared_bytes == 0  # all shared memory is dynamic: layout.BatchShape says how much
+
+
+def test_a_report_with_spills_is_read_as_one() -> None:
+    report = (
+        "ptxas info    : Compiling entry function 'merge' for 'sm_90'\n"
+        "ptxas         .     8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 56 registers, used 1 barriers, 8 bytes cumulative stack size, 96 bytes smem\n"
+    )
+    assert usage_of(report) == {"merge": Usage(registers=56, spill_bytes=16, stack_bytes=8, shared_bytes=96)}
+
+
+def test_a_kernel_that_does_not_compile_is_named_with_its_line() -> None:
+    broken = kernel_source().replace("const uint32 half = (count + 1) / 2;", "const uint32 half = nothing;")
+    with pytest.raises(DeviceError, match=r"keys\.cuh\(\d+\): error: identifier \"nothing\" is undefined"):
+        compile_source(broken, "sm_90")
+
+
+def test_an_architecture_that_is_none_is_refused() -> None:
+    with pytest.raises(DeviceError, match="'sm_90; rm' is not of the form sm_90"):
+        compile_source("", "sm_90; rm")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is compiled, instead of compiling it."""
+    texts: list[str] = []
+
+    def note(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
+        texts.append(source)
+        return f"{arch} {len(texts)}".encode(), {}
+
+    monkeypatch.setattr(compiler, "compile_source", note)
+    return texts
+
+
+def test_an_image_is_compiled_once_for_each_source_and_architecture(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 1"
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 1"
+    assert compile_kernels("sm_80", tmp_path / "cache") == b"sm_80 2"
+    monkeypatch.setattr(compiler, "kernel_source", lambda: "another text")
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 3"
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # and nothing half-written
+
+
+def test_the_cache_is_this_user_s_alone(tmp_path: Path, counted: list[str]) -> None:
+    compile_kernels("sm_90", tmp_path / "cache")
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    os.chmod(tmp_path / "cache", 0o777)
+    with pytest.raises(DeviceError, match="can be written by other users"):
+        compile_kernels("sm_90", tmp_path / "cache")
+
+
+def test_every_header_is_in_the_source_once() -> None:
+    source = kernel_source()
+    assert not re.search("^#include", source, re.MULTILINE)
+    for header in ("layout.cuh", *(path.name for path in compiler.KERNELS.glob("*.cu*"))):
+        assert source.count(f'#line 1 "{header}"\n') == 1, header
+
+
+def test_the_c_structs_are_the_records(compiler: None, tmp_path: Path) -> None:
+    """The header asserts sizes and offsets; so a record that C lays out differently must fail here."""
+    header = layout.c_header()
+    unit = tmp_path / "layout.cpp"
+    check = ["g++", "-std=c++17", "-fsyntax-only", str(unit)]
+    unit.write_text(header)
+    subprocess.run(check, check=True, timeout=60)
+    unit.write_text(header.replace("uint32 line_bytes;", "uint32 line_bytes, more;"))
+    assert subprocess.run(check, capture_output=True, timeout=60).returncode
+
+
+def test_records_are_whole_cache_lines_where_two_sides_write() -> None:
+    for record in (layout.COLLECTION, layout.SLOT, layout.RESULT, layout.PROGRESS):
+        assert record.itemsize == 64
+    assert np.dtype(layout.TASK).itemsize == 8

@@ -1,0 +1,141 @@
+"""A workbench for the kernels: the arrays of a running batch over any driver, and launches one by one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cpu.queries import Form, prepare, prepared_bytes
+from gpu.cuda import layout
+from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory, address_argument
+from gpu.cuda.layout import BatchShape, KernelSpec
+from gpu.index_data import IndexData
+from gpu.params import SearchParams
+from gpu.rows import aligned_empty, true_distances
+
+
+@dataclass(frozen=True)
+class Limits:
+    slots: int = 4
+    max_top_m: int = 64
+    max_k: int = 16
+    max_search_width: int = 8
+
+
+class Workbench:
+    """Slots over some indexes on a device; every launch is awaited."""
+
+    def __init__(
+        self, driver: Driver, indexes: Sequence[IndexData], limits: Limits = Limits(), image: bytes = b""
+    ) -> None:
+        self.driver, self.indexes = driver, [replace(one, rows=layout.without_sketch(one.rows)) for one in indexes]
+        self.shape = BatchShape.of(indexes, limits.slots, limits.max_top_m, limits.max_k, limits.max_search_width)
+        self.stream = driver.create_stream()
+        self._module = driver.load_module(image)
+        self._tickets = 0
+        self._owners: dict[int, int] = {}
+        addresses = {}
+        for name, nbytes in self.shape.array_bytes().items():
+            if name in ("results", "progress", "doorbell"):
+                self.__dict__[name] = memory = driver.allocate_pinned(nbytes)
+                addresses[name] = memory.address
+            else:
+                addresses[name] = driver.allocate(nbytes)
+        for name in ("slots", "counters"):
+            driver.fill(self.stream, addresses[name], 0, self.shape.array_bytes()[name] // 4)
+        addresses["collections"] = self._upload(np.concatenate([self._collection(one) for one in self.indexes]))
+        self.addresses = addresses
+        self.batch = layout.argument(self.shape.record(addresses))
+
+    results: PinnedMemory
+    progress: PinnedMemory
+    doorbell: PinnedMemory
+
+    def _collection(self, index: IndexData) -> npt.NDArray[Any]:
+        arrays = {"rows": index.rows.codes, "graph": index.graph, "seeds": index.seeds}
+        if index.rows.full is not None:
+            arrays["full"] = index.rows.full
+        return layout.collection_record(index, {name: self._upload(array) for name, array in arrays.items()})
+
+    def _upload(self, array: npt.NDArray[Any]) -> int:
+        address = self.driver.allocate(array.nbytes)
+        self.driver.copy_to_device(self.stream, address, np.ascontiguousarray(array))
+        return address
+
+    def launch(self, spec: KernelSpec, blocks: int, shared_bytes: int = 0, *arguments: Argument) -> None:
+        kernel = self.driver.kernel(self._module, spec.name, shared_bytes)
+        self.driver.launch(self.stream, kernel, Dim(blocks), Dim(spec.threads), [self.batch, *arguments], shared_bytes)
+
+    def command(self, slot: int, status: int, line: npt.NDArray[Any] | None = None) -> None:
+        staged = 0 if line is None else self._upload(line)
+        command = np.array([(slot, status, staged)], layout.COMMAND)
+        self.launch(layout.WRITE_SLOTS, 1, 0, address_argument(self._upload(command)))
+
+    def admit(self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int) -> None:
+        """`head` replaces fields of the slot's head."""
+        index = self.indexes[collection]
+        self._tickets += 1
+        self._owners[slot] = self._tickets
+        line = np.zeros(self.shape.line_bytes, np.uint8)
+        fields = layout.slot_head(collection, index.graph.shape[1], params, self._tickets)
+        for name, value in head.items():
+            fields[name] = value
+        line[: layout.SLOT.itemsize] = fields.view(np.uint8)
+        record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
+        prepare(query[None], Form(index.rows), record)
+        line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
+        self.command(slot, layout.ACTIVE, line)
+
+    def extend(self, team: int = 8, blocks: int = 3, bucket: int = 0) -> None:
+        """One extend of the slots before `bucket`, stage by stage."""
+        self.stages(bucket or self.shape.slots, team, blocks, 1, 0)
+        self.driver.synchronise(self.stream)
+
+    def stages(self, bucket: int, team: int, blocks: int, limit: int, condition: int) -> None:
+        self.launch(layout.GATHER_TASKS, bucket, self.shape.gather_shared_bytes)
+        self.launch(layout.COMPUTE_DISTANCES[team], blocks)
+        numbers = layout.MERGE_TOP_M.argument_values(limit=limit, condition=condition)
+        self.launch(layout.MERGE_TOP_M, bucket, self.shape.merge_shared_bytes, *numbers)
+
+    def extend_fused(self, limit: int = 1) -> None:
+        numbers = layout.EXTEND_FUSED.argument_values(limit=limit)
+        self.launch(layout.EXTEND_FUSED, self.shape.slots, self.shape.fused_shared_bytes, *numbers)
+        self.driver.synchronise(self.stream)
+
+    def slot(self, number: int) -> npt.NDArray[Any]:
+        """The head of a slot's line as the device has it."""
+        head = np.zeros(1, layout.SLOT)
+        self.driver.copy_to_host(self.stream, head, self.addresses["slots"] + number * self.shape.line_bytes)
+        return head[0]
+
+    def read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
+        """One of the batch's arrays in device memory."""
+        target = np.zeros(self.shape.array_bytes()[name] // np.dtype(dtype).itemsize, dtype)
+        self.driver.copy_to_host(self.stream, target, self.addresses[name])
+        return target
+
+    def done(self, slot: int) -> bool:
+        return int(self._result(slot).view(layout.RESULT)[0]["ticket"]) == self._owners[slot]
+
+    def extends(self, slot: int) -> int:
+        return int(self._result(slot).view(layout.RESULT)[0]["extends"])
+
+    def _result(self, slot: int) -> npt.NDArray[np.uint8]:
+        return self.results.view[slot * self.shape.result_bytes :][: layout.RESULT.itemsize]
+
+    def raw_result(self, slot: int, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        line = self.results.view[slot * self.shape.result_bytes :][: self.shape.result_bytes]
+        rest = line[layout.RESULT.itemsize :]
+        nodes, distances = rest[: 4 * k].view(np.int32), rest[4 * self.shape.max_k :][: 4 * k].view(np.float32)
+        return nodes.copy(), distances.copy()
+
+    def result(self, slot: int, k: int, collection: int = 0) -> tuple[list[int], list[float]]:
+        nodes, raw = self.raw_result(slot, k)
+        index = self.indexes[collection]
+        return index.ids_of(nodes.astype(np.int64)).tolist(), true_distances(raw, index.rows).tolist()
+
+    @property
+    def launches(self) -> int:
+        return int(self.progress.view.view(layout.PROGRESS)[0]["launches"])
