@@ -1,24 +1,64 @@
-"""`trinity dashboards`: Grafana's dashboards of a node, as files."""
+"""`trinity dashboards`: Grafana's dashboards and Prometheus's alerts of a node, as files or pushed."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dashboards import files
+from dashboards.push import Credential, Pusher
 
-dashboards_app = typer.Typer(help="Grafana dashboards of a node.", no_args_is_help=True)
-
-
-@dashboards_app.callback()
-def _dashboards() -> None:
-    """Keeps `export` a command of its own while it is the only one."""
+dashboards_app = typer.Typer(help="Grafana dashboards and Prometheus alerts of a node.", no_args_is_help=True)
 
 
 @dashboards_app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="Where to write the JSON files, such as Grafana's provisioning folder.")],
+    out: Annotated[Path, typer.Option(help="Where to write the files, such as Grafana's provisioning folder.")],
 ) -> None:
-    """Write the dashboards for Grafana's file provisioning or its import dialogue."""
+    """Write the dashboards (JSON, for provisioning or the import dialogue) and the alerts (for Prometheus)."""
     for path in files.export(out):
         print(path)
+
+
+@dashboards_app.command()
+def check(
+    directory: Annotated[Path, typer.Option("--dir", help="The files to compare.")] = files.GENERATED,
+) -> None:
+    """Compare exported files with what this version would write. Exits with 1 if one is missing or differs."""
+    stale = files.stale(directory)
+    for name in stale:
+        print(f"{directory / name}: missing or out of date")
+    raise typer.Exit(1 if stale else 0)
+
+
+@dashboards_app.command()
+def push(
+    url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="Grafana's address, with its path if it has one.")],
+    prometheus_url: Annotated[
+        str, typer.Option(help="Also keep a data source of this Prometheus, as Grafana reaches it.")
+    ] = "",
+    folder: Annotated[str, typer.Option(help="The folder's title.")] = "Trinity",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; say what would be done.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if something would be done.")
+    ] = False,
+) -> None:
+    """Push the dashboards to a Grafana: what is there already is not written again.
+
+    The credential is the environment's GRAFANA_TOKEN, or GRAFANA_USER and GRAFANA_PASSWORD.
+    """
+    pusher = Pusher(url, _credential(), prometheus_url, folder)
+    changes = pusher.changes() if dry_run or check else pusher.push()
+    for change in changes:
+        print(f"{change.action:11} {change.what}")
+    raise typer.Exit(1 if check and any(change.needed for change in changes) else 0)
+
+
+def _credential() -> Credential:
+    """From the environment alone: a command line can be read by every user of the machine."""
+    if token := os.environ.get("GRAFANA_TOKEN"):
+        return token
+    if user := os.environ.get("GRAFANA_USER"):
+        return user, os.environ.get("GRAFANA_PASSWORD", "")
+    return None

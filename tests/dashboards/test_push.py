@@ -1,0 +1,136 @@
+"""Pushing dashboards: what is missing is written, what is there is not, and every refusal is one clear error."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+import dashboards.push as module
+from dashboards.files import all_dashboards
+from dashboards.push import FOLDER_UID, SOURCE_UID, Pusher
+from launchers.main import app
+from runtime.errors import ConfigError, Unavailable
+from tests.dashboards.grafana_server import TOKEN, GrafanaServer
+
+pytest.importorskip("grafana_client", reason="needs the extra [grafana]")
+
+PROMETHEUS = "http://prometheus:9090"
+EVERYTHING = [f"folder {FOLDER_UID}", f"data source {SOURCE_UID}", *(f"dashboard {uid}" for uid in all_dashboards())]
+
+
+@pytest.fixture
+def grafana() -> Iterator[GrafanaServer]:
+    server = GrafanaServer()
+    yield server
+    server.close()
+
+
+def actions(pusher: Pusher) -> list[str]:
+    return [change.action for change in pusher.push()]
+
+
+def test_an_empty_grafana_gets_the_folder_the_data_source_and_the_dashboards(grafana: GrafanaServer) -> None:
+    assert set(actions(Pusher(grafana.url, TOKEN, PROMETHEUS))) == {"create"}
+    assert grafana.writes == EVERYTHING
+    assert grafana.sources[SOURCE_UID]["url"] == PROMETHEUS
+    for uid, board in all_dashboards().items():
+        stored = grafana.boards[uid]
+        assert stored["meta"]["folderUid"] == FOLDER_UID
+        assert stored["dashboard"]["panels"] == board["panels"]
+        (source,) = [v for v in stored["dashboard"]["templating"]["list"] if v["type"] == "datasource"]
+        assert source["current"]["value"] == SOURCE_UID
+
+
+def test_a_second_push_writes_nothing(grafana: GrafanaServer) -> None:
+    Pusher(grafana.url, TOKEN, PROMETHEUS).push()
+    grafana.writes.clear()
+    assert set(actions(Pusher(grafana.url, TOKEN, PROMETHEUS))) == {"unchanged"}
+    assert grafana.writes == []
+
+
+def test_only_what_has_changed_is_written_again(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    Pusher(grafana.url, TOKEN, PROMETHEUS).push()
+    grafana.writes.clear()
+    changed = {uid: board | {"refresh": "1m"} for uid, board in all_dashboards().items()}
+    monkeypatch.setattr(module, "all_dashboards", lambda: changed)
+    assert actions(Pusher(grafana.url, TOKEN, "http://elsewhere:9090", folder="Ours"))[:2] == ["update", "update"]
+    assert grafana.writes == EVERYTHING
+    assert grafana.folders[FOLDER_UID]["title"] == "Ours"
+    assert grafana.boards["trinity-overview"]["dashboard"]["version"] == 2
+    assert set(actions(Pusher(grafana.url, TOKEN, "http://elsewhere:9090", folder="Ours"))) == {"unchanged"}
+
+
+def test_a_dashboard_that_was_moved_is_brought_back(grafana: GrafanaServer) -> None:
+    Pusher(grafana.url, TOKEN).push()
+    grafana.boards["trinity-overview"]["meta"]["folderUid"] = "elsewhere"
+    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update"]
+    assert grafana.boards["trinity-overview"]["meta"]["folderUid"] == FOLDER_UID
+
+
+def test_without_a_prometheus_url_no_data_source_is_touched(grafana: GrafanaServer) -> None:
+    Pusher(grafana.url, TOKEN).push()
+    assert grafana.sources == {}
+
+
+def test_a_provisioned_dashboard_is_left_alone(grafana: GrafanaServer) -> None:
+    Pusher(grafana.url, TOKEN).push()
+    grafana.boards["trinity-overview"]["dashboard"]["tags"] = ["trinity"]
+    grafana.boards["trinity-overview"]["meta"]["provisioned"] = True
+    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "provisioned"]
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_grafana_under_a_path_is_reached_with_and_without_its_slash(slash: str) -> None:
+    server = GrafanaServer(prefix="/grafana")
+    try:
+        assert set(actions(Pusher(server.url + slash, TOKEN))) == {"create"}
+    finally:
+        server.close()
+
+
+def test_a_wrong_credential_is_one_clear_error_that_does_not_show_it(grafana: GrafanaServer) -> None:
+    with pytest.raises(ConfigError, match="does not accept the credential") as caught:
+        Pusher(grafana.url, "wrong-secret").push()
+    assert "wrong-secret" not in str(caught.value)
+
+
+def test_a_grafana_that_fails_or_is_not_there_is_one_clear_error(grafana: GrafanaServer) -> None:
+    grafana.fails_with = 500
+    with pytest.raises(Unavailable, match="database is locked"):
+        Pusher(grafana.url, TOKEN).push()
+    with pytest.raises(Unavailable, match=r"no answer from Grafana at http://127\.0\.0\.1:1:"):
+        Pusher("http://user:secret@127.0.0.1:1", TOKEN).push()
+
+
+@pytest.mark.parametrize("url", ["localhost:3000", "ftp://x", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a Grafana"):
+        Pusher(url, TOKEN)
+
+
+def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grafana_client", None)
+    with pytest.raises(ConfigError, match="URLLIB3_NO_OVERRIDE=1 pip install"):
+        Pusher("http://x", TOKEN)
+
+
+def test_the_command_checks_and_rehearses_without_writing(
+    grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
+    push = ["dashboards", "push", "--url", grafana.url]
+    rehearsed = CliRunner().invoke(app, [*push, "--dry-run"])
+    assert (rehearsed.exit_code, rehearsed.output.count("create")) == (0, 2)
+    assert CliRunner().invoke(app, [*push, "--check"]).exit_code == 1
+    assert grafana.writes == []
+    assert CliRunner().invoke(app, push).exit_code == 0
+    assert CliRunner().invoke(app, [*push, "--check"]).exit_code == 0
+
+
+@pytest.mark.skipif(not os.environ.get("GRAFANA_URL"), reason="GRAFANA_URL names no Grafana to try")
+def test_a_real_grafana_takes_the_dashboards_and_a_second_push_writes_nothing() -> None:
+    pusher = Pusher(os.environ["GRAFANA_URL"], os.environ.get("GRAFANA_TOKEN"), "http://localhost:9090")
+    pusher.push()
+    assert set(actions(pusher)) == {"unchanged"}
