@@ -1,0 +1,135 @@
+"""For every alert a course of its metrics in which it must fire, and one in which it must not.
+
+Courses are promtool's: "0+6x400" begins at 0 and grows by 6 a minute, 400 times.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Series = Mapping[str, str]
+MINUTES = 400
+GROWS = f"0+100x{MINUTES}"
+NODE = 'node="n"'
+WORKER = 'node="n",worker="decode-0"'
+
+
+def constant(value: float) -> str:
+    return f"{value}x{MINUTES}"
+
+
+def grows(by: float) -> str:
+    return f"0+{by}x{MINUTES}"
+
+
+@dataclass(frozen=True)
+class Case:
+    fires: Series
+    quiet: Series
+    labels: Mapping[str, str] = field(default_factory=lambda: {"node": "n"})
+    common: Series = field(default_factory=dict)  # to both courses
+    at_minute: int = MINUTES
+
+
+_SLO = {f'trinity_slo_objective_ratio{{{NODE},instance="i"}}': constant(0.99)}
+_REQUESTS = {f'trinity_slo_requests_total{{{NODE},slo="all",worker="frontend-0"}}': GROWS}
+
+
+def _violations(course: str) -> Series:
+    return {f'trinity_slo_violations_total{{{NODE},slo="all",worker="frontend-0"}}': course}
+
+
+def _wait(fast: float, slow: float) -> Series:
+    """Queries a minute that wait less than 10 ms, and up to 100 ms."""
+    name = f'trinity_pool_wait_seconds_bucket{{{NODE},stage="prefill",worker="pool-0"'
+    return {
+        f'{name},le="0.01"}}': grows(fast),
+        f'{name},le="0.1"}}': grows(fast + slow),
+        f'{name},le="+Inf"}}': grows(fast + slow),
+    }
+
+
+CASES: dict[str, Case] = {
+    "TrinitySLOBurnsFast": Case(
+        fires=_violations(grows(20)),
+        # An hour ago it burned at this rate; the last ten minutes were good: the short window lets go.
+        quiet=_violations(f"0+20x{MINUTES - 10} {(MINUTES - 10) * 20}+0x10"),
+        labels={"node": "n", "slo": "all"},
+        common=_SLO | _REQUESTS,
+    ),
+    "TrinitySLOBurnsSlowly": Case(
+        fires=_violations(grows(7)),
+        quiet=_violations(grows(5)),
+        labels={"node": "n", "slo": "all"},
+        common=_SLO | _REQUESTS,
+    ),
+    "TrinityNodeDown": Case(
+        fires={'up{job="trinity",instance="i"}': constant(0)},
+        quiet={'up{job="trinity",instance="i"}': constant(1), 'up{job="other",instance="i"}': constant(0)},
+        labels={"job": "trinity", "instance": "i"},
+    ),
+    "TrinityWorkerDown": Case(
+        fires={f"trinity_worker_up{{{WORKER}}}": constant(0)},
+        quiet={f"trinity_worker_up{{{WORKER}}}": f"1x{MINUTES - 1} 0"},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
+    "TrinityWorkerRestarts": Case(
+        fires={f"trinity_worker_restarts_total{{{WORKER}}}": grows(1)},
+        quiet={f"trinity_worker_restarts_total{{{WORKER}}}": grows(0.1)},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
+    "TrinityHeartbeatOld": Case(
+        fires={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": constant(16)},
+        quiet={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": constant(14)},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
+    "TrinityRequestsFail": Case(
+        fires={f'trinity_requests_total{{{NODE},outcome="refused"}}': grows(2)},
+        quiet={f'trinity_requests_total{{{NODE},outcome="cancelled"}}': grows(50)},
+        common={
+            f'trinity_requests_total{{{NODE},outcome="finished"}}': GROWS,
+            f'trinity_requests_total{{{NODE},outcome="failed"}}': grows(0.5),
+        },
+    ),
+    "TrinityPrefillWaits": Case(
+        fires=_wait(fast=50, slow=50),
+        quiet=_wait(fast=99, slow=1),
+        common={f"trinity_control_wait_target_seconds{{{NODE}}}": constant(0.01)},
+    ),
+    "TrinityDeadlinesMissed": Case(
+        fires={f'trinity_pool_deadline_misses_total{{{NODE},stage="decode"}}': grows(2)},
+        quiet={f'trinity_pool_deadline_misses_total{{{NODE},stage="decode"}}': grows(0.5)},
+        common={f'trinity_pool_queries_total{{{NODE},stage="decode"}}': GROWS},
+    ),
+    "TrinityPoolRefuses": Case(
+        fires={f'trinity_pool_refused_total{{{NODE},reason="overloaded"}}': grows(1)},
+        quiet={
+            f'trinity_pool_refused_total{{{NODE},reason="overloaded"}}': constant(9),
+            f'trinity_pool_refused_total{{{NODE},reason="invalid_request"}}': grows(9),
+        },
+    ),
+    "TrinityDecodeStalls": Case(
+        fires={f"trinity_decode_stall_seconds_total{{{WORKER}}}": grows(40)},
+        quiet={f"trinity_decode_stall_seconds_total{{{WORKER}}}": grows(30)},
+        common={
+            f"trinity_decode_row_seconds_total{{{WORKER}}}": GROWS,
+            f"trinity_control_stall_target_ratio{{{NODE}}}": constant(0.25),
+        },
+    ),
+    "TrinityKVFull": Case(
+        fires={f"trinity_num_requests_waiting{{{WORKER}}}": constant(3)},
+        quiet={f"trinity_num_requests_waiting{{{WORKER}}}": constant(0)},
+        labels={"node": "n", "worker": "decode-0"},
+        common={f"trinity_kv_cache_usage_perc{{{WORKER}}}": constant(1)},
+    ),
+    "TrinityMemoryLow": Case(
+        fires={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(4)},
+        quiet={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(6)},
+        common={f"trinity_node_memory_bytes{{{NODE}}}": constant(100)},
+    ),
+    "TrinityGPUMemoryFull": Case(
+        fires={f'trinity_gpu_memory_used_bytes{{{NODE},gpu="0"}}': constant(98)},
+        quiet={f'trinity_gpu_memory_used_bytes{{{NODE},gpu="0"}}': constant(96)},
+        labels={"node": "n", "gpu": "0"},
+        common={f'trinity_gpu_memory_bytes{{{NODE},gpu="0"}}': constant(100)},
+    ),
+}
