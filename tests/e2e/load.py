@@ -1,0 +1,66 @@
+"""Steady load on a node: generations with probes, and searches, until it is told to end."""
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.e2e.node import RunningNode
+
+GENERATE: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "how does a with statement call __exit__?",
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+    "retrieval": {"collection": "docs", "k": 2, "every_tokens": 8},
+}
+SEARCH = {"query": "the with statement", "collection": "docs", "k": 3}
+
+
+@contextmanager
+def load(node: RunningNode, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
+    """Answers by status, as they come."""
+    ended = threading.Event()
+    answers: Counter[int] = Counter()
+
+    def ask(path: str, body: dict[str, Any]) -> None:
+        while not ended.wait(0.05):
+            status, _ = node.post(path, body)
+            answers[status] += 1
+
+    asking = [threading.Thread(target=ask, args=("/v1/retrieval", SEARCH), daemon=True) for _ in range(searchers)]
+    asking += [threading.Thread(target=ask, args=("/v1/completions", GENERATE), daemon=True) for _ in range(generators)]
+    for thread in asking:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        ended.set()
+        for thread in asking:
+            thread.join(timeout=60)
+
+
+@contextmanager
+def slowed(pid: int, stopped_s: float, running_s: float = 0.05) -> Iterator[None]:
+    """A process that is stopped most of the time."""
+    ended = threading.Event()
+
+    def pump() -> None:
+        while not ended.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(stopped_s)
+            os.kill(pid, signal.SIGCONT)
+            ended.wait(running_s)
+
+    pumping = threading.Thread(target=pump, daemon=True)
+    pumping.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        pumping.join(timeout=30)
+        os.kill(pid, signal.SIGCONT)

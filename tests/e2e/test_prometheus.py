@@ -1,0 +1,102 @@
+"""A real Prometheus scrapes a node under load: panels and alerts have data, and a burn-rate alert fires and clears."""
+
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from dashboards.files import all_dashboards
+from dashboards.overview import overview
+from dashboards.rules import alerts, rules_yaml
+from tests.dashboards.tools import promtool
+from tests.e2e.conftest import StartNode
+from tests.e2e.load import load, slowed
+from tests.e2e.node import RunningNode, eventually
+from tests.e2e.prometheus import Prometheus
+
+SCALE = 1 / 100  # an hour is 36 s, five minutes are 3 s
+SLO = """
+[slo]
+ttft_s = 30.0
+tpot_s = 5.0
+search_s = 1.0
+"""
+SLO_OF_ITS_OWN = "search"  # what is slowed below
+
+
+@pytest.fixture(scope="module")
+def watched(
+    start_node: StartNode, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RunningNode, Prometheus]]:
+    node = start_node(more=SLO)
+    target = node.info.url.removeprefix("http://")
+    prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_yaml(SCALE, interval_s=0.5))
+    with load(node) as answers:
+        eventually(lambda: answers[200] > 20, 60, "answers")
+        wanted = "rate(trinity_request_time_per_output_token_seconds_count[30s]) > 0"
+        eventually(lambda: bool(prometheus.query(wanted)), 60, "generations that Prometheus has seen")
+        yield node, prometheus
+    assert set(answers) == {200}
+    prometheus.close()
+    node.stop()
+
+
+def concrete(expr: str) -> str:
+    """A panel's expression with Grafana's variables filled in."""
+    known = {"$__rate_interval": "30s", "$node": ".*", "$model": ".*", "$slo": "all"}
+    for name, value in known.items():
+        expr = expr.replace(name, value)
+    return expr
+
+
+def without_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
+    return [expr for expr in exprs if not any(math.isfinite(value) for value in prometheus.values(expr))]
+
+
+def test_every_panel_shows_data(watched: tuple[RunningNode, Prometheus]) -> None:
+    _, prometheus = watched
+    exprs = [
+        concrete(target["expr"])
+        for board in all_dashboards().values()
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+        if "trinity_gpu_" not in target["expr"]  # no driver, no GPU figures: test_gpus.py has those
+    ]
+    assert len(exprs) > 40
+    assert without_data(prometheus, exprs) == []
+
+
+def test_every_alert_watches_something(watched: tuple[RunningNode, Prometheus]) -> None:
+    _, prometheus = watched
+    values = [condition.value for alert in alerts(SCALE) if not alert.needs_gpu for condition in alert.conditions]
+    # Windows of three seconds may hold no request of one kind: ask with longer ones.
+    assert without_data(prometheus, [re.sub(r"\[\d+ms\]", "[30s]", value) for value in values]) == []
+
+
+def test_every_metric_that_is_asked_for_is_there(watched: tuple[RunningNode, Prometheus]) -> None:
+    _, prometheus = watched
+    exprs = [target["expr"] for panel in overview()["panels"] for target in panel.get("targets", [])]
+    exprs += [alert.expr for alert in alerts()]
+    asked = {name for expr in exprs for name in re.findall(r"\btrinity_\w+", expr)}
+    assert {name for name in asked if not name.startswith("trinity_gpu_")} <= prometheus.names()
+
+
+def test_promtool_finds_nothing_to_say_about_the_metrics(watched: tuple[RunningNode, Prometheus]) -> None:
+    node, _ = watched
+    run = promtool("check", "metrics", stdin=node.metrics_text())
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_slowdown_makes_a_burn_rate_alert_fire_and_its_end_lets_it_clear(
+    watched: tuple[RunningNode, Prometheus],
+) -> None:
+    node, prometheus = watched
+
+    def firing() -> bool:
+        return any(labels["slo"] == SLO_OF_ITS_OWN for labels in prometheus.firing("TrinitySLOBurnsFast"))
+
+    assert not firing()
+    with slowed(node.pid("pool-0"), stopped_s=1.5):
+        eventually(firing, 60, "the alert to fire")
+    eventually(lambda: not firing(), 60, "the alert to clear")
