@@ -1,0 +1,190 @@
+"""The real bindings, over a driver library of our own: every call is converted, and arrives with the arguments meant.
+
+The library is compiled from `stub_driver.c` and loaded by a child process in place of NVIDIA's.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("cuda.bindings.driver")
+    if COMPILER is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path_factory.mktemp("stub") / "libcuda.so.1"
+    options = (
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(path),
+        str(HERE / "stub_driver.c"),
+        "-ldl",
+    )
+    subprocess.run([COMPILER, *options], check=True, timeout=60)
+    return path
+
+
+def run(library: Path, script: str, **environment: str) -> tuple[list[str], list[str]]:
+    """What a script printed, and the calls that arrived."""
+    log = library.with_name("log")
+    log.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent), "STUB_CUDA_LOG": str(log), **environment},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), log.read_text().splitlines() if log.exists() else []
+
+
+OPEN = """
+import ctypes, numpy as np
+from gpu import DeviceError, DeviceUnavailable, OutOfDeviceMemory, check_device
+from gpu.cuda.cuda_driver import CudaDriver
+from gpu.cuda.driver import Dim
+driver = CudaDriver("cuda:1")
+stream = driver.create_stream()
+"""
+
+
+def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(library: Path) -> None:
+    script = OPEN + (
+        "print(driver.name, driver.uuid, driver.arch, driver.multiprocessors, *driver.memory())\n"
+        "print(CudaDriver(driver.uuid).name)\n"
+        "for name in ('cuda:2', 'GPU-00000000-0000-0000-0000-000000000000'):\n"
+        "    try: check_device(name)\n"
+        "    except DeviceUnavailable as error: print(error)\n"
+    )
+    out, _ = run(library, script)
+    assert out[0] == "Stub 1 GPU-10111213-1415-1617-1819-1a1b1c1d1e1f sm_90 132 1073741824 2147483648"
+    assert out[1] == "Stub 1"
+    assert out[2] == "device 'cuda:2': this process sees 2 CUDA devices"
+    assert out[3].startswith("device 'GPU-00000000-0000-0000-0000-000000000000' is none of GPU-00010203-0405-")
+
+
+def test_memory_is_allocated_filled_copied_and_given_back(library: Path) -> None:
+    script = OPEN + (
+        "address, pinned, found = driver.allocate(1024), driver.allocate_pinned(512), np.zeros(256, np.uint32)\n"
+        "driver.fill(stream, address, 7, 256)\n"
+        "driver.copy_to_device(stream, address, np.arange(4, dtype=np.uint32))\n"
+        "driver.copy_on_device(stream, address + 16, address, 8)\n"
+        "driver.copy_to_host(stream, found, address)\n"
+        "print(found[:8].tolist(), pinned.view.any())\n"
+        "driver.free(address); driver.free_pinned(pinned)\n"
+        "try: driver.allocate(1 << 40)\n"
+        "except OutOfDeviceMemory as error: print(error)\n"
+        "try: driver.copy_to_host(stream, found[::2], address)\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    out, calls = run(library, script)
+    assert out[0] == "[0, 1, 2, 3, 0, 1, 7, 7] False"
+    assert out[1] == "1099511627776 bytes are needed, 1073741824 of 2147483648 are free on Stub 1"
+    assert "not in C order" in out[2]
+    assert "cuMemHostAlloc 512 3" in calls  # portable and mapped
+    assert calls[-2:] == ["cuMemFree", "cuMemFreeHost"]
+
+
+def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Path) -> None:
+    script = OPEN + (
+        "kernel = driver.kernel(driver.load_module(b'image'), 'gather_tasks', 60000)\n"
+        "arguments = (ctypes.c_uint64(5), ctypes.c_uint32(6))\n"
+        "driver.launch(stream, kernel, Dim(3), Dim(128), arguments, 60000)\n"
+        "print(kernel, stream, driver.idle(stream))\n"
+    )
+    out, calls = run(library, script)
+    kernel, stream, idle = out[0].split()
+    assert idle == "True"
+    assert calls[-5:-1] == [
+        "cuModuleLoadData image",
+        f"cuModuleGetFunction {kernel} gather_tasks",
+        f"cuFuncLoad {kernel} 0 0 0",
+        f"cuFuncSetAttribute {kernel} 8 60000 0",
+    ]
+    assert calls[-1] == (
+        f"cuLaunchKernel {kernel} grid 3 1 1 block 128 1 1 shared 60000 stream {stream} arguments 5 6 extra 0"
+    )
+    out, _ = run(library, script, STUB_CUDA_BUSY="1")
+    assert out[0].endswith("False")
+
+
+def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Path) -> None:
+    script = OPEN + (
+        "kernel = driver.kernel(driver.load_module(b'image'), 'merge_top_m')\n"
+        "driver.begin_capture(stream)\n"
+        "loop = driver.begin_while(stream)\n"
+        "driver.launch(loop.stream, kernel, Dim(1), Dim(1), (ctypes.c_uint64(loop.handle), ctypes.c_uint32(0)))\n"
+        "driver.end_while(loop)\n"
+        "graph = driver.end_capture(stream)\n"
+        "driver.replay(stream, graph); driver.destroy_graph(graph)\n"
+        "print(stream, loop.stream, loop.handle, graph)\n"
+        "driver.begin_capture(stream); driver.begin_while(stream); driver.abandon_capture(stream)\n"
+    )
+    out, calls = run(library, script)
+    stream, body, handle, graph = out[0].split()
+    begin = calls.index(f"cuStreamBeginCapture {stream} 1")  # 1: thread-local
+    names = [call.split()[0] for call in calls[begin:]]
+    assert names[1:5] == [
+        "cuGraphConditionalHandleCreate",
+        "cuGraphAddNode",
+        "cuStreamUpdateCaptureDependencies",
+        "cuStreamCreate",
+    ]
+    assert calls[begin + 1].endswith(" 1 1")  # it begins as 1, in each replay
+    assert calls[begin + 2].endswith(f"after 0 type 13 handle {handle} kind 1 size 1")  # conditional, while
+    assert calls[begin + 5] == f"cuStreamBeginCaptureToGraph {body} {0x5550} 0 0 1"
+    assert f"stream {body} arguments {handle} 0" in calls[begin + 6]
+    assert calls[begin + 7].startswith(f"cuStreamEndCapture {body}")
+    assert calls[begin + 8].startswith(f"cuStreamDestroy_v2 {body}")
+    assert names[9:15] == [
+        "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags",
+        "cuGraphDestroy",
+        "cuGraphUpload",
+        "cuGraphLaunch",
+        "cuGraphExecDestroy",
+    ]
+    assert calls[begin + 13].startswith(f"cuGraphLaunch {graph} {stream}")
+    assert names.count("cuStreamBeginCapture") + names.count("cuStreamBeginCaptureToGraph") == names.count(
+        "cuStreamEndCapture"
+    )
+
+
+def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(library: Path) -> None:
+    script = """
+import numpy as np
+from ipc.cuda_memory import CudaMemory
+from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
+from ipc.device_memory import CudaReference
+owner = CudaMemory.create(arena_bytes(2, 64), 0)
+arena = DeviceArena(owner, 2, 64, 1)
+number, lease = arena.lease(2)
+sent = owner.reference
+peer = CudaMemory.open(CudaReference(1, sent.device, sent.handle, sent.size), "cuda:0")
+client = LeasedSlots(peer, lease)
+out = np.zeros(16, np.float32)
+arena.take(number, client.write(np.arange(16, dtype=np.float32)), out)
+print(out.tolist() == list(range(16)), peer.word(64), peer.word(128))
+client.close()
+arena.close()
+"""
+    out, calls = run(library, script)
+    assert out == ["True 1 1"]
+    words = [call for call in calls if "Value32" in call]
+    assert words == ["cuStreamWriteValue32 1 0", "cuStreamWaitValue32 1 0 there", "cuStreamWriteValue32 1 0"]
+    assert "cuIpcOpenMemHandle 1" in calls  # peer access when it is needed
+    assert calls[-1] == "cuMemFree"
