@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from gpu.index_data import IndexData
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
+BuildDevice = Literal["cpu", "cuda"]
 _MAX_THREADS = 1024
 
 
@@ -39,23 +41,26 @@ class GraphIndex:
         ids: npt.ArrayLike | None = None,
         seed: int = 0,
         threads: int = 1,
+        device: BuildDevice = "cpu",
         progress: Progress | None = None,
     ) -> "GraphIndex":
         """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
         degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
         the last candidates with them. ids: int64 [N], what searches return instead of row numbers. seed: of the random
-        choices; the same input and seed give the same index. threads: for the build. progress: called with a stage's
-        name and the part of it that is done, 0..1.
-        Raises InvalidVector (naming the row) and InvalidParams.
+        choices; on the CPU the same input and seed give the same index. threads: for the build. device: "cuda" has cuVS
+        build the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
+        Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         if not 2 <= degree <= storage.MAX_DEGREE:
             raise InvalidParams(f"degree is {degree}, outside 2..{storage.MAX_DEGREE}")
+        if device not in get_args(BuildDevice):
+            raise InvalidParams(f"device {device!r} is none of {', '.join(get_args(BuildDevice))}")
         _check_threads(threads)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
-        graph, seeds = build_graph(checked, metric, degree, seed, threads, report)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
         report("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype, neighbor_pairs(graph, seed), seed)
         report("encoding", 1.0)

@@ -48,6 +48,9 @@ def build(
     ] = "float32",
     seed: Annotated[int, typer.Option(help="Of the graph's random choices.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="What builds the graph; cuda: cuVS, of the extra [cuvs].")
+    ] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace the collection that is there.")] = False,
 ) -> None:
     """Build a collection. It appears at --out when it is complete, or not at all."""
@@ -66,6 +69,7 @@ def build(
             dtype=dtype,
             seed=seed,
             threads=threads or len(os.sched_getaffinity(0)),
+            device=device,
             force=force,
             progress=progress,
         )

@@ -1,10 +1,11 @@
-"""Building a graph on a CPU: lists of neighbours, a graph, better lists by searching in it, the final graph."""
+"""Building a graph: lists of neighbours, a graph, better lists by searching in it, the final graph; or through cuVS."""
 
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu.build.cuvs_graph import cuvs_graph
 from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
 from gpu.build.optimize import Graph, optimize
 from gpu.cpu.search import search
@@ -22,14 +23,22 @@ _SAMPLE = 200
 
 
 def build_graph(
-    vectors: FloatArray, metric: str, degree: int, seed: int, threads: int, progress: Progress
+    vectors: FloatArray, metric: str, degree: int, seed: int, threads: int, progress: Progress, device: str = "cpu"
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
-    """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin."""
+    """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin.
+
+    device "cuda": the graph is cuVS's, but for fewer vectors than its lists are long. Raises as `cuvs_graph` does.
+    """
     count = len(vectors)
     seeds = np.random.default_rng(seed).permutation(count)[:_SEEDS].astype(np.uint32)
     if count == 1:
         return np.zeros((1, degree), np.uint32), seeds
     space = neighbor_space(vectors, metric)
+    if device != "cpu" and count > 2 * degree:
+        progress("graph", 0.0)
+        graph = cuvs_graph(space, degree)
+        progress("graph", 1.0)
+        return graph, seeds
     width = min(2 * degree, count - 1)
     neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done))
     progress("graph", 0.0)

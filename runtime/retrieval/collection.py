@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
+from gpu.index import BuildDevice
 from runtime.errors import CollectionError
 from runtime.retrieval.directory import new_directory
 from runtime.retrieval.documents import Document, DocumentStore
@@ -128,6 +129,7 @@ class Collection:
         dtype: Dtype = "float32",
         seed: int = 0,
         threads: int = 1,
+        device: BuildDevice = "cpu",
         force: bool = False,
         progress: Progress = no_progress,
     ) -> None:
@@ -138,7 +140,7 @@ class Collection:
             so that queries may come as text.
         vectors: the documents' vectors, row by row, where they are known already.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
-        degree, dtype, seed: see `GraphIndex.build`. threads: cores to use.
+        degree, dtype, seed, device: see `GraphIndex.build`. threads: cores to use.
         force: replace a collection that is at `out`.
         progress: called with a stage's name and the part of it that is done, 0..1.
         Raises `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
@@ -171,6 +173,7 @@ class Collection:
                     ids=ids,
                     seed=seed,
                     threads=threads,
+                    device=device,
                     progress=progress,
                 )
                 index.save(building / INDEX)
