@@ -17,6 +17,7 @@ using std::min;
 
 #define __global__
 #define __device__
+#define __noinline__
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(name) unsigned char* name = emulated::shared_memory()
 

@@ -1,4 +1,6 @@
-"""Slots: taken, advanced, paused, resumed, released; and what is refused."""
+"""The contract of every engine. Slots: taken, advanced, paused, resumed, released; and what is refused."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from gpu import (
     UnknownCollection,
 )
 from tests.gpu.cases import clustered
+from tests.gpu.engines import BACKENDS, Backend
 
 DIM = 24
 
@@ -24,9 +27,15 @@ def index() -> GraphIndex:
     return GraphIndex.build(clustered(np.random.default_rng(1), 800, DIM), metric="l2", ids=np.arange(800) + 5000)
 
 
+@pytest.fixture(params=BACKENDS, ids=str)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
 @pytest.fixture
-def engine(index: GraphIndex) -> Engine:
-    return CpuEngine({"docs": index}, slots=4)
+def engine(backend: Backend, index: GraphIndex) -> Iterator[Engine]:
+    with backend.engine({"docs": index}, slots=4) as engine:
+        yield engine
 
 
 def query(number: int = 0) -> np.ndarray:
@@ -38,13 +47,13 @@ def finish(engine: Engine, slot: int) -> None:
         pass
 
 
-def test_a_query_through_a_slot_gets_what_search_gives(engine: Engine, index: GraphIndex) -> None:
+def test_a_query_through_a_slot_gets_what_search_gives(backend: Backend, engine: Engine, index: GraphIndex) -> None:
     slot = engine.admit(query(), SearchParams(k=5, top_m=32, search_width=2), "docs")
     finish(engine, slot)
     ids, distances = engine.result(slot)
     expected = index.search(query()[None], k=5, top_m=32, search_width=2)
     assert ids.tolist() == expected[0][0].tolist()
-    assert distances.tolist() == expected[1][0].tolist()
+    np.testing.assert_allclose(distances, expected[1][0], rtol=0 if backend.sums_as_search else 1e-5)
 
 
 def test_slots_are_counted_through_their_life(engine: Engine) -> None:
@@ -131,16 +140,19 @@ def test_an_extend_of_nothing_finishes_nothing(engine: Engine) -> None:
     assert engine.extend().tolist() == []
 
 
-def test_limits_of_the_engine_are_checked(index: GraphIndex) -> None:
-    with pytest.raises(InvalidParams, match="at least one collection"):
-        CpuEngine({})
-    with pytest.raises(InvalidParams, match=r"slots is 0, outside 1\.\.4096"):
-        CpuEngine({"docs": index}, slots=0)
-    with pytest.raises(InvalidParams, match=r"max_top_m is 5000, outside 1\.\.4096"):
-        CpuEngine({"docs": index}, max_top_m=5000)
+def test_limits_of_the_engine_are_checked(backend: Backend, index: GraphIndex) -> None:
+    with pytest.raises(InvalidParams, match="at least one collection"), backend.engine({}):
+        pass
+    with pytest.raises(InvalidParams, match=r"slots is 0, outside 1\.\.4096"), backend.engine({"docs": index}, slots=0):
+        pass
+    with (
+        pytest.raises(InvalidParams, match=r"max_top_m is 5000, outside 1\.\.4096"),
+        backend.engine({"docs": index}, max_top_m=5000),
+    ):
+        pass
 
 
-def test_state_is_bounded_and_told(index: GraphIndex) -> None:
+def test_state_of_the_cpu_s_engine_is_bounded_and_told(index: GraphIndex) -> None:
     one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
     per_slot = (two - one) / 8
     assert 512 * 8 < per_slot < 512 * (8 + 12) + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000

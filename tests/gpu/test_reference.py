@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
 from gpu.reference import ReferenceSearch, search_reference
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
+from tests.gpu.engines import BACKENDS, Backend
 
 seeds = st.integers(0, 2**32 - 1)
 params = st.builds(
@@ -34,37 +35,38 @@ def test_engine_and_reference_agree_on_random_graphs(seed: int, metric: str, dty
     assert distances[0].tolist() == expected_distances.tolist()
 
 
-@exactly
-@given(seeds, st.lists(params, min_size=1, max_size=6))
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, wanted=st.lists(params, min_size=1, max_size=6))
 def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_s_extends(
-    seed: int, wanted: list[SearchParams]
+    backend: Backend, seed: int, wanted: list[SearchParams]
 ) -> None:
     random = np.random.default_rng(seed)
     data = {
         name: random_index(random, 200, metric, dtype, 6, 8)
         for name, metric, dtype in (("a", "l2", "float32"), ("b", "cosine", "float16"), ("c", "ip", "int8"))
     }
-    engine = CpuEngine({name: GraphIndex(part) for name, part in data.items()}, slots=len(wanted))
-    running = {}
-    for one in wanted:
-        name = str(random.choice(list(data)))
-        query = exact_vectors(random, 1)[0]
-        running[engine.admit(query, one, collection=name)] = ReferenceSearch(data[name], query, one)
-    while running:
-        slots = list(running)
-        paused = [slot for slot in slots if random.random() < 0.3]
-        for slot in paused:
-            engine.pause(slot)
-        finished = engine.extend().tolist()
-        for slot in paused:
-            engine.resume(slot)
-        assert set(finished) == {slot for slot in slots if slot not in paused and running[slot].extend()}
-        for slot in finished:
-            reference = running.pop(slot)
-            assert engine.extends(slot) == reference.extends
-            assert engine.result(slot)[0].tolist() == reference.result()[0].tolist()
-            assert engine.result(slot)[1].tolist() == reference.result()[1].tolist()
-            engine.release(slot)
+    with backend.engine({name: GraphIndex(part) for name, part in data.items()}, slots=len(wanted)) as engine:
+        running = {}
+        for one in wanted:
+            name = str(random.choice(list(data)))
+            query = exact_vectors(random, 1)[0]
+            running[engine.admit(query, one, collection=name)] = ReferenceSearch(data[name], query, one)
+        while running:
+            slots = list(running)
+            paused = [slot for slot in slots if random.random() < 0.3]
+            for slot in paused:
+                engine.pause(slot)
+            finished = engine.extend().tolist()
+            for slot in paused:
+                engine.resume(slot)
+            assert set(finished) == {slot for slot in slots if slot not in paused and running[slot].extend()}
+            for slot in finished:
+                reference = running.pop(slot)
+                assert engine.extends(slot) == reference.extends
+                assert engine.result(slot)[0].tolist() == reference.result()[0].tolist()
+                assert engine.result(slot)[1].tolist() == reference.result()[1].tolist()
+                engine.release(slot)
 
 
 def test_a_visited_table_that_forgets_changes_nothing() -> None:
