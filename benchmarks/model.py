@@ -20,10 +20,13 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from runtime.node.config import ModelSection
+from runtime.serving.kv.transfer import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import model_directory
 
 Tokens = list[int]
+BLOCK_TOKENS = ModelSection(name="").kv_block_tokens
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,30 @@ def paired(runs: Sequence[Callable[[], object]], rounds: int) -> list[Times]:
 
 
 class Ours:
-    """The slot model, driven as a worker drives it."""
+    """The paged model, driven as a worker drives it: every row has blocks for the whole context."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
+        each = -(-model.context_tokens // model.block_tokens)
+        self.tables = [range(row * each, (row + 1) * each) for row in range(model.blocks // each)]
 
     def prefill(self, prompts: Sequence[Tokens]) -> Tokens:
-        logits = self.model.forward([Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
+        logits = self.model.forward(
+            [Chunk(table, 0, prompt) for table, prompt in zip(self.tables, prompts, strict=False)]
+        )
         return [int(token) for token in logits.argmax(-1)]
 
     def prefill_chunked(self, prompt: Tokens, size: int) -> int:
         for start in range(0, len(prompt), size):
-            logits = self.model.forward([Chunk(0, start, prompt[start : start + size])])
+            logits = self.model.forward([Chunk(self.tables[0], start, prompt[start : start + size])])
         return int(logits[0].argmax())
 
     def decode(self, prompts: Sequence[Tokens], first: Tokens, steps: int) -> list[Tokens]:
         answers = [[token] for token in first]
         for step in range(steps):
-            chunks = [Chunk(slot, len(prompt) + step, answers[slot][-1:]) for slot, prompt in enumerate(prompts)]
+            chunks = [
+                Chunk(self.tables[row], len(prompt) + step, answers[row][-1:]) for row, prompt in enumerate(prompts)
+            ]
             for answer, token in zip(answers, self.model.forward(chunks).argmax(-1), strict=True):
                 answer.append(int(token))
         return answers
@@ -144,12 +153,13 @@ def measure_decode(
 
 def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[int], rounds: int) -> None:
     print(f"\n{'KV copy':24}{'ours ms':>12}{'plain copy ms':>16}{'ratio':>8}   MB")
-    source = memoryview(model.kv.numpy()).cast("B").toreadonly()
+    source = kv_array(memoryview(model.kv.numpy()).cast("B").toreadonly(), model.kv.shape)
     for tokens in lengths:
-        count = model.info.kv_bytes_per_token * tokens
+        blocks = range(-(-tokens // model.block_tokens))
+        count = model.info.kv_bytes_per_token * len(blocks) * model.block_tokens
         plain = np.ones(count, np.uint8), np.zeros(count, np.uint8)
         ours, one = paired(
-            [lambda: target.copy_kv(source, 0, 1, tokens), lambda: np.copyto(plain[1], plain[0])],  # noqa: B023
+            [lambda: Transfer(source, blocks, target.kv.numpy(), blocks).step(), lambda: np.copyto(plain[1], plain[0])],  # noqa: B023
             rounds * 4,
         )
         print(
@@ -181,8 +191,16 @@ def main() -> None:
 
     logging.disable_progress_bar()
     random = np.random.default_rng(given.seed)
-    model = LanguageModel.load(given.model, slots=16, context_tokens=1024, threads=given.threads)
-    target = LanguageModel.load(given.model, slots=2, context_tokens=1024, threads=given.threads)
+    model = LanguageModel.load(
+        given.model,
+        blocks=16 * 1024 // BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        context_tokens=1024,
+        threads=given.threads,
+    )
+    target = LanguageModel.load(
+        given.model, blocks=1024 // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, context_tokens=1024, threads=given.threads
+    )
     ours, theirs = Ours(model), Theirs(model_directory(given.model))
     print(
         f"{model.info.name}: {model.info.layers} layers, float32, {given.threads} thread(s), seed {given.seed}; "

@@ -46,10 +46,11 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
         raise ConfigError(
             f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
         )
-    slots = config.prefill.workers * config.prefill.slots + config.decode.workers * config.decode.slots
-    needed, free = info.kv_bytes(slots, context), psutil.virtual_memory().available
+    blocks = config.prefill.workers * config.prefill.blocks(config.model)
+    blocks += config.decode.workers * (config.decode.blocks(config.model) + config.decode.swap_blocks)
+    needed, free = info.kv_bytes(blocks, config.model.kv_block_tokens), psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
             f"prefill and decode KV needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
-            "lower prefill.slots, decode.slots or model.context_tokens"
+            "lower kv_blocks or slots of prefill or decode, decode.swap_blocks or model.context_tokens"
         )

@@ -47,10 +47,20 @@ class HttpSection(_Section, frozen=True):
 
 
 class ModelSection(_Section, frozen=True):
-    """The language model: a packaged name or a directory of transformers files, and the context it is given."""
+    """The language model: a packaged name or a directory of transformers files, and the context it is given.
+
+    Its KV is kept in blocks of `kv_block_tokens` tokens: of a prompt's prefix whole blocks are used again, and long
+    ones are read faster than short ones.
+    """
 
     name: str
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
+    kv_block_tokens: Annotated[int, Meta(ge=8, le=256)] = 32
+
+    @property
+    def row_blocks(self) -> int:
+        """KV blocks of a sequence that fills the context."""
+        return -(-self.context_tokens // self.kv_block_tokens)
 
 
 class Placed(_Section, frozen=True):
@@ -62,18 +72,45 @@ class Placed(_Section, frozen=True):
     threads: Threads = 1
 
 
-class PrefillSection(Placed, frozen=True):
-    """Prefill workers. `slots` prompts are held at once, from their first chunk until decode has pulled their KV."""
-
-    slots: Annotated[int, Meta(ge=1, le=256)] = 4
-    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
-    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
-
-
-class DecodeSection(Placed, frozen=True):
-    """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages."""
+class KvHolder(Placed, frozen=True):
+    """A role that holds KV: `kv_blocks` blocks a worker; 0: as many as `slots` sequences of full context need."""
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
+    kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+
+    def blocks(self, model: ModelSection) -> int:
+        """KV blocks of one worker."""
+        return self.kv_blocks or self.slots * model.row_blocks
+
+
+class PrefillSection(KvHolder, frozen=True):
+    """Prefill workers. `slots` prompts are held at once, from their first chunk until decode has pulled their KV.
+
+    A pass through the model takes `chunk_tokens` tokens, of one prompt or of several. "auto" measures at start with how
+    many a pass is about as fast as it gets.
+    """
+
+    slots: Annotated[int, Meta(ge=1, le=256)] = 4
+    chunk_tokens: Literal["auto"] | Annotated[int, Meta(ge=16, le=65_536)] = 256
+    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
+
+    @property
+    def expected_chunk_tokens(self) -> int:
+        """For who cannot measure: the configured number, or the default's."""
+        return 256 if self.chunk_tokens == "auto" else self.chunk_tokens
+
+
+class DecodeSection(KvHolder, frozen=True):
+    """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages.
+
+    When blocks run out, the youngest row makes room: its KV goes to `swap_blocks` blocks of swap space while these
+    last, else it is computed again. What a row must compute beside its next token goes through the model in chunks of
+    `chunk_tokens`, beside the others' tokens.
+    """
+
+    slots: Annotated[int, Meta(ge=1, le=512)] = 8
+    swap_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
     probe_window_tokens: Annotated[int, Meta(ge=4, le=512)] = 48
 
@@ -104,6 +141,18 @@ class PoolSection(Placed, frozen=True):
     flush_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
     decode_stall_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
+
+
+class HandoverSection(_Section, frozen=True):
+    """KV from prefill to decode. In order "decode_first" decode keeps room for a prompt before prefill runs it.
+
+    Between two steps of a running batch decode copies for about `slice_s`. It takes in another prompt while what waits
+    for a place in the batch has less than `waiting_share` of its blocks.
+    """
+
+    order: Literal["prefill_first", "decode_first"] = "prefill_first"
+    slice_s: Annotated[float, Meta(gt=0, le=1)] = 0.002
+    waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
 
 class ControlSection(_Section, frozen=True):
@@ -156,6 +205,7 @@ class NodeConfig(_Section, frozen=True):
     model: ModelSection | None = None
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
+    handover: HandoverSection = HandoverSection()
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
@@ -250,6 +300,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelSection,
     "prefill": PrefillSection,
     "decode": DecodeSection,
+    "handover": HandoverSection,
     "pool": PoolSection,
     "control": ControlSection,
     "slo": SloSection,

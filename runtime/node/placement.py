@@ -132,6 +132,12 @@ def _check_limits(config: NodeConfig) -> None:
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
         if value > pool.max_top_m:
             raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        if config.model is not None and section.blocks(config.model) < config.model.row_blocks:
+            raise ConfigError(
+                f"{role}.kv_blocks = {section.kv_blocks}: a sequence of model.context_tokens = "
+                f"{config.model.context_tokens} takes {config.model.row_blocks} blocks"
+            )
 
 
 def _check_collections(config: NodeConfig) -> None:

@@ -7,10 +7,13 @@ queries do not travel here: they have channels of their own (`ipc.handover`, `ip
 prefill, decode ── Hello, Report ─────────────────▶ frontend
 frontend ───────── Welcome, Prefill, Cancel ──────▶ prefill
 prefill ────────── Retrieved, Failed ─────────────▶ frontend
-prefill ────────── an offer that carries a Decode ▶ decode      (ipc.handover)
+prefill ────────── offers that carry Reserve, Decode ▶ decode   (serving.kv.connector)
 decode ─────────── Retrieved, Tokens, Failed ─────▶ frontend
 frontend ───────── Welcome, Cancel ───────────────▶ decode
 ```
+
+A request that is started again after a worker's death has a new id for the workers (`attempt_id`), so that nothing of
+the attempt before can be taken for its own.
 
 The frontend owns the life of a request: each ends exactly once there, with a `Tokens` that has a `finish_reason` or
 with a `Failed`. `Cancel` is idempotent and frees whatever a worker holds for the request; it is also the answer to a
@@ -26,14 +29,21 @@ from runtime.retrieval.passages import Passage
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
+ProbeMode = Literal["wait", "prefetch"]
 
 
 class Retrieval(msgspec.Struct, frozen=True):
-    """Ask `collection` for `k` passages before prefill, and again every `every_tokens` generated tokens (0: never)."""
+    """Ask `collection` for `k` passages before prefill, and again every `every_tokens` generated tokens (0: never).
+
+    At such a probe the row waits, or goes on and takes the passages when they come ("prefetch"). A probe adds at most
+    `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows.
+    """
 
     collection: str
     k: int = 4
     every_tokens: int = 0
+    probe_mode: ProbeMode = "wait"
+    probe_tokens: int = 0
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -67,6 +77,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     slots: int
     limit_tokens: int
     endpoint: str = ""
+    block_tokens: int = 0  # of a KV block; 0: the worker does not tell
+    blocks: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -82,17 +94,20 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     running: int
     free_slots: int
     draining: bool = False
+    free_blocks: int = 0
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
     """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens.
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
+    `inserted` are a probe's tokens as they went into the context: before the token that was the last one then.
     """
 
     request_id: str
     passages: tuple[Passage, ...]
     at_token: int = 0
+    inserted: tuple[int, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -109,6 +124,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int = 0
     stages: dict[str, int] = {}  # name → monotonic ns, see `stages.py`
     prompt_token_ids: tuple[int, ...] = ()
+    stalled_ns: int = 0  # with the last piece: how long the answer stood still for probes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -133,10 +149,26 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     frontend_epoch: int
 
 
+class Resume(msgspec.Struct, frozen=True):
+    """Where an answer goes on whose decode worker died.
+
+    `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` ones and what probes
+    inserted between them. `seen_passages` are the ids of the passages in it; the first token left decode at
+    `first_token_ns`.
+    """
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    generated: tuple[int, ...]
+    seen_passages: tuple[str, ...]
+    first_token_ns: int
+
+
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`.
 
-    Either `messages` (chat; rendered with the model's chat template) or `prompt` (text, or token ids) is set.
+    Either `messages` (chat; rendered with the model's chat template) or `prompt` (text, or token ids) is set, or
+    `resume`: then the pool is not asked, and the next token is drawn as the lost worker would have drawn it.
     """
 
     request_id: str
@@ -149,6 +181,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] = ""
     retrieval: Retrieval | None = None
+    resume: Resume | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -157,11 +190,24 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-# ---- prefill → decode, as the payload of a KV offer
+# ---- prefill → decode, as the payload of a KV offer or announcement
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """A prompt that will be offered: keep room for it, until `deadline_ns` at most."""
+
+    request_id: str
+    frontend_epoch: int
+    tokens: tuple[int, ...]
+    deadline_ns: int
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """All that decode needs beside the KV rows: `tokens` are the prompt's, `first_token` the one prefill sampled."""
+    """All that decode needs beside the KV: `tokens` are those in it, `first_token` the one prefill sampled after them.
+
+    `blocks` are the prefill worker's, in order, and `model` its model's identity. `prompt_tokens` of the tokens are the
+    prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed).
+    """
 
     request_id: str
     frontend_epoch: int
@@ -171,6 +217,10 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     retrieval: Retrieval | None
     seen_passages: tuple[str, ...]
     stages: dict[str, int]
+    blocks: tuple[int, ...]
+    model: bytes
+    prompt_tokens: int
+    generated: tuple[int, ...] = ()
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed
@@ -179,4 +229,4 @@ ToWorker = Welcome | Prefill | Cancel
 encode = msgspec.msgpack.Encoder().encode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_handover = msgspec.msgpack.Decoder(Decode).decode
+decode_handover = msgspec.msgpack.Decoder(Reserve | Decode).decode

@@ -83,13 +83,19 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
+    from runtime.serving.kv.transfer import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
 
     rows = config.decode.slots
     model = LanguageModel.load(
-        section.name, slots=rows, context_tokens=section.context_tokens, threads=config.prefill.threads
+        section.name,
+        blocks=rows * section.row_blocks,
+        block_tokens=section.kv_block_tokens,
+        context_tokens=section.context_tokens,
+        threads=config.prefill.threads,
     )
-    longest = min(config.prefill.chunk_tokens, section.context_tokens // 2)
+    tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
+    longest = min(config.prefill.expected_chunk_tokens, section.context_tokens // 2)
 
     def seconds(chunks: list[Chunk]) -> float:
         best = float("inf")
@@ -100,10 +106,10 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         return best
 
     def prompt(start: int, tokens: int) -> float:
-        return seconds([Chunk(0, start, [1] * tokens)])
+        return seconds([Chunk(tables[0], start, [1] * tokens)])
 
     def step(active: int, context: int) -> float:
-        return seconds([Chunk(slot, context, [1]) for slot in range(active)])
+        return seconds([Chunk(table, context, [1]) for table in tables[:active]])
 
     prompt(0, 2)
     lengths = sorted({max(1, longest // part) for part in (16, 8, 4, 2, 1)})
@@ -116,12 +122,12 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
     steps = Line.fit(active, taken)
     deep = section.context_tokens - 2
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
-    copied = deep
-    copy_s = float("inf")
-    for _ in range(_REPEAT):
-        begin = time.perf_counter()
-        model.copy_kv(model.kv, 0, rows - 1, copied)
-        copy_s = min(copy_s, time.perf_counter() - begin)
+    kv = model.kv.numpy()
+    target = np.zeros_like(kv[:, :, : section.row_blocks])
+    copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]
+    for copy in copies:
+        copy.step()
+    copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
     return replace(
         found,
         prefill_pass_s=passes.fixed,
@@ -131,7 +137,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         decode_row_s=steps.each,
         decode_context_s=context_s,
         kv_token_bytes=model.info.kv_bytes_per_token,
-        link_bytes_s=copied * model.info.kv_bytes_per_token / max(copy_s, 1e-9),
+        link_bytes_s=copied * 1e9 / max(copy_ns, 1),
         link_s=0.0,
         roofline=replace(
             found.roofline,

@@ -71,7 +71,7 @@ class SimPrefill:
             if not request.ended:
                 self.free -= 1
                 self._running.append(request)
-        budget, seconds = self._limits.chunk_tokens, 0.0
+        budget, seconds = self._limits.expected_chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
         for request in self._running:
             tokens = min(request.arrival.prompt_tokens - request.done_tokens, budget)

@@ -90,7 +90,17 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
     ids = [passage["id"] for passage in answer["retrieval"]["passages"]]
     assert len(ids) == len(set(ids))
     assert answer["usage"]["completion_tokens"] == 24
+    assert answer["timings"]["probe_stall"] > 0
     assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
+
+
+def test_an_answer_that_prefetches_does_not_stand_still_for_its_probes(node: RunningNode) -> None:
+    retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": "prefetch", "probe_tokens": 64}
+    status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 64, "retrieval": retrieval})
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 64
+    assert answer["timings"]["probe_stall"] == 0
+    assert any(passage["at_token"] > 0 for passage in answer["retrieval"]["passages"])
 
 
 def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: RunningNode) -> None:

@@ -149,3 +149,12 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pat
     device = "GPU-00000000-0000-0000-0000-000000000000"
     with pytest.raises(ConfigError, match=f"pool.devices: pool-0 cannot run on '{device}': "):
         preflight.check(plan(tmp_path, pool={"devices": [device]}))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp_path: Path) -> None:
+    model = {"model": MODEL["model"] | {"context_tokens": 1000, "kv_block_tokens": 16}}
+    assert plan(tmp_path, **model, **{role: {"kv_blocks": 63}})
+    assert refusal(tmp_path, **model, **{role: {"kv_blocks": 62}}) == (
+        f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 takes 63 blocks"
+    )

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
+from runtime.serving.kv.transfer import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.model.model_info import ModelInfo, model_identity
 from tests.serving.reference import Reference
 from tests.serving.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-
-from runtime.serving.model.slot_cache import SlotCache  # noqa: E402  (it imports torch)
 
 VOCABULARY = 259
 
@@ -30,7 +29,7 @@ def reference(tiny_directory: Path) -> Reference:
 
 @pytest.fixture
 def model(tiny_directory: Path) -> LanguageModel:
-    return LanguageModel.load(tiny_directory, slots=6, context_tokens=512)
+    return LanguageModel.load(tiny_directory, block_tokens=16, blocks=6 * 32, context_tokens=512)
 
 
 def ragged_prompts(count: int, seed: int, longest: int = 200) -> list[list[int]]:
@@ -40,15 +39,27 @@ def ragged_prompts(count: int, seed: int, longest: int = 200) -> list[list[int]]
     return [random.integers(0, VOCABULARY, max(1, size)).tolist() for size in sizes]
 
 
+def table(model: LanguageModel, row: int) -> list[int]:
+    """The blocks of a row, for the whole context: scattered, and no other row's."""
+    order = np.random.default_rng(model.blocks).permutation(model.blocks).tolist()
+    each = -(-model.context_tokens // model.block_tokens)
+    return order[row * each : (row + 1) * each]
+
+
+def at(model: LanguageModel, row: int, start: int, tokens: Sequence[int]) -> Chunk:
+    """A chunk of a row."""
+    return Chunk(table(model, row), start, tokens)
+
+
 def greedy(logits: object) -> list[int]:
     return [int(token) for token in torch.as_tensor(logits).argmax(-1)]
 
 
-def continue_greedily(model: LanguageModel, slot: int, tokens: Sequence[int], first: int, count: int) -> list[int]:
-    """`count` tokens after `tokens`, whose KV is in `slot`; `first` is the first of them."""
+def continue_greedily(model: LanguageModel, row: int, tokens: Sequence[int], first: int, count: int) -> list[int]:
+    """`count` tokens after `tokens`, whose KV is in `row`; `first` is the first of them."""
     answer = [first]
     while len(answer) < count:
-        answer += greedy(model.forward([Chunk(slot, len(tokens) + len(answer) - 1, answer[-1:])]))
+        answer += greedy(model.forward([at(model, row, len(tokens) + len(answer) - 1, answer[-1:])]))
     return answer
 
 
@@ -59,37 +70,38 @@ class Batcher:
         self.model, self.prompts, self.answer_tokens = model, prompts, answer_tokens
         self.random = np.random.default_rng(seed)
         self.waiting = deque(range(len(prompts)))
-        self.rows: dict[int, int] = {}  # slot → prompt
-        self.done: dict[int, int] = {}  # slot → tokens whose KV is in the slot
+        self.rows: dict[int, int] = {}  # place in the batch → prompt
+        self.done: dict[int, int] = {}  # place → tokens whose KV is there
         self.answers: list[list[int]] = [[] for _ in prompts]
 
     def run(self) -> list[list[int]]:
         while self.waiting or self.rows:
             self._admit()
-            chunks = [self._next_chunk(slot) for slot in self.random.permutation(list(self.rows)).tolist()]
-            for chunk, token in zip(chunks, greedy(self.model.forward(chunks)), strict=True):
-                self._take(chunk, token)
+            places = self.random.permutation(list(self.rows)).tolist()
+            chunks = [self._next_chunk(place) for place in places]
+            for place, chunk, token in zip(places, chunks, greedy(self.model.forward(chunks)), strict=True):
+                self._take(place, chunk, token)
         return self.answers
 
     def _admit(self) -> None:
-        free = [slot for slot in range(self.model.slots) if slot not in self.rows]
-        for slot in self.random.permutation(free).tolist()[: int(self.random.integers(0, 3)) or not self.rows]:
+        free = [place for place in range(6) if place not in self.rows]
+        for place in self.random.permutation(free).tolist()[: int(self.random.integers(0, 3)) or not self.rows]:
             if self.waiting:
-                self.rows[slot], self.done[slot] = self.waiting.popleft(), 0
+                self.rows[place], self.done[place] = self.waiting.popleft(), 0
 
-    def _next_chunk(self, slot: int) -> Chunk:
-        row, done = self.rows[slot], self.done[slot]
+    def _next_chunk(self, place: int) -> Chunk:
+        row, done = self.rows[place], self.done[place]
         if done < len(self.prompts[row]):
-            return Chunk(slot, done, self.prompts[row][done : done + int(self.random.integers(1, 150))])
-        return Chunk(slot, done, self.answers[row][-1:])
+            return at(self.model, place, done, self.prompts[row][done : done + int(self.random.integers(1, 150))])
+        return at(self.model, place, done, self.answers[row][-1:])
 
-    def _take(self, chunk: Chunk, token: int) -> None:
-        row = self.rows[chunk.slot]
-        self.done[chunk.slot] += len(chunk.tokens)
-        if self.done[chunk.slot] >= len(self.prompts[row]):
+    def _take(self, place: int, chunk: Chunk, token: int) -> None:
+        row = self.rows[place]
+        self.done[place] += len(chunk.tokens)
+        if self.done[place] >= len(self.prompts[row]):
             self.answers[row].append(token)
             if len(self.answers[row]) == self.answer_tokens:
-                del self.rows[chunk.slot]
+                del self.rows[place]
 
 
 def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
@@ -100,16 +112,9 @@ def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
     assert Batcher(model, prompts, answer_tokens=16, seed=2).run() == [reference.generate(p, 16) for p in prompts]
 
 
-def test_several_cores_give_what_one_gives(model: LanguageModel, reference: Reference) -> None:
-    model._cache = SlotCache(model.kv, one_core=False)  # as with threads=2; threads are the whole process's
-    model.kv.fill_(float("nan"))
-    prompts = ragged_prompts(12, seed=10)
-    assert Batcher(model, prompts, answer_tokens=12, seed=11).run() == [reference.generate(p, 12) for p in prompts]
-
-
 def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Path) -> None:
     directory = make_tiny_llama(tmp_path, seed=3, layers=2, hidden=512)
-    model = LanguageModel.load(directory, slots=4, context_tokens=256)
+    model = LanguageModel.load(directory, block_tokens=16, blocks=6 * 16, context_tokens=256)
     reference = Reference(directory)
     prompts = ragged_prompts(12, seed=8)
     assert Batcher(model, prompts, answer_tokens=12, seed=9).run() == [reference.generate(p, 12) for p in prompts]
@@ -118,36 +123,32 @@ def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Pa
 def test_kv_copied_from_another_models_shared_memory_decodes_as_generate_does(
     tiny_directory: Path, reference: Reference
 ) -> None:
-    shared = bytearray(LanguageModel.kv_bytes(tiny_directory, slots=3, context_tokens=256))
-    prefill = LanguageModel.load(tiny_directory, slots=3, context_tokens=256, buffer=memoryview(shared))
-    decode = LanguageModel.load(tiny_directory, slots=4, context_tokens=300)
+    shared = bytearray(ModelInfo.read(tiny_directory).kv_bytes(48, 16))
+    prefill = LanguageModel.load(
+        tiny_directory, block_tokens=16, blocks=48, context_tokens=256, buffer=memoryview(shared)
+    )
+    decode = LanguageModel.load(tiny_directory, block_tokens=16, blocks=80, context_tokens=300)
     decode.kv.fill_(float("nan"))
-    seen = memoryview(shared).toreadonly()
+    seen = kv_array(memoryview(shared).toreadonly(), prefill.kv.shape)
     for number, prompt in enumerate(ragged_prompts(12, seed=3)):
-        prefill_slot, decode_slot = number % 3, number % 4
-        first = greedy(prefill.forward([Chunk(prefill_slot, 0, prompt)]))[0]
-        decode.copy_kv(seen, prefill_slot, decode_slot, len(prompt), source_context_tokens=256)
-        answer = continue_greedily(decode, decode_slot, prompt, first, 12)
+        there, here = number % 3, number % 4
+        first = greedy(prefill.forward([at(prefill, there, 0, prompt)]))[0]
+        blocks = -(-len(prompt) // 16)
+        copy = Transfer(seen, table(prefill, there)[:blocks], decode.kv.numpy(), table(decode, here)[:blocks])
+        while not copy.step(0):
+            pass
+        answer = continue_greedily(decode, here, prompt, first, 12)
         assert answer == reference.generate(prompt, 12)
-
-
-def test_kv_copied_from_another_models_tensor_is_the_same(tiny_directory: Path, model: LanguageModel) -> None:
-    other = LanguageModel.load(tiny_directory, slots=1, context_tokens=64)
-    other.forward([Chunk(0, 0, list(range(50)))])
-    model.copy_kv(other.kv, 0, 5, 50)
-    assert torch.equal(model.kv[:, :, 5, :, :50], other.kv[:, :, 0, :, :50])
-    assert not model.kv[:, :, 5, :, 50:].any()
-    assert not model.kv[:, :, :5].any()
 
 
 def test_passages_appended_before_the_last_sampled_token_equal_a_fresh_run(
     model: LanguageModel, reference: Reference
 ) -> None:
     for prompt, passages in zip(ragged_prompts(8, seed=4), ragged_prompts(8, seed=5), strict=True):
-        first = greedy(model.forward([Chunk(2, 0, prompt)]))[0]
+        first = greedy(model.forward([at(model, 2, 0, prompt)]))[0]
         answer = continue_greedily(model, 2, prompt, first, 7)
         start = len(prompt) + len(answer) - 1  # the last sampled token has no KV yet
-        after = greedy(model.forward([Chunk(2, start, [*passages, answer[-1]])]))[0]
+        after = greedy(model.forward([at(model, 2, start, [*passages, answer[-1]])]))[0]
         sequence = [*prompt, *answer[:-1], *passages, answer[-1]]
         assert continue_greedily(model, 2, sequence, after, 9) == reference.generate(sequence, 9)
 
@@ -156,7 +157,7 @@ def test_logits_are_close_to_those_of_one_pass_over_the_sequence(model: Language
     tokens = ragged_prompts(1, seed=6)[0] + list(range(150))
     expected = reference.logits(tokens)
     for begin, end in ((0, 1), (1, 40), (40, 41), (41, len(tokens))):
-        logits = model.forward([Chunk(0, begin, tokens[begin:end])])
+        logits = model.forward([at(model, 0, begin, tokens[begin:end])])
         assert logits.shape == (1, VOCABULARY)
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits[0], expected[end - 1], rtol=1e-4, atol=1e-5)
@@ -164,22 +165,32 @@ def test_logits_are_close_to_those_of_one_pass_over_the_sequence(model: Language
 
 def test_a_batch_writes_only_the_positions_of_its_own_chunks(model: LanguageModel) -> None:
     model.kv.fill_(7.0)
-    model.forward([Chunk(0, 0, [1, 2, 3]), Chunk(4, 511, [5]), Chunk(2, 100, [6] * 10)])
+    model.forward([at(model, 0, 0, [1, 2, 3]), at(model, 4, 511, [5]), at(model, 2, 100, [6] * 10)])
     written = torch.zeros(model.kv.shape[2], model.kv.shape[4], dtype=torch.bool)
-    written[0, :3] = written[4, 511] = written[2, 100:110] = True
-    changed = (model.kv != 7.0).any(5).any(3)  # [layers, 2, slots, context]
+    for row, positions in ((0, range(3)), (4, range(511, 512)), (2, range(100, 110))):
+        for position in positions:
+            written[table(model, row)[position // 16], position % 16] = True
+    changed = (model.kv != 7.0).any(5).any(3)  # [layers, 2, blocks, block_tokens]
     assert torch.equal(changed, written.expand_as(changed))
 
 
-def test_a_chunk_may_fill_its_slot_to_the_last_position_and_no_further(
+def test_chunks_may_share_the_blocks_of_a_common_prefix(model: LanguageModel, reference: Reference) -> None:
+    prefix, ends = list(range(3, 35)), ([40, 41, 42], [50], [60] * 20)
+    model.forward([at(model, 0, 0, prefix)])
+    tables = [[*table(model, 0)[:2], *table(model, row + 1)[2:]] for row in range(len(ends))]
+    logits = model.forward([Chunk(blocks, 32, end) for blocks, end in zip(tables, ends, strict=True)])
+    assert greedy(logits) == [reference.generate([*prefix, *end], 1)[0] for end in ends]
+
+
+def test_a_chunk_may_fill_its_row_to_the_last_position_and_no_further(
     model: LanguageModel, reference: Reference
 ) -> None:
     tokens = [3 + number % 200 for number in range(512)]
-    model.forward([Chunk(1, 0, tokens[:500])])
-    assert greedy(model.forward([Chunk(1, 500, tokens[500:])])) == reference.generate(tokens, 1)
+    model.forward([at(model, 1, 0, tokens[:500])])
+    assert greedy(model.forward([at(model, 1, 500, tokens[500:])])) == reference.generate(tokens, 1)
     before = model.kv.clone()
     with pytest.raises(ContextLengthExceeded, match="513 tokens in a context of 512"):
-        model.forward([Chunk(0, 0, [1]), Chunk(1, 511, [5, 6])])
+        model.forward([at(model, 0, 0, [1]), at(model, 1, 511, [5, 6])])
     assert torch.equal(model.kv, before)
 
 
@@ -187,13 +198,15 @@ def test_a_chunk_may_fill_its_slot_to_the_last_position_and_no_further(
     ("chunks", "error"),
     [
         ([], ValueError),
-        ([Chunk(6, 0, [1])], ValueError),
-        ([Chunk(-1, 0, [1])], ValueError),
-        ([Chunk(0, -1, [1])], ValueError),
-        ([Chunk(0, 0, [])], ValueError),
-        ([Chunk(0, 0, [1]), Chunk(0, 1, [1])], ValueError),
-        ([Chunk(0, 0, [VOCABULARY])], InvalidRequest),
-        ([Chunk(0, 0, [-1])], InvalidRequest),
+        ([Chunk([192], 0, [1])], ValueError),
+        ([Chunk([-1], 0, [1])], ValueError),
+        ([Chunk([0], -1, [1])], ValueError),
+        ([Chunk([0], 0, [])], ValueError),
+        ([Chunk([0], 0, [1] * 17)], ValueError),
+        ([Chunk([0, 0], 0, [1] * 17)], ValueError),
+        ([Chunk([0], 0, [1]), Chunk([0], 1, [1])], ValueError),
+        ([Chunk([0], 0, [VOCABULARY])], InvalidRequest),
+        ([Chunk([0], 0, [-1])], InvalidRequest),
     ],
 )
 def test_an_impossible_batch_is_refused_before_anything_is_written(
@@ -204,40 +217,50 @@ def test_an_impossible_batch_is_refused_before_anything_is_written(
     assert not model.kv.any()
 
 
-def test_a_copy_outside_either_side_is_refused(model: LanguageModel) -> None:
-    for from_slot, to_slot in ((6, 0), (0, 6), (-1, 0)):
-        with pytest.raises(ValueError, match="not one of 6 slots"):
-            model.copy_kv(model.kv, from_slot, to_slot, 1)
-    with pytest.raises(ContextLengthExceeded, match="513 tokens"):
-        model.copy_kv(model.kv, 0, 1, 513)
-    with pytest.raises(ValueError, match="holds no slot"):
-        model.copy_kv(memoryview(bytes(100)), 0, 0, 1)
-    with pytest.raises(ValueError, match="not of this model"):
-        model.copy_kv(torch.zeros(2, 2, 6, 4, 512, 16), 0, 0, 1)
+def test_a_copy_that_does_not_fit_is_refused(model: LanguageModel) -> None:
+    ours = model.kv.numpy()
+    for taken, given in (([192], [0]), ([0], [192]), ([-1], [0])):
+        with pytest.raises(ValueError, match=r"has blocks 0\.\.191"):
+            Transfer(ours, taken, ours, given)
+    with pytest.raises(ValueError, match="1 blocks to copy into 2"):
+        Transfer(ours, [0], ours, [0, 1])
+    with pytest.raises(ValueError, match="holds no KV block of 8192"):
+        kv_array(memoryview(bytes(100)), model.kv.shape)
+    with pytest.raises(ValueError, match="does not fit into"):
+        Transfer(np.zeros((2, 2, 6, 4, 16, 16), np.float32), [0], ours, [0])
 
 
 def test_the_kv_tensor_lies_in_the_given_buffer_and_has_the_announced_size(tiny_directory: Path) -> None:
-    size = LanguageModel.kv_bytes(tiny_directory, slots=2, context_tokens=64)
+    size = ModelInfo.read(tiny_directory).kv_bytes(8, 16)
     buffer = bytearray(size)
-    model = LanguageModel.load(tiny_directory, slots=2, context_tokens=64, buffer=memoryview(buffer))
+    model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=8, context_tokens=64, buffer=memoryview(buffer))
     assert model.kv.nbytes == size
-    model.forward([Chunk(1, 0, [1, 2])])
+    model.forward([at(model, 1, 0, [1, 2])])
     assert np.array_equal(np.frombuffer(buffer, np.float32), model.kv.numpy().ravel())
     for wrong in (memoryview(bytearray(size - 1)), memoryview(bytes(size))):
         with pytest.raises(ConfigError, match="must be writable"):
-            LanguageModel.load(tiny_directory, slots=2, context_tokens=64, buffer=wrong)
+            LanguageModel.load(tiny_directory, block_tokens=16, blocks=8, context_tokens=64, buffer=wrong)
 
 
 def test_sizes_that_the_model_cannot_have_are_refused_with_the_limit(tiny_directory: Path) -> None:
-    for slots, context_tokens, said in ((0, 64, "slots is 0"), (1, 4097, "1..4096"), (1, 0, "context_tokens is 0")):
+    for blocks, context_tokens, said in (
+        (0, 64, "0 KV blocks"),
+        (1, 4097, r"1\.\.4096"),
+        (1, 0, "context_tokens is 0"),
+    ):
         with pytest.raises(ConfigError, match=said):
-            LanguageModel.load(tiny_directory, slots=slots, context_tokens=context_tokens)
-        with pytest.raises(ConfigError, match=said):
-            LanguageModel.kv_bytes(tiny_directory, slots, context_tokens)
+            LanguageModel.load(tiny_directory, block_tokens=16, blocks=blocks, context_tokens=context_tokens)
+
+
+def test_models_differ_in_their_identity_and_so_do_block_sizes(tiny_directory: Path, tmp_path: Path) -> None:
+    other = make_tiny_llama(tmp_path / "other", seed=9)
+    found = {model_identity(tiny_directory, 16), model_identity(tiny_directory, 32), model_identity(other, 16)}
+    assert len(found) == 3
+    assert model_identity(tiny_directory, 16) in found
 
 
 def test_the_number_of_threads_is_set(tiny_directory: Path) -> None:
-    LanguageModel.load(tiny_directory, slots=1, context_tokens=8)
+    LanguageModel.load(tiny_directory, block_tokens=16, blocks=1, context_tokens=8)
     assert torch.get_num_threads() == 1
 
 
@@ -252,7 +275,7 @@ def test_damaged_weights_are_a_model_error(copied_model: Path) -> None:
     weights = copied_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="cannot load"):
-        LanguageModel.load(copied_model, slots=1, context_tokens=8)
+        LanguageModel.load(copied_model, block_tokens=16, blocks=1, context_tokens=8)
 
 
 def test_missing_weights_are_an_error_and_never_random_numbers(copied_model: Path) -> None:
@@ -262,7 +285,7 @@ def test_missing_weights_are_an_error_and_never_random_numbers(copied_model: Pat
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copied_model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"):
-        LanguageModel.load(copied_model, slots=1, context_tokens=8)
+        LanguageModel.load(copied_model, block_tokens=16, blocks=1, context_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +308,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_its_field(
 
 def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model 'gpt-5'"):
-        LanguageModel.load("gpt-5", slots=1, context_tokens=8)
+        LanguageModel.load("gpt-5", block_tokens=16, blocks=1, context_tokens=8)
     with pytest.raises(ModelError, match=r"config\.json"):
         ModelInfo.read(tmp_path)
 
@@ -295,7 +318,7 @@ def test_without_torch_the_error_has_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"python -m pip install 'torch>=2.6' 'transformers>=5,<6' 'safetensors'"):
-        LanguageModel.load(tiny_directory, slots=1, context_tokens=8)
+        LanguageModel.load(tiny_directory, block_tokens=16, blocks=1, context_tokens=8)
 
 
 def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_directory: Path) -> None:
@@ -303,11 +326,12 @@ def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_di
         "import sys\n"
         "from runtime.serving.model import prompt, sampling, text\n"
         "from runtime.serving.model.language_model import LanguageModel\n"
-        "print(LanguageModel.kv_bytes(sys.argv[1], 2, 64), LanguageModel.kv_bytes('smollm2-135m-instruct', 1, 1))\n"
+        "from runtime.serving.model.model_info import ModelInfo\n"
+        "print(*(ModelInfo.read(name).kv_bytes(2, 64) for name in (sys.argv[1], 'smollm2-135m-instruct')))\n"
         "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tiny_directory)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stderr == ""
-    assert done.stdout.split() == [str(2 * 2 * 2 * 2 * 64 * 16 * 4), str(30 * 2 * 3 * 64 * 4)]
+    assert done.stdout.split() == [str(2 * 2 * 2 * 2 * 64 * 16 * 4), str(2 * 64 * 30 * 2 * 3 * 64 * 4)]

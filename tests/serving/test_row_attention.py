@@ -1,4 +1,4 @@
-"""The kernel for single tokens agrees with torch's attention, for rows of any length in any slots."""
+"""The kernel for single tokens agrees with torch's attention, for rows of any length in any blocks."""
 
 import numpy as np
 import pytest
@@ -9,35 +9,38 @@ torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model.row_attention import Rows  # noqa: E402  (it imports torch)
 
-SLOTS, CONTEXT = 5, 40
+BLOCKS, SIZE = 9, 8
 
 
 @settings(deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, CONTEXT)), min_size=1, max_size=6),
+    rows=st.lists(
+        st.tuples(st.permutations(range(BLOCKS)).map(lambda order: order[:5]), st.integers(1, 5 * SIZE)),
+        min_size=1,
+        max_size=6,
+    ),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     head_dim=st.sampled_from([8, 16, 20]),
     seed=st.integers(0, 1000),
 )
-def test_each_row_attends_to_its_own_slot_up_to_what_it_sees(
-    rows: list[tuple[int, int]], kv_heads: int, group: int, head_dim: int, seed: int
+def test_each_row_attends_to_its_own_blocks_up_to_what_it_sees(
+    rows: list[tuple[list[int], int]], kv_heads: int, group: int, head_dim: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
     query = torch.randn(len(rows), kv_heads, group, head_dim, generator=random) * 3
-    keys, values = torch.randn(2, SLOTS, kv_heads, CONTEXT, head_dim, generator=random)
-    attended = Rows(*map(list, zip(*rows, strict=True))).attend(query, keys.numpy(), values.numpy(), 0.3)
-    for number, (slot, visible) in enumerate(rows):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query[number], keys[slot, :, :visible], values[slot, :, :visible], scale=0.3
-        )
+    keys, values = torch.randn(2, BLOCKS, kv_heads, SIZE, head_dim, generator=random)
+    attended = Rows(rows, SIZE).attend(query, keys.numpy(), values.numpy(), 0.3)
+    for number, (table, visible) in enumerate(rows):
+        seen = [side[table].transpose(0, 1).flatten(1, 2)[:, :visible] for side in (keys, values)]
+        expected = torch.nn.functional.scaled_dot_product_attention(query[number], *seen, scale=0.3)
         torch.testing.assert_close(attended[number], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_lies_behind_a_row_is_never_read() -> None:
-    keys = np.full((2, 1, 8, 4), np.nan, np.float32)
+    keys = np.full((3, 1, 8, 4), np.nan, np.float32)
     keys[1, :, :3] = 1.0
-    keys[0, :, :7] = 2.0
-    attended = Rows([1, 0], [3, 7]).attend(torch.ones(2, 1, 2, 4), keys, keys, 0.5)
+    keys[0] = keys[2, :, :7] = 2.0
+    attended = Rows([([1], 3), ([0, 2, 1], 15)], 8).attend(torch.ones(2, 1, 2, 4), keys, keys, 0.5)
     assert attended[0].eq(1.0).all()
     assert attended[1].eq(2.0).all()

@@ -175,18 +175,17 @@ def test_the_converted_model_answers_as_transformers_generates(converted: Path) 
     from runtime.serving.model.language_model import Chunk, LanguageModel
     from tests.serving.reference import Reference
 
-    model = LanguageModel.load(smollm.NAME, slots=3, context_tokens=128)
+    model = LanguageModel.load(smollm.NAME, blocks=12, block_tokens=32, context_tokens=128)
     reference = Reference(converted)
     questions = ["What is the capital of France?", "Count to five.", "Name a colour."]
     prompts = [model.tokenizer.chat([Message("user", question)]) for question in questions]
-    logits = model.forward([Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)])
+    tables = [range(row * 4, row * 4 + 4) for row in range(3)]
+    logits = model.forward([Chunk(table, 0, prompt) for table, prompt in zip(tables, prompts, strict=True)])
     answers = [[int(token)] for token in logits.argmax(-1)]
     for step in range(11):
-        chunks = [
-            Chunk(slot, len(prompt) + step, answers[slot][-1:]) for slot, prompt in reversed(list(enumerate(prompts)))
-        ]
-        for chunk, token in zip(chunks, model.forward(chunks).argmax(-1), strict=True):
-            answers[chunk.slot].append(int(token))
+        chunks = [Chunk(tables[row], len(prompts[row]) + step, answers[row][-1:]) for row in (2, 1, 0)]
+        for row, token in zip((2, 1, 0), model.forward(chunks).argmax(-1), strict=True):
+            answers[row].append(int(token))
     assert answers == [reference.generate(prompt, 12) for prompt in prompts]
     assert "Paris" in model.tokenizer.decode(answers[0])
 

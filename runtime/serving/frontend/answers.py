@@ -123,7 +123,10 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _timings(self, last: Tokens) -> dict[str, float]:
-        return spans_seconds(last.stages, len(self.token_ids))
+        spans = spans_seconds(last.stages, len(self.token_ids))
+        if self.retrieval is not None and self.retrieval.every_tokens:
+            spans["probe_stall"] = last.stalled_ns / 1e9
+        return spans
 
     def _passages(self, retrieval: Retrieval, searches: Iterable[Retrieved]) -> Json:
         passages = [

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidRequest
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -229,11 +229,17 @@ class StreamOptions(_Model):
 
 
 class RetrievalOptions(_Model):
-    """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never)."""
+    """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
+
+    Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
+    of them.
+    """
 
     collection: str
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    probe_mode: ProbeMode = "wait"
+    probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
 
 
 class ChatMessage(_Model):
@@ -276,7 +282,11 @@ class GenerateBody(_Model):
     def searches(self) -> Retrieval | None:
         """For the workers; None without retrieval."""
         options = self.retrieval
-        return None if options is None else Retrieval(options.collection, options.k, options.every_tokens)
+        if options is None:
+            return None
+        return Retrieval(
+            options.collection, options.k, options.every_tokens, options.probe_mode, options.probe_tokens or 0
+        )
 
 
 class ChatBody(GenerateBody):

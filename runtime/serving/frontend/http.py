@@ -104,6 +104,7 @@ class Settings:
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
+    max_probe_tokens: int = 192
     max_searches: int = 64
     default_max_tokens: int = 256
     request_timeout_s: float = 300.0
@@ -316,6 +317,11 @@ class _Routes:
     def _checked(self, retrieval: Retrieval | None) -> Retrieval | None:
         if retrieval is not None:
             self._check_collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
+            most = self._settings.max_probe_tokens
+            if retrieval.probe_tokens > most:
+                raise InvalidRequest(
+                    f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
+                )
         return retrieval
 
     def _check_collection(self, collection: str, k: int, collection_param: str, k_param: str) -> None:

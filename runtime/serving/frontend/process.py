@@ -89,6 +89,7 @@ async def _serve(worker: Worker) -> None:
         collections=library.dims,
         api_keys=read_api_keys(config),
         max_k=config.pool.max_k,
+        max_probe_tokens=config.decode.probe_tokens,
         default_max_tokens=min(256, config.model.context_tokens // 4) if config.model else 256,
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,19 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
     if not (directory / "config.json").is_file():
         raise ModelError(f"no model {str(name_or_dir)!r}: neither {smollm.NAME!r} nor a directory with a config.json")
     return directory
+
+
+def model_identity(directory: Path, block_tokens: int) -> bytes:
+    """A digest that differs between models, and block sizes, whose KV blocks may differ.
+
+    Weights count with their names, sizes and times of change: reading gigabytes at every start would take too long.
+    """
+    digest = blake2b(f"kv float32 {block_tokens}".encode(), digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
+    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,13 @@ class ModelInfo:
             max_context_tokens=size("max_position_embeddings"),
         )
 
-    def kv_shape(self, slots: int, context_tokens: int) -> tuple[int, int, int, int, int, int]:
-        """Shape of the KV tensor: [layers, 2 (K, V), slots, kv_heads, context_tokens, head_dim], float32."""
-        return (self.layers, 2, slots, self.kv_heads, context_tokens, self.head_dim)
+    def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim], float32."""
+        return (self.layers, 2, blocks, self.kv_heads, block_tokens, self.head_dim)
 
-    def kv_bytes(self, slots: int, context_tokens: int) -> int:
+    def kv_bytes(self, blocks: int, block_tokens: int) -> int:
         """Bytes of that tensor."""
-        return slots * context_tokens * self.kv_bytes_per_token
+        return blocks * block_tokens * self.kv_bytes_per_token
 
     @property
     def kv_bytes_per_token(self) -> int:

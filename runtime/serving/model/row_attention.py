@@ -1,11 +1,11 @@
-"""Attention of single decode tokens, each over its own slot: one call for all rows, in place, on one CPU core.
+"""Attention of single decode tokens, each over its own blocks: one call for all rows, in place, on one CPU core.
 
 torch's kernel takes one row at a time here (the rows are of different lengths and lie apart) and multiplies matrices
 that have as many rows as query heads share a KV head, 2 or 3. Two plain loops around torch's softmax take a half to
 a third of its time; they agree with it to float32 rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,8 +17,8 @@ F = TypeVar("F", bound=Callable[..., None])
 
 # Sums may be reordered, so that they fit into vector registers; infinities and NaN keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
-# (query | weights, keys | values, slots, visible, scores | output): compiled, or read from numba's cache, on import.
-_SIGNATURE = "void(float32[:,:,:,::1], float32[:,:,:,::1], int64[::1], int64[::1], float32[:,:,:,::1])"
+# (query | weights, keys | values, tables, visible, scores | output): compiled, or read from numba's cache, on import.
+_SIGNATURE = "void(float32[:,:,:,::1], float32[:,:,:,::1], int64[:,::1], int64[::1], float32[:,:,:,::1])"
 
 
 def _compiled(function: F) -> F:
@@ -26,50 +26,64 @@ def _compiled(function: F) -> F:
 
 
 @_compiled
-def _score(query: Any, keys: Any, slots: Any, visible: Any, scores: Any) -> None:
-    """scores[r, h, m, p] = query[r, h, m] · keys[slots[r], h, p] for p < visible[r], -inf behind."""
+def _score(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
+    """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], -inf behind."""
     rows, kv_heads, group, head_dim = query.shape
+    size = keys.shape[2]
     for row in range(rows):
-        for head in range(kv_heads):
-            seen = keys[slots[row], head]
-            for position in range(visible[row]):
-                for member in range(group):
-                    total = np.float32(0.0)
-                    for d in range(head_dim):
-                        total += query[row, head, member, d] * seen[position, d]
-                    scores[row, head, member, position] = total
-            scores[row, head, :, visible[row] :] = -np.inf
+        # Block by block and not head by head: a block is one piece of memory, and the longer the piece, the better it
+        # is fetched ahead.
+        for first in range(0, visible[row], size):
+            block = tables[row, first // size]
+            tokens = min(size, visible[row] - first)
+            for head in range(kv_heads):
+                seen = keys[block, head]
+                for offset in range(tokens):
+                    for member in range(group):
+                        total = np.float32(0.0)
+                        for d in range(head_dim):
+                            total += query[row, head, member, d] * seen[offset, d]
+                        scores[row, head, member, first + offset] = total
+        scores[row, :, :, visible[row] :] = -np.inf
 
 
 @_compiled
-def _mix(weights: Any, values: Any, slots: Any, visible: Any, output: Any) -> None:
-    """output[r, h, m] = Σ weights[r, h, m, p] · values[slots[r], h, p] over p < visible[r]."""
+def _mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> None:
+    """output[r, h, m] = Σ weights[r, h, m, p] · (head h's value at position p of table r) over p < visible[r]."""
     rows, kv_heads, group, head_dim = output.shape
+    size = values.shape[2]
+    output[:] = 0.0
     for row in range(rows):
-        for head in range(kv_heads):
-            seen = values[slots[row], head]
-            output[row, head] = 0.0
-            for position in range(visible[row]):
-                for member in range(group):
-                    weight = weights[row, head, member, position]
-                    for d in range(head_dim):
-                        output[row, head, member, d] += weight * seen[position, d]
+        for first in range(0, visible[row], size):
+            block = tables[row, first // size]
+            tokens = min(size, visible[row] - first)
+            for head in range(kv_heads):
+                seen = values[block, head]
+                for offset in range(tokens):
+                    for member in range(group):
+                        weight = weights[row, head, member, first + offset]
+                        for d in range(head_dim):
+                            output[row, head, member, d] += weight * seen[offset, d]
 
 
 class Rows:
-    """Which slot each of some tokens belongs to, and how many of its positions it sees: shared by all layers."""
+    """Which blocks each of some tokens sees, and how many positions of them: shared by all layers."""
 
-    def __init__(self, slots: list[int], visible: list[int]) -> None:
-        self._slots: NDArray[np.int64] = np.array(slots, np.int64)
-        self._visible: NDArray[np.int64] = np.array(visible, np.int64)
-        self._longest = max(visible)
+    def __init__(self, rows: Sequence[tuple[Sequence[int], int]], block_tokens: int) -> None:
+        """`rows` are (block table, visible positions); a table may be longer than what is visible."""
+        self._visible: NDArray[np.int64] = np.array([visible for _, visible in rows], np.int64)
+        self._longest = int(self._visible.max())
+        self._tables: NDArray[np.int64] = np.zeros((len(rows), -(-self._longest // block_tokens)), np.int64)
+        for line, (table, visible) in zip(self._tables, rows, strict=True):
+            count = -(-visible // block_tokens)
+            line[:count] = table[:count]
 
     def attend(self, query: torch.Tensor, keys: NDArray[Any], values: NDArray[Any], scaling: float) -> torch.Tensor:
-        """query [rows, kv_heads, group, head_dim], keys and values [slots, kv_heads, context, head_dim], all float32
-        and contiguous, each slot written up to what its row sees. Returns the shape of `query`."""
+        """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim], all
+        float32 and contiguous, written at every position that is seen. Returns the shape of `query`."""
         scores = query.new_empty(*query.shape[:3], self._longest)
-        _score(query.numpy(), keys, self._slots, self._visible, scores.numpy())
+        _score(query.numpy(), keys, self._tables, self._visible, scores.numpy())
         weights = torch.softmax(scores.mul_(scaling), -1)
         output = torch.empty_like(query)
-        _mix(weights.numpy(), values, self._slots, self._visible, output.numpy())
+        _mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
         return output

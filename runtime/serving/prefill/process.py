@@ -1,29 +1,32 @@
 """A prefill worker's process. Its loop: receive → retrieve → prefill → publish.
 
-A request asks the pool before it takes a KV slot, so that waiting for passages never holds one. Its KV stays in the
-slot, in memory that decode workers can map, until the decode worker it was offered to has pulled it.
+A request asks the pool before it takes a place in the batch, so that waiting for passages never holds KV. Its KV stays
+in blocks of memory that decode workers can map until the decode worker it was offered to has pulled it; after that
+the blocks stay as long as their room is not needed, for prompts that begin the same way.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ipc import HandoverSource, IpcError, KvArena
+from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
 from runtime.node.metrics import EMBED_TIME, PREFILL_TIME, QUEUE_TIME, RETRIEVAL_TIME
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
-from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Library, Retriever
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Retrieved, Welcome, encode
+from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.connector import KvSource, SharedMemorySource
+from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, query_text
 from runtime.serving.model.sampling import Sampler
+from runtime.serving.prefill.chunk_size import chunk_tokens
+from runtime.serving.prefill.job import Job
 
 if TYPE_CHECKING:
     import torch
@@ -31,61 +34,52 @@ if TYPE_CHECKING:
 _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
-@dataclass
-class Job:
-    """A request on its way through prefill. `done` of its `tokens` are in the KV slot."""
-
-    request: Prefill
-    stages: dict[str, int]
-    ticket: int | None = None
-    passages: tuple[Passage, ...] = ()
-    tokens: list[int] = field(default_factory=list)
-    slot: int = -1
-    done: int = 0
-    offer: int | None = None
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
-
-
 class PrefillWorker:
-    """Queues → KV slots → offers: where every request of this worker is."""
+    """Queues → KV blocks → offers: where every request of this worker is."""
 
     def __init__(self, worker: Worker) -> None:
         config = worker.plan.config
         assert config.model is not None
         self._worker, self._table, self._log = worker, worker.table, worker.log
         self._limits = config.prefill
+        self._decode_first = config.handover.order == "decode_first"
         self._context_tokens = config.model.context_tokens
-        kv_bytes = LanguageModel.kv_bytes(config.model.name, config.prefill.slots, self._context_tokens)
-        self._arena = KvArena.create(config.prefill.slots, kv_bytes, epoch=worker.epoch)
+        blocks, block_tokens = config.prefill.blocks(config.model), config.model.kv_block_tokens
+        self._source: KvSource = SharedMemorySource(
+            worker.name,
+            leases=config.prefill.slots,
+            kv_bytes=ModelInfo.read(config.model.name).kv_bytes(blocks, block_tokens),
+            epoch=worker.epoch,
+            lease_ms=config.http.request_timeout_s * 1e3,
+        )
         self._model = LanguageModel.load(
             config.model.name,
-            slots=config.prefill.slots,
+            blocks=blocks,
+            block_tokens=block_tokens,
             context_tokens=self._context_tokens,
             threads=config.prefill.threads,
-            buffer=self._arena.payload,
+            buffer=self._source.memory,
         )
-        self._model.forward([Chunk(0, 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
+        self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
+        self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
+        self._chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
+        self._log.info("chunks of %d tokens", self._chunk_tokens)
         self._retriever = Retriever(
             Library(worker.plan, threads=config.prefill.threads),
             SearchClient.of_plan(worker.plan, worker.name),
         )
         self._retriever.warm_up()
-        self._source = HandoverSource(
-            worker.name, self._arena, lease_ms=worker.plan.config.http.request_timeout_s * 1e3
-        )
-        self._waiting: deque[Job] = deque()  # with their passages, for a slot
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
-        self._running: list[Job] = []  # in a slot, some of the prompt still to run
+        self._waiting: list[Job] = []  # with their passages, for a lease and blocks
+        self._running: list[Job] = []  # with blocks, some of the prompt still to run
         self._offered: dict[int, Job] = {}  # offer id → the job whose KV waits to be pulled
-        self._free = list(range(config.prefill.slots))
+        self._announced: dict[int, Job] = {}  # announcement → the waiting job that decode is asked to keep room for
+        self._counted: dict[str, int] = {}  # what the metrics have been told of the block manager
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
-                role="prefill", worker=worker.name, epoch=worker.epoch, pid=worker.pid,
-                slots=config.prefill.slots, limit_tokens=self._context_tokens,
+                role="prefill", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.prefill.slots,
+                limit_tokens=self._context_tokens, block_tokens=block_tokens, blocks=blocks,
             ),
         )  # fmt: skip
 
@@ -112,7 +106,11 @@ class PrefillWorker:
         for message in self._link.receive():
             match message:
                 case Prefill():
-                    stamps = {stages.RECEIVED: message.received_ns, stages.DEQUEUED: time.monotonic_ns()}
+                    stamps = {stages.RECEIVED: message.received_ns}
+                    if message.resume is not None:
+                        stamps[stages.FIRST_TOKEN] = message.resume.first_token_ns
+                    else:
+                        stamps[stages.DEQUEUED] = time.monotonic_ns()
                     arrived.append(Job(message, stamps))
                 case Cancel():
                     arrived = [job for job in arrived if job.id != message.request_id]
@@ -124,8 +122,12 @@ class PrefillWorker:
             self._guard(job, self._start)
 
     def _start(self, job: Job) -> None:
-        """Check what can be checked before any work, then ask for passages, or queue for a slot at once."""
+        """Check what can be checked before any work, then ask for passages, or queue for blocks at once."""
         request = job.request
+        if request.resume is not None:
+            job.tokens, job.passages = list(request.resume.tokens), request.resume.seen_passages
+            self._waiting.append(job)
+            return
         bare = build_prompt(
             self._model.tokenizer, request.messages, request.prompt, budget_tokens=self._prompt_budget(request)
         )
@@ -176,31 +178,45 @@ class PrefillWorker:
             budget_tokens=self._prompt_budget(job.request),
             passage_tokens=self._limits.passage_tokens,
         )
-        job.tokens, job.passages = prompt.tokens, prompt.used
+        job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         self._link.send(Retrieved(job.id, prompt.used))
         self._waiting.append(job)
 
     # ---- prefill
 
     def _admit(self) -> None:
-        """Give free slots to the waiting, the earliest deadline first."""
-        while self._free and self._waiting:
-            job = min(self._waiting, key=lambda job: job.request.deadline_ns)
+        """Give blocks to the waiting, the earliest deadline first; none overtakes another for being smaller."""
+        self._waiting.sort(key=lambda job: job.request.deadline_ns)
+        if self._decode_first:
+            for job in self._waiting[: self._limits.slots]:
+                if job.announcement is None:
+                    self._guard(job, self._announce)
+        for job in [job for job in self._waiting if job.has_room or not self._decode_first]:
+            if self._blocks.missing(job.tokens) > self._blocks.available or (lease := self._source.lease()) is None:
+                break
             self._waiting.remove(job)
-            job.slot = self._free.pop()
-            self._arena.begin(job.slot)
+            job.lease, job.table = lease, self._blocks.open(job.tokens)
+            self._blocks.grow(job.table, len(job.tokens))
+            job.done = job.table.reused_tokens
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
+        self._running.sort(key=lambda job: job.request.deadline_ns)
+
+    def _announce(self, job: Job) -> None:
+        """Ask decode to keep room before the prompt is run."""
+        message = Reserve(job.id, job.request.frontend_epoch, tuple(job.tokens), job.request.deadline_ns)
+        job.announcement = self._source.announce(job.request.decode_endpoint, encode(message))
+        self._announced[job.announcement] = job
 
     def _prefill(self) -> None:
-        """One pass through the model: at most `chunk_tokens` tokens, of as many prompts as that holds."""
-        budget = self._limits.chunk_tokens
+        """One pass through the model: at most a chunk's tokens, of as many prompts as that holds."""
+        budget = self._chunk_tokens
         batch: list[tuple[Job, Chunk]] = []
         for job in self._running:
             if budget == 0:
                 break
             tokens = job.tokens[job.done : job.done + budget]
-            batch.append((job, Chunk(job.slot, job.done, tokens)))
+            batch.append((job, Chunk(job.table.blocks, job.done, tokens)))
             budget -= len(tokens)
         if not batch:
             return
@@ -210,22 +226,29 @@ class PrefillWorker:
 
     def _advance(self, job: Job, chunk: Chunk, logits: "torch.Tensor") -> None:
         job.done += len(chunk.tokens)
+        self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
             return
-        first = Sampler(job.request.sampling).draw(logits)
+        request, resume = job.request, job.request.resume
+        first = Sampler(request.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
         payload = Decode(
             request_id=job.id,
-            frontend_epoch=job.request.frontend_epoch,
-            sampling=job.request.sampling,
+            frontend_epoch=request.frontend_epoch,
+            sampling=request.sampling,
             tokens=tuple(job.tokens),
             first_token=first,
-            retrieval=job.request.retrieval,
-            seen_passages=tuple(passage.id for passage in job.passages),
+            retrieval=request.retrieval,
+            seen_passages=job.passages,
             stages=job.stages,
+            blocks=tuple(job.table.blocks),
+            model=self._model.identity,
+            prompt_tokens=resume.prompt_tokens if resume else len(job.tokens),
+            generated=resume.generated if resume else (),
         )
-        job.offer = self._source.offer(job.request.decode_endpoint, job.slot, encode(payload))
+        assert job.lease is not None, "a running job has a lease"
+        job.offer = self._source.offer(request.decode_endpoint, job.lease, encode(payload))
         self._offered[job.offer] = job
         self._record(job)
 
@@ -233,23 +256,40 @@ class PrefillWorker:
 
     def _collect_outcomes(self) -> None:
         for outcome in self._source.poll():
-            job = self._offered.pop(outcome.offer_id, None)
+            job = self._announced.pop(outcome.offer_id, None) or self._offered.pop(outcome.offer_id, None)
             if job is None:
                 continue
-            self._free.append(job.slot)
+            if outcome.offer_id == job.announcement and outcome.accepted:
+                job.has_room = True
+                continue
+            self._forget(job)
             if not outcome.accepted:
                 self._fail(job, WorkerLost(f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}"))
 
     def _publish(self) -> None:
         waiting = len(self._waiting) + len(self._asking)
         running = len(self._running) + len(self._offered)
-        self._table.set("trinity_prefill_waiting", waiting)
-        self._table.set("trinity_prefill_running", running)
-        self._link.report(waiting, running, len(self._free), self._worker.stopping)
+        found = self._blocks.statistics()
+        table = self._table
+        table.set("trinity_prefill_waiting", waiting)
+        table.set("trinity_prefill_running", running)
+        table.set("trinity_prefill_kv_blocks", found.total)
+        table.set("trinity_prefill_kv_blocks_held", found.held)
+        table.set("trinity_prefill_kv_blocks_cached", found.cached)
+        for name, value in (
+            ("trinity_prefill_prefix_query_tokens_total", found.lookup_tokens),
+            ("trinity_prefill_prefix_hit_tokens_total", found.hit_tokens),
+            ("trinity_prefill_kv_evictions_total", found.evictions),
+        ):
+            table.add(name, value - self._counted.get(name, 0))
+            self._counted[name] = value
+        self._link.report(waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available)
 
     def _record(self, job: Job) -> None:
         stamps = job.stages
         self._table.add("trinity_prompt_tokens_total", len(job.tokens))
+        if job.request.resume is not None:
+            return  # its times were told by the worker that had it before
         self._table.observe(QUEUE_TIME, (stamps[stages.DEQUEUED] - stamps[stages.RECEIVED]) / 1e9)
         self._table.observe(PREFILL_TIME, (stamps[stages.PREFILL_END] - stamps[stages.PREFILL_BEGIN]) / 1e9)
         if stages.SEARCHED in stamps:
@@ -288,12 +328,13 @@ class PrefillWorker:
             self._waiting.remove(job)
         if job in self._running:
             self._running.remove(job)
-        if job.offer is not None and self._offered.pop(job.offer, None) is not None:
-            self._source.withdraw(job.offer)
-        if job.slot >= 0:
-            self._arena.begin(job.slot)  # a decode worker that is copying it just now finds it changed
-            self._free.append(job.slot)
-            job.slot = -1
+        for number, held in ((job.announcement, self._announced), (job.offer, self._offered)):
+            if number is not None and held.pop(number, None) is not None:
+                self._source.withdraw(number)
+        if job.lease is not None:
+            self._source.release(job.lease)  # a decode worker that is copying just now finds its offer gone
+            self._blocks.close(job.table)
+            job.lease = None
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""

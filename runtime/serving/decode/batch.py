@@ -1,0 +1,159 @@
+"""The rows of a decode worker: which are in the running batch, and who makes room when blocks run out.
+
+```
+hand-over ─▶ waiting ──place free──▶ running ──▶ ends
+                ▲                       │ blocks run out: the youngest row makes room
+                └── blocks free ── preempted: in swap space, or computed again
+```
+Rows are served in the order in which they came, so the oldest always has what it needs and the batch goes on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from runtime.serving.decode.bridge import Bridge
+from runtime.serving.decode.row import Row
+from runtime.serving.kv.blocks import BlockManager, OutOfBlocks
+from runtime.serving.kv.swap import SwapSpace
+from runtime.serving.model.language_model import Chunk
+
+
+@dataclass(slots=True)
+class Preemptions:
+    """Counters: rows that made room, by way, and blocks moved."""
+
+    swapped: int = 0
+    recomputed: int = 0
+    blocks_out: int = 0
+    blocks_in: int = 0
+
+
+class Batch:
+    """`slots` rows run at once; the others wait. All of them are in `rows`, the oldest first."""
+
+    def __init__(self, slots: int, blocks: BlockManager, swap: SwapSpace, bridge: Bridge) -> None:
+        self.rows: list[Row] = []
+        self.running: list[Row] = []
+        self.preemptions = Preemptions()
+        self._slots, self._blocks, self._swap, self._bridge = slots, blocks, swap, bridge
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks of rows that have no place in the batch yet."""
+        return sum(len(row.table.blocks) for row in self.rows if row.table is not None and row not in self.running)
+
+    @property
+    def preempted(self) -> Iterator[Row]:
+        """Rows that have made room, the oldest first."""
+        return (row for row in self.rows if row.table is None)
+
+    @property
+    def returning(self) -> Iterator[Row]:
+        """Rows whose KV is being copied back from swap space."""
+        return (row for row in self.rows if row.returning is not None)
+
+    def join(self, row: Row) -> None:
+        """A new row, with its blocks; it waits for a place."""
+        self.rows.append(row)
+
+    def remove(self, row: Row) -> None:
+        """A row has ended: its blocks and its place are free."""
+        self.rows.remove(row)
+        if row in self.running:
+            self.running.remove(row)
+        if row.table is not None:
+            self._blocks.close(row.table)
+        self._swap.drop(row.swapped)
+        row.table = row.returning = None
+
+    def admit(self) -> None:
+        """Bring preempted rows back if there is room, and give free places to rows that are ready, in their order."""
+        for row in self.preempted:
+            if not self._bring_back(row):
+                break
+        for row in self.rows:
+            if len(self.running) == self._slots:
+                break
+            if row.ready and row.finish is None and row not in self.running:
+                self.running.append(row)
+
+    def swap_in(self, for_ns: int | None) -> None:
+        """Copy the oldest returning row's KV back, for about `for_ns` (None: all of it)."""
+        row = next(self.returning, None)
+        if row is None or row.returning is None or row.table is None or not row.returning.step(for_ns):
+            return
+        self.preemptions.blocks_in += row.returning.blocks
+        row.returning = None
+        self._blocks.fill(row.table, row.context, row.cached)
+        self._swap.drop(row.swapped)
+
+    def chunks(self, chunk_tokens: int) -> list[tuple[Row, Chunk]]:
+        """The next pass: every row that does not stand still, with a token, or with more of them, of which at most
+        `chunk_tokens` go into one pass. Blocks for them are there; who had to make room is left out."""
+        batch: list[tuple[Row, Chunk]] = []
+        for row in sorted(self.running, key=self.rows.index):
+            pending = len(row.context) - row.cached
+            count = 1 if pending == 1 else min(pending, chunk_tokens)
+            if (
+                row.stalled
+                or row.finish is not None
+                or count == 0
+                or row not in self.running
+                or not self._secure(row, row.cached + count)
+            ):
+                continue
+            chunk_tokens -= count if pending > 1 else 0
+            assert row.table is not None, "it has just been given blocks"
+            batch.append((row, Chunk(row.table.blocks, row.cached, row.context[row.cached : row.cached + count])))
+        return batch
+
+    def filled(self, row: Row, cached: int) -> None:
+        """The KV of the row's first `cached` tokens is written."""
+        assert row.table is not None, "only rows with blocks are run"
+        row.cached = cached
+        self._blocks.fill(row.table, row.context, cached)
+
+    # ---- room
+
+    def _secure(self, row: Row, tokens: int) -> bool:
+        """Have blocks for `tokens` tokens; False if the row itself had to make room."""
+        while row.table is not None:
+            try:
+                self._blocks.grow(row.table, tokens)
+                return True
+            except OutOfBlocks:
+                if not self._bridge.make_room():
+                    self._preempt(next(other for other in reversed(self.rows) if other.table is not None))
+        return False
+
+    def _preempt(self, row: Row) -> None:
+        assert row.table is not None, "it holds the blocks that are wanted"
+        written = row.table.blocks[: self._blocks.blocks_for(row.cached)]
+        if row.returning is None and written and len(written) <= self._swap.free:
+            row.swapped = self._swap.take(written)
+            self.preemptions.swapped += 1
+            self.preemptions.blocks_out += len(written)
+        elif row.returning is None:
+            row.cached = 0
+            self.preemptions.recomputed += 1
+        row.returning = None
+        self._blocks.close(row.table)
+        row.table = None
+        if row in self.running:
+            self.running.remove(row)
+
+    def _bring_back(self, row: Row) -> bool:
+        """Give a preempted row blocks again; what is not in swap space or among cached blocks is computed again."""
+        known, compute = (row.context[: row.cached], 0) if row.swapped else (row.context, 1)
+        needed = self._blocks.missing(known, compute) + self._blocks.blocks_for(len(row.context))
+        needed -= self._blocks.blocks_for(len(known))
+        if needed + len(self.running) > self._blocks.available:
+            return False
+        row.table = self._blocks.open(known, compute)
+        self._blocks.grow(row.table, len(row.context))
+        if row.swapped:
+            here = row.table.reused_tokens // self._blocks.block_tokens
+            row.returning = self._swap.back(row.swapped[here:], row.table.blocks[here : len(row.swapped)])
+        else:
+            row.cached = row.table.reused_tokens
+        return True

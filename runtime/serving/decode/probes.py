@@ -1,0 +1,97 @@
+"""Probes: what decode asks the pool while a row is written, and what becomes of the answers."""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from ipc import IpcError
+from runtime.errors import TrinityError
+from runtime.node.config import DecodeSection
+from runtime.node.metrics import PROBE_STALL
+from runtime.node.table import WorkerTable
+from runtime.retrieval.retriever import Found, Retriever
+from runtime.serving.decode.row import Row
+from runtime.serving.messages import Retrieved
+from runtime.serving.model.prompt import passages_chunk
+from runtime.serving.model.tokenizer import Tokenizer
+
+_TIMEOUT_NS = 2_000_000_000  # a row waits for its passages no longer than this, then goes on without them
+
+
+class Probes:
+    """Every `every_tokens` tokens a row asks with its last words. One probe a row at a time; in mode "prefetch" the row
+    goes on meanwhile, and a probe that would come while another is out is left out."""
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        tokenizer: Tokenizer,
+        limits: DecodeSection,
+        context_tokens: int,
+        table: WorkerTable,
+        log: logging.Logger,
+    ) -> None:
+        self._retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
+        self._context_tokens, self._table, self._log = context_tokens, table, log
+
+    def due(self, row: Row) -> bool:
+        """Whether the row, with the token it has just got, is to ask."""
+        retrieval = row.request.retrieval
+        if retrieval is None or not retrieval.every_tokens or row.ticket is not None:
+            return False
+        return row.generated % retrieval.every_tokens == 0
+
+    def ask(self, row: Row) -> None:
+        """Ask the pool. A probe that cannot be asked is left out: the answer goes on."""
+        retrieval = row.request.retrieval
+        assert retrieval is not None, "only rows with retrieval are due"
+        window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
+        row.asked_ns = time.monotonic_ns()
+        try:
+            vector = self._retriever.library.embed(retrieval.collection, [window])[0]
+            row.ticket = self._retriever.ask(
+                vector, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
+            )
+        except (TrinityError, IpcError) as error:
+            self._log.warning("a probe of %s could not be asked: %s", row.id, error)
+        self._table.add("trinity_decode_probes_total")
+
+    def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
+        """Take in what has come; what was put into rows' contexts."""
+        asking = {row.ticket: row for row in rows if row.ticket is not None}
+        ended = [(asking[found.ticket], found) for found in self._retriever.poll() if found.ticket in asking]
+        answered = {found.ticket for _, found in ended}
+        now = time.monotonic_ns()
+        for ticket, row in asking.items():
+            if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
+                self._retriever.cancel(ticket)
+                ended.append((row, Found(ticket)))
+        return [added for row, found in ended if (added := self._end(row, found)) is not None]
+
+    def cancel(self, row: Row) -> None:
+        """The row has ended."""
+        if row.ticket is not None:
+            self._retriever.cancel(row.ticket)
+            row.ticket = None
+
+    def _end(self, row: Row, found: Found) -> Retrieved | None:
+        """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
+        if row.stalled:
+            waited = time.monotonic_ns() - row.asked_ns
+            row.stalled_ns += waited
+            self._table.observe(PROBE_STALL, waited / 1e9)
+        row.ticket = None
+        if found.error is not None:
+            self._log.warning("a probe of %s failed: %s", row.id, found.error)
+            return None
+        retrieval = row.request.retrieval
+        assert retrieval is not None, "only rows with retrieval ask"
+        new = tuple(passage for passage in found.passages if passage.id not in row.seen)
+        left = row.request.sampling.max_tokens - row.generated
+        allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
+        chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - left))
+        if not chunk.tokens:
+            return None
+        row.context[-1:-1] = chunk.tokens
+        row.seen.update(passage.id for passage in chunk.used)
+        return Retrieved(row.id, chunk.used, row.generated, tuple(chunk.tokens))

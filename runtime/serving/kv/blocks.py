@@ -1,0 +1,185 @@
+"""The block manager: which blocks of a KV tensor belong to which sequence, and which hold a prefix worth keeping.
+
+A block holds the KV of `block_tokens` consecutive tokens. A sequence has a `BlockTable`: position p lies in
+`table.blocks[p // block_tokens]`. A full block is known by a hash over all tokens up to its end, chained from the
+model's identity, so equal hashes mean equal KV; a sequence that begins with the same tokens takes a reference on the
+same block instead of computing it. Only full blocks are shared and sequences only append, so a shared block is never
+written. A block without references goes back to the free ones, or, if its hash is known, stays as *cached* until its
+room is needed: the longest unused goes first, the far end of a chain before its beginning.
+
+```
+free ──grow──▶ held (1 table) ──fill──▶ held, known by its hash ◀──open── other tables
+  ▲               │ close                    │ close, last reference
+  └───────────────┘                          ▼
+  └────────────evicted by grow──────────── cached ──open──▶ held
+```
+Pure bookkeeping: no memory is touched here.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+_HASH_BYTES = 16
+
+
+class OutOfBlocks(Exception):
+    """There are not as many free and cached blocks as were asked for. Nothing was taken."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} KV blocks are needed, {available} can be had")
+        self.wanted = wanted
+        self.available = available
+
+
+@dataclass(eq=False, slots=True)
+class BlockTable:
+    """The blocks of one sequence, in order. `reused_tokens` of it were there when it was opened.
+
+    `chain` are the hashes of its full blocks that the manager has been told of.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+    reused_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatistics:
+    """Blocks by state, and counters: tokens looked up in `open`, those found, and cached blocks given up."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    lookup_tokens: int
+    hit_tokens: int
+    evictions: int
+
+
+class BlockManager:
+    """`blocks` blocks of `block_tokens` tokens. `identity` names the model: two models never share a hash."""
+
+    def __init__(self, blocks: int, block_tokens: int, identity: bytes) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ValueError(f"{blocks} blocks of {block_tokens} tokens: both must be at least 1")
+        self.total = blocks
+        self.block_tokens = block_tokens
+        self._identity = identity
+        self._free = list(range(blocks - 1, -1, -1))
+        self._references = [0] * blocks
+        self._hashes: list[bytes | None] = [None] * blocks
+        self._known: dict[bytes, int] = {}  # hash → its block
+        self._cached: OrderedDict[int, None] = OrderedDict()  # known, without references; the longest unused first
+        self._lookup_tokens = self._hit_tokens = self._evictions = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that `grow` can give: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        """Blocks that some table refers to."""
+        return self.total - self.available
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block_tokens)
+
+    def reusable(self, tokens: Sequence[int], compute: int = 1) -> int:
+        """How many leading tokens `open` would find now. Takes nothing."""
+        return len(self._match(tokens, compute)) * self.block_tokens
+
+    def missing(self, tokens: Sequence[int], compute: int = 1) -> int:
+        """How many of the available blocks `open` and then `grow(table, len(tokens))` would take together."""
+        matched = self._match(tokens, compute)
+        revived = sum(block in self._cached for _, block in matched)
+        return self.blocks_for(len(tokens)) - len(matched) + revived
+
+    def open(self, tokens: Sequence[int], compute: int = 1) -> BlockTable:
+        """A table with references on the known blocks that `tokens` begin with; `close` it in the end.
+
+        The last `compute` tokens are left out: a model must run at least one token to say what follows.
+        """
+        matched = self._match(tokens, compute)
+        table = BlockTable(reused_tokens=len(matched) * self.block_tokens)
+        for hash_, block in matched:
+            self._cached.pop(block, None)
+            self._references[block] += 1
+            table.blocks.append(block)
+            table.chain.append(hash_)
+        self._lookup_tokens += len(tokens)
+        self._hit_tokens += table.reused_tokens
+        return table
+
+    def grow(self, table: BlockTable, tokens: int) -> None:
+        """Give the table blocks for `tokens` tokens in all. Raises `OutOfBlocks`, and then nothing has changed."""
+        wanted = self.blocks_for(tokens) - len(table.blocks)
+        if wanted > self.available:
+            raise OutOfBlocks(wanted, self.available)
+        for _ in range(wanted):
+            if not self._free:
+                self._evict()
+            block = self._free.pop()
+            self._references[block] = 1
+            table.blocks.append(block)
+
+    def fill(self, table: BlockTable, tokens: Sequence[int], written: int) -> None:
+        """The KV of the first `written` of `tokens` is in the table's blocks: its full ones can be shared now."""
+        for number in range(len(table.chain), min(written // self.block_tokens, len(table.blocks))):
+            before = table.chain[-1] if table.chain else self._identity
+            hash_ = self._hash(before, tokens, number)
+            table.chain.append(hash_)
+            if hash_ not in self._known:  # else the same tokens were computed twice: ours stays private
+                self._known[hash_] = table.blocks[number]
+                self._hashes[table.blocks[number]] = hash_
+
+    def close(self, table: BlockTable) -> None:
+        """Give the table's references back. A table that is closed already is left alone."""
+        for block in reversed(table.blocks):  # the far end first: it is also given up first
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+        table.blocks, table.chain = [], []
+
+    def statistics(self) -> BlockStatistics:
+        """Counters; cheap."""
+        return BlockStatistics(
+            total=self.total,
+            free=len(self._free),
+            cached=len(self._cached),
+            held=self.held,
+            lookup_tokens=self._lookup_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=self._evictions,
+        )
+
+    def _match(self, tokens: Sequence[int], compute: int) -> list[tuple[bytes, int]]:
+        matched: list[tuple[bytes, int]] = []
+        chain = self._identity
+        for number in range(max(0, len(tokens) - compute) // self.block_tokens):
+            chain = self._hash(chain, tokens, number)
+            block = self._known.get(chain)
+            if block is None:
+                break
+            matched.append((chain, block))
+        return matched
+
+    def _hash(self, before: bytes, tokens: Sequence[int], number: int) -> bytes:
+        content = array("q", tokens[number * self.block_tokens : (number + 1) * self.block_tokens])
+        return blake2b(before + content.tobytes(), digest_size=_HASH_BYTES).digest()
+
+    def _evict(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        hash_ = self._hashes[block]
+        assert hash_ is not None, "a cached block is known by its hash"
+        del self._known[hash_]
+        self._hashes[block] = None
+        self._free.append(block)
+        self._evictions += 1

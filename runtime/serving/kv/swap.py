@@ -1,0 +1,39 @@
+"""Swap space: KV blocks in plain host memory, for rows that made room for others."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.serving.kv.transfer import KvArray, Transfer
+
+
+class SwapSpace:
+    """`blocks` places for blocks of KV arrays like `kv`. Memory is taken when places are first used."""
+
+    def __init__(self, kv: KvArray, blocks: int) -> None:
+        self.total = blocks
+        self._kv = kv
+        self._space: KvArray = np.empty((*kv.shape[:2], blocks, *kv.shape[3:]), np.float32)
+        self._free = list(range(blocks))
+
+    @property
+    def free(self) -> int:
+        """Places that are not taken."""
+        return len(self._free)
+
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        """Copy blocks out; their places. There must be as many `free`."""
+        if len(blocks) > len(self._free):
+            raise ValueError(f"{len(blocks)} blocks to swap out, {len(self._free)} places are free")
+        places = [self._free.pop() for _ in blocks]
+        Transfer(self._kv, blocks, self._space, places).step()
+        return places
+
+    def back(self, places: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """The copy of places back into blocks. The places stay taken until `drop`."""
+        return Transfer(self._space, places, self._kv, blocks)
+
+    def drop(self, places: list[int]) -> None:
+        """Give places back; the list is empty afterwards."""
+        self._free += places
+        places.clear()

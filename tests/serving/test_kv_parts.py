@@ -1,0 +1,78 @@
+"""Copies in slices, swap space, the chunk size that is measured: the small parts of the KV path."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.serving.kv.swap import SwapSpace
+from runtime.serving.kv.transfer import Transfer
+
+SHAPE = (3, 2, 12, 2, 4, 8)
+
+
+def kv(seed: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+
+
+@given(taken=st.permutations(range(12)), given_=st.permutations(range(12)), count=st.integers(0, 12))
+@settings(max_examples=30, deadline=None)
+def test_a_copy_in_slices_puts_every_block_in_its_place_and_touches_no_other(
+    taken: list[int], given_: list[int], count: int
+) -> None:
+    source, target = kv(1), kv(2)
+    before = target.copy()
+    copy = Transfer(source, taken[:count], target, given_[:count])
+    steps = 0
+    while not copy.done:
+        copy.step(0)
+        steps += 1
+    assert steps == (3 if count else 0), "a slice is a layer here"
+    assert np.array_equal(target[:, :, given_[:count]], source[:, :, taken[:count]])
+    assert np.array_equal(target[:, :, given_[count:]], before[:, :, given_[count:]])
+    assert copy.bytes == source[:, :, :count].nbytes
+
+
+def test_a_copy_stops_after_the_slice_in_which_its_time_is_up() -> None:
+    times = iter(range(0, 1000, 10))
+    copy = Transfer(kv(1), range(12), kv(2), range(12))
+    assert not copy.step(15, clock=lambda: next(times))  # 10 ns a look: two slices
+    assert copy._next == 2
+
+
+def test_what_was_swapped_out_comes_back_as_it_was() -> None:
+    memory = kv(3)
+    swap, before = SwapSpace(memory, 5), memory.copy()
+    places = swap.take([7, 2, 9])
+    assert swap.free == 2
+    memory[:] = 0
+    swap.back(places, [1, 4, 6]).step()
+    assert np.array_equal(memory[:, :, [1, 4, 6]], before[:, :, [7, 2, 9]])
+    with pytest.raises(ValueError, match="3 blocks to swap out, 2 places are free"):
+        swap.take([0, 1, 2])
+    swap.drop(places)
+    assert swap.free == 5
+    swap.drop(places)
+    assert swap.free == 5, "places are given back once"
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "expected"),
+    [(0.0, 32), (0.001, 128), (1.0, 1024)],
+    ids=["every-size-is-as-fast", "a-pass-has-a-price", "the-longer-the-better"],
+)
+def test_the_measured_chunk_is_the_smallest_that_is_nearly_as_fast_as_any(fixed_s: float, expected: int) -> None:
+    pytest.importorskip("torch")
+    from runtime.serving.prefill.chunk_size import knee
+
+    assert knee(lambda tokens: fixed_s + tokens * 1e-4, 2048, clock=lambda: 0.0) == expected
+
+
+def test_measuring_the_chunk_ends_when_it_has_taken_long_enough() -> None:
+    pytest.importorskip("torch")
+    from runtime.serving.prefill.chunk_size import knee
+
+    tried: list[int] = []
+    now = iter([0.0, 3.0, 6.0])
+    assert knee(lambda tokens: tried.append(tokens) or 1.0, 2048, clock=lambda: next(now)) == 64  # type: ignore[func-returns-value]
+    assert tried == [32, 32, 64, 64]

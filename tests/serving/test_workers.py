@@ -1,0 +1,196 @@
+"""Prefill and decode together give what `generate()` gives, whatever happens to the KV on the way."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from runtime.retrieval.passages import Passage
+from runtime.serving.messages import Retrieval
+from tests.serving.reference import Reference
+from tests.serving.workers import FakePool, Workers
+
+VOCABULARY = 259
+Start = Callable[..., Workers]
+PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_directory: Path) -> Reference:
+    return Reference(tiny_directory)
+
+
+@pytest.fixture
+def start(tiny_directory: Path) -> Iterator[Start]:
+    started: list[Workers] = []
+
+    def starting(**options: Any) -> Workers:
+        started.append(Workers(tiny_directory, **options))
+        return started[-1]
+
+    yield starting
+    for workers in started:
+        workers.close()
+
+
+def ragged(count: int, seed: int, longest: int = 150) -> list[list[int]]:
+    """Prompts of all lengths, a third of them with one of three common beginnings."""
+    random = np.random.default_rng(seed)
+    beginnings = [random.integers(0, VOCABULARY, size).tolist() for size in (40, 64, 90)]
+    prompts = []
+    for number in range(count):
+        size = int(np.exp(random.uniform(0, np.log(longest))))
+        own = random.integers(0, VOCABULARY, max(1, size)).tolist()
+        prompts.append([*beginnings[number % 9 // 3], *own] if number % 3 == 0 else own)
+    return prompts
+
+
+def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, max_tokens)
+    workers.run()
+    return [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+
+
+def nothing_is_held(workers: Workers) -> None:
+    workers.settle()
+    assert workers.prefill._blocks.held == 0
+    assert workers.prefill._source.free_leases == workers.plan.config.prefill.slots
+    for worker in workers.decodes.values():
+        assert worker._blocks.held == 0
+        assert worker._swap.free == worker._swap.total
+
+
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+@pytest.mark.parametrize("swap_blocks", [0, 60])
+def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
+    start: Start, reference: Reference, order: str, swap_blocks: int
+) -> None:
+    workers = start(
+        context=320,
+        prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
+        decode={"slots": 6, "kv_blocks": 44, "swap_blocks": swap_blocks, "chunk_tokens": 32},
+        handover={"order": order, "waiting_share": 0.3, "slice_s": 1e-6},
+    )
+    prompts = ragged(24, seed=1)
+    assert answers(workers, prompts, 40) == [reference.generate(prompt, 40) for prompt in prompts]
+    preempted = workers.decodes["decode-0"]._batch.preemptions
+    assert (preempted.swapped > 0) == (swap_blocks > 0)
+    assert preempted.swapped + preempted.recomputed > 0
+    nothing_is_held(workers)
+
+
+def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, reference: Reference) -> None:
+    workers = start()
+    prefix = list(range(3, 203))
+    prompts = [[*prefix, 210 + number] for number in range(4)]
+    found = []
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, 6)
+        workers.run()
+        found.append(workers.told[f"r{number}"].tokens)
+    assert found == [reference.generate(prompt, 6) for prompt in prompts]
+    assert workers.prefill._blocks.statistics().hit_tokens == 3 * 200
+    assert workers.decodes["decode-0"]._blocks.statistics().hit_tokens == 3 * 200
+    block_bytes = workers.prefill._model.kv[:, :, :1].nbytes
+    assert workers.decodes["decode-0"]._bridge.pulled_bytes == block_bytes * (26 + 1 + 1 + 1)
+    nothing_is_held(workers)
+
+
+@pytest.mark.parametrize("mode", ["wait", "prefetch"])
+def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
+    start: Start, reference: Reference, mode: Any
+) -> None:
+    workers = start(context=2048, decode={"slots": 3, "chunk_tokens": 64, "kv_blocks": 300})
+    workers.play_pool(FakePool(PASSAGES), FakePool(PASSAGES, polls=3))
+    retrieval = Retrieval("docs", k=2, every_tokens=8, probe_mode=mode, probe_tokens=90)
+    prompts = ragged(6, seed=3)
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, 40, retrieval=retrieval)
+    workers.run()
+    for number in range(len(prompts)):
+        told = workers.told[f"r{number}"]
+        inserted = [search for search in told.searches if search.inserted]
+        assert inserted, "some probe brought something new"
+        assert all(len(search.inserted) <= 90 for search in inserted)
+        ids = [passage.id for search in told.searches for passage in search.passages]
+        assert len(ids) == len(set(ids)), "no passage comes twice"
+        # Between two insertions the answer must be what a fresh run on the tokens before says.
+        places = [search.at_token for search in inserted]
+        for begin, end in zip([0, *places], [*places, len(told.tokens)], strict=True):
+            if end > begin:
+                before = told.sequence(begin)
+                assert told.tokens[begin:end] == reference.generate(before, end - begin)
+        assert told.last is not None
+        assert (told.last.stalled_ns > 0) == (mode == "wait")
+    nothing_is_held(workers)
+
+
+def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) -> None:
+    workers = start(context=1024)
+    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))
+    for mode in ("wait", "prefetch"):
+        workers.submit(mode, [5, 6, 7], 16, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode=mode))  # type: ignore[arg-type]
+    workers.run()
+    assert [search.at_token for search in workers.told["wait"].searches] == [0, 4, 8, 12]
+    places = [search.at_token for search in workers.told["prefetch"].searches]
+    assert places[0] == 0
+    assert all(place % 4 for place in places[1:]), "its passages join later than they were asked for"
+    assert workers.told["wait"].last is not None
+    assert workers.told["wait"].last.stalled_ns > 0
+    assert workers.told["prefetch"].last is not None
+    assert workers.told["prefetch"].last.stalled_ns == 0
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, order: str, rounds: int) -> None:
+    workers = start(prefill={"chunk_tokens": 32}, handover={"order": order, "slice_s": 1e-6})
+    workers.submit("stays", [1, 2, 3], 60)
+    for number in range(3):
+        workers.submit(f"r{number}", list(range(3, 150)), 200)
+    for _ in range(rounds):
+        workers.round()
+    for number in range(3):
+        workers.cancel(f"r{number}")
+        del workers.told[f"r{number}"]
+    workers.run()
+    assert len(workers.told["stays"].tokens) == 60
+    nothing_is_held(workers)
+
+
+def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
+    workers = start(prefill={"slots": 1, "chunk_tokens": 16})
+    order = []
+    for number, deadline in enumerate((9, 3, 5, 1)):
+        workers.submit(f"r{number}", [number + 1] * 40, 1, deadline_ns=deadline << 50)
+    while len(order) < 4:
+        workers.round()
+        order += [name for name, told in workers.told.items() if told.ended and name not in order]
+    assert order == ["r3", "r1", "r2", "r0"]
+
+
+def test_an_answer_of_one_token_has_one_token(start: Start, reference: Reference) -> None:
+    workers = start()
+    assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]
+    nothing_is_held(workers)
+
+
+def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Start) -> None:
+    workers = start(handover={"slice_s": 1e-9})
+    workers.submit("short", [1, 2, 3], 200)
+    while not workers.told["short"].tokens:
+        workers.round()
+    workers.submit("long", list(range(250)), 2)
+    decode = workers.decodes["decode-0"]
+    seen = set()
+    while not workers.told["long"].ended:
+        before = len(workers.told["short"].tokens)
+        workers.round()
+        if decode._bridge.pulling:
+            seen.add(len(workers.told["short"].tokens) - before)
+    assert seen == {1}, "each round of the pull was a step of the batch too"
