@@ -90,6 +90,20 @@ def status(node: NodeName = "trinity") -> None:
 
 
 @app.command()
+def top(
+    node: NodeName = "trinity",
+    url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 2.0,
+) -> None:
+    """Watch a node in the terminal: what the Grafana overview shows first. Ends with q."""
+    from dashboards.top import Top, fetch_metrics  # textual takes its time to import
+
+    address = url or find_node(node).url
+    fetch_metrics(address)  # what is wrong with the address is said in one line, not on a screen
+    Top(lambda: fetch_metrics(address), every).run()
+
+
+@app.command()
 def stop(
     node: NodeName = "trinity",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,

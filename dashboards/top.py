@@ -1,0 +1,97 @@
+"""`trinity top`: the first screen in a terminal, drawn anew with every look at /metrics."""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Grid
+from textual.widgets import DataTable, Footer, Static
+
+from dashboards import screen
+from dashboards.live import Live, Snapshot
+from runtime.errors import Unavailable
+
+_COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}
+_NAME_WIDTH = 17
+_TITLES = 6
+
+
+def fetch_metrics(url: str, timeout_s: float = 5.0) -> str:
+    """A node's /metrics. Raises `Unavailable`."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=timeout_s) as answer:
+            return str(answer.read().decode())
+    except (OSError, ValueError) as error:  # ValueError: not a URL, or not UTF-8
+        raise Unavailable(f"no metrics from {url}: {error}") from error
+
+
+class Top(App[None]):
+    """Looks every `every_s` seconds; `fetch` gives /metrics' text or raises `Unavailable`."""
+
+    CSS = """
+    #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
+    Grid { grid-size: 3 2; grid-gutter: 0 1; height: 20; }
+    Grid Static { border: round $primary; padding: 0 1; height: 1fr; }
+    DataTable { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Look now")]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(
+        self, fetch: Callable[[], str], every_s: float = 2.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._fetch = fetch
+        self._every_s = every_s
+        self._clock = clock
+        self._live = Live()
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="title")
+        with Grid():
+            for number in range(_TITLES):
+                yield Static(id=f"section-{number}")
+        table: DataTable[str] = DataTable(id="workers", show_cursor=False)
+        table.add_columns(*screen.WORKER_COLUMNS)
+        yield table
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.set_interval(self._every_s, self.action_refresh_now)
+        self.action_refresh_now()
+
+    def action_refresh_now(self) -> None:
+        """Look now; one look at a time, and never in the way of the keyboard."""
+        self.run_worker(self._look, thread=True, exclusive=True, group="look")
+
+    def _look(self) -> None:
+        try:
+            snapshot = Snapshot.parse(self._clock(), self._fetch())
+        except (Unavailable, ValueError) as error:
+            self.call_from_thread(self._say, str(error))
+            return
+        self.call_from_thread(self._show, snapshot)
+
+    def _say(self, trouble: str) -> None:
+        self.query_one("#title", Static).update(Text(trouble, "bold red"))
+
+    def _show(self, snapshot: Snapshot) -> None:
+        self._live.add(snapshot)
+        self.query_one("#title", Static).update(Text(screen.title(self._live)))
+        for number, section in enumerate(screen.sections(self._live)):
+            box = self.query_one(f"#section-{number}", Static)
+            box.border_title = section.title
+            box.update(Text("\n").join(_line(line) for line in section.lines))
+        table = self.query_one("#workers", DataTable)
+        table.clear()
+        for row in screen.workers(self._live):
+            table.add_row(*row)
+
+
+def _line(line: screen.Line) -> Text:
+    return Text.assemble((f"{line.name:<{_NAME_WIDTH}} ", "dim"), (line.text, _COLOURS[line.mood]))

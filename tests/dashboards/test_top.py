@@ -1,0 +1,202 @@
+"""`trinity top`: the screen compared as text, in textual's own test driver and in a real pseudo-terminal."""
+
+import asyncio
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pyte
+import pytest
+from textual.widgets import DataTable, Static
+
+from dashboards import screen
+from dashboards.live import Live, Snapshot
+from dashboards.overview import overview
+from dashboards.top import Top
+from runtime.errors import Unavailable
+from runtime.node.config import NodeConfig
+from runtime.node.control import WorkerStatus
+from runtime.node.control_loop import ControlLoop
+from runtime.node.exporter import NodeCollector, render
+from runtime.node.figures import NodeFigures, Usage
+from runtime.node.gpus import Gpus
+from runtime.node.metrics import PREFILL_TIME, TTFT_TIME
+from runtime.node.placement import WorkerPlan
+from runtime.node.table import WorkerTable
+from tests.node.fake_nvml import FakeNvml
+
+ROWS, COLUMNS = 44, 150
+
+
+class Source:
+    """A node's /metrics: every look finds ten generations more, one of them late."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0") for role in ("pool", "decode", "frontend")}
+        self.tables["prefill-0"] = WorkerTable.create("prefill", "prefill-0")
+        plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]  # type: ignore[misc]
+        self.config = NodeConfig()
+        self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
+        self.control = ControlLoop(self.config.control, self.config.pool, {})
+
+    def __call__(self) -> str:
+        self.looks += 1
+        frontend, decode = self.tables["frontend-0"], self.tables["decode-0"]
+        frontend.add("trinity_requests_finished_total", 10)
+        frontend.add("trinity_slo_requests_all_total", 10)
+        frontend.add("trinity_slo_violations_all_total", 1)
+        decode.observe_many(TTFT_TIME, [0.3] * 10)
+        self.tables["prefill-0"].observe_many(PREFILL_TIME, [0.25] * 10)
+        self.tables["pool-0"].set("trinity_pool_queue_prefill", 7)
+        statuses = [
+            WorkerStatus(name, "ready" if name != "decode-0" else "backoff", 7, 1, 2, 0.05, 0, "cpu", ())
+            for name in self.tables
+        ]
+        more = (lambda: self.figures.families(statuses, 1), self.control.families, Gpus(FakeNvml([], "none")).families)
+        return render(NodeCollector(self.tables, more, {"node": "n1", "model_name": "tiny"}))
+
+    def close(self) -> None:
+        for table in self.tables.values():
+            table.close()
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    made = Source()
+    yield made
+    made.close()
+
+
+def lines(live: Live, title: str) -> dict[str, str]:
+    section = next(section for section in screen.sections(live) if section.title == title)
+    return {line.name: line.text for line in section.lines}
+
+
+def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source) -> None:
+    live = Live()
+    live.add(Snapshot.parse(0.0, source()))
+    rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
+    assert [section.title for section in screen.sections(live)] == rows[:-1]  # the last is the table
+
+
+def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
+    live = Live()
+    for at_s in (0.0, 2.0):
+        live.add(Snapshot.parse(at_s, source()))
+    assert lines(live, "Are promises kept?")["all"] == "90.0 %, burns 10.0×"
+    assert lines(live, "Are promises kept?")["search"] == "–"
+    assert lines(live, "Is it up?")["workers ready"] == "3 of 4"
+    assert lines(live, "Is it up?")["requests/s"] == "5.0"
+    assert lines(live, "Who waits?")["Q_pre"] == "7 waiting, p95 –"
+    assert lines(live, "Where does the time go?")["prefill"] == "250 ms"
+    assert "NVML: none" in lines(live, "What is full?")["GPU bandwidth"]
+    decode = next(row for row in screen.workers(live) if row[0] == "decode-0")
+    assert decode == ("decode-0", "decode", "cpu", "backoff", "2", "50 ms", "100 MiB", "3", "20")
+
+
+def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source: Source) -> None:
+    moments = iter(range(0, 100, 2))
+    fails = False
+
+    def fetch() -> str:
+        if fails:
+            raise Unavailable("no metrics from http://n1")
+        return source()
+
+    async def drive() -> None:
+        nonlocal fails
+        app = Top(fetch, every_s=3600, clock=lambda: float(next(moments)))
+        async with app.run_test(size=(COLUMNS, ROWS)) as pilot:
+            for _ in range(2):
+                await pilot.press("r")
+                await app.workers.wait_for_complete()
+                await pilot.pause()
+            section = app.query_one("#section-0", Static)
+            assert "90.0 %, burns 10.0×" in str(section.content)
+            assert app.query_one("#workers", DataTable).row_count == 4
+            fails = True
+            await pilot.press("r")
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            assert "no metrics from http://n1" in str(app.query_one("#title", Static).content)
+            assert "90.0 %, burns 10.0×" in str(section.content)
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(drive())
+
+
+@pytest.fixture
+def url(source: Source) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = source().encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(timeout=10)
+    server.server_close()
+
+
+def test_in_a_real_terminal_the_whole_screen_is_there_and_q_ends_it(url: str) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launchers.main", "top", "--url", url, "--every", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    terminal = pyte.Screen(COLUMNS, ROWS)
+    stream = pyte.ByteStream(terminal)
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, "\n".join(terminal.display)
+            if select.select([ours], [], [], 0.05)[0]:
+                try:
+                    stream.feed(os.read(ours, 65536))
+                except OSError:  # the other side is closed
+                    return
+
+    def text() -> str:
+        return "\n".join(line.rstrip() for line in terminal.display)
+
+    try:
+        expected = ("workers ready     3 of 4", "Q_pre             7 waiting", "prefill           250 ms", "backoff")
+        until(lambda: "burns 10.0×" in text() and all(words in text() for words in expected))
+        shown = text()
+        titles = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"][:-1]
+        places = [shown.index(title) for title in titles]
+        assert places == sorted(places)
+        assert shown.startswith(" node n1 tiny")
+        os.write(ours, b"q")
+        until(lambda: process.poll() is not None)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        os.close(ours)
