@@ -1,0 +1,105 @@
+"""Is what the engine returns right? Against exact search, against the CPU engine, and out of poisoned memory."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.data import DataSet
+from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.report import Outcome
+from benchmarks.gpu_check.setup import Setup, random_set
+from gpu import Engine, GraphIndex, SearchParams, open_engine
+
+_POISON_NODE, _POISON_DISTANCE = -77, np.float32(-1e30)
+_LEAST_RECALL = 0.85
+_TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "int8": 1e-4}  # of distances, against those of the vectors themselves
+
+
+def check(setup: Setup) -> Outcome:
+    """Fresh random vectors in every dtype and metric, then the data of this run. Raises AssertionError."""
+    lines, data = [], {}
+    rows, queries = (1000, 60) if setup.small else (5000, 300)
+    for number, (metric, dtype, dim) in enumerate(
+        (("l2", "float32", 24), ("ip", "float16", 96), ("cosine", "int8", 200), ("l2", "int8", 40))
+    ):
+        made = random_set(rows, dim, queries, seed=1000 + number)
+        index = GraphIndex.build(made.base, metric=metric, dtype=dtype, degree=16, threads=1 if setup.small else 16)  # type: ignore[arg-type]
+        exact = DataSet(made.name, metric, made.base, made.queries, _exact(made.base, made.queries, metric))
+        engine = open_engine(setup.device, {"docs": index}, slots=min(64, setup.slots), max_top_m=128)
+        found = _checked(engine, index, exact, SearchParams(10, 128, 4))
+        engine.close()
+        lines.append((f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}"))
+        lines.append(("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}"))
+        data[f"random-{metric}-{dtype}"] = found
+    engine = setup.engine(min(256, setup.slots))
+    asked = setup.data.queries[: 50 if setup.small else 2000]
+    real = DataSet(setup.data.name, setup.data.metric, setup.data.base, asked, setup.data.truth[: len(asked)])
+    found = _checked(engine, setup.index, real, setup.params)
+    engine.close()
+    lines.append((f"{setup.data.name}: recall@10", f"{found['recall']:.4f}"))
+    lines.append(("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}"))
+    data[setup.data.name] = found
+    return Outcome(lines, data)
+
+
+def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchParams) -> dict[str, Any]:
+    poisoned = poison(engine)
+    found = drive(engine, data.queries, params)
+    again = drive(engine, data.queries[::-1].copy(), params)
+    assert found.finished == len(data.queries), f"{found.finished} of {len(data.queries)} queries finished"
+    ids, distances = found.ids, found.distances
+    assert ids.min() >= 0, "an id is missing or poison"
+    assert ids.max() < index.size, f"id {ids.max()} of {index.size}"
+    assert np.isfinite(distances).all(), "a distance is not finite"
+    assert (np.diff(distances, axis=1) >= 0).all(), "distances are not in order"
+    assert all(len(set(row)) == len(row) for row in ids.tolist()), "an id comes twice"
+    true = _distances(data.base, data.queries, ids, data.metric)
+    scale = max(float(np.abs(true).max()), 1e-9)
+    error = float(np.abs(true - distances).max()) / scale
+    assert error < _TOLERANCE[index.dtype], f"distances are off by {error:.2e} of the largest"
+    recall = data.recall(ids)
+    assert recall > _LEAST_RECALL, f"recall@10 is {recall:.3f}"
+    assert np.array_equal(again.ids[::-1], ids), "the same queries in another order found something else"
+    cpu = index.search(data.queries, params.k, params.top_m, params.search_width)[0]
+    return {
+        "recall": recall,
+        "distance_error": error,
+        "same_as_cpu": float(np.mean(ids == cpu)),
+        "poisoned": poisoned,
+        "queries": len(ids),
+    }
+
+
+def poison(engine: Engine) -> bool:
+    """Fill the memory that results are read from with what no result can be. False where there is none to get at."""
+    memory = getattr(engine, "_memory", None)
+    if memory is None:
+        return False
+    memory.nodes[:] = _POISON_NODE
+    memory.raw[:] = _POISON_DISTANCE
+    return True
+
+
+def _exact(base: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], metric: str) -> npt.NDArray[np.int64]:
+    left, right = queries.astype(np.float64), base.astype(np.float64)
+    if metric == "cosine":
+        right /= np.linalg.norm(right, axis=1, keepdims=True)
+    distances = -(left @ right.T)
+    if metric == "l2":
+        distances = np.square(right).sum(axis=1) + 2 * distances
+    return np.argsort(distances, axis=1, kind="stable")[:, :10]
+
+
+def _distances(
+    base: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], metric: str
+) -> npt.NDArray[np.float64]:
+    """The metric's distances of queries to found rows, in double precision."""
+    rows, asked = base[ids].astype(np.float64), queries[:, None].astype(np.float64)
+    if metric == "l2":
+        found: npt.NDArray[np.float64] = np.square(rows - asked).sum(axis=2)
+        return found
+    dots = (rows * asked).sum(axis=2)
+    if metric == "ip":
+        return -dots
+    return 1 - dots / np.maximum(np.linalg.norm(rows, axis=2) * np.linalg.norm(asked, axis=2), 1e-30)

@@ -1,0 +1,97 @@
+"""Two processes: one writes query vectors into the other's arena, which searches for them and answers.
+
+On a GPU the arena is device memory, opened through CUDA IPC; in a dry run it is a memfd. Descriptors and answers go
+through a pipe: it is the arena that is looked at here, not the way there (see `benchmarks.ring`).
+"""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.report import Outcome, Skipped, micros
+from benchmarks.gpu_check.setup import Setup
+
+_SLOTS = 8
+_EPOCH = 1
+_JOIN_S = 30.0
+
+
+def check(setup: Setup) -> Outcome:
+    """Raises AssertionError where an answer differs from that of the same query handed over directly."""
+    try:
+        from ipc.device_arena import DeviceArena, Place, arena_bytes
+        from ipc.device_memory import DeviceMemory, HostMemory
+    except ImportError as error:
+        raise Skipped(f"the package of the rings needs {error.name}") from None
+    queries = setup.data.queries[: 40 if setup.small else 1000]
+    engine = setup.engine(min(64, setup.slots))
+    direct = drive(engine, queries, setup.params).ids
+    size = arena_bytes(_SLOTS, queries.shape[1] * 4)
+    memory: DeviceMemory
+    if setup.on_gpu:
+        from ipc.cuda_memory import CudaMemory
+
+        memory = CudaMemory.create(size, int(setup.device.partition(":")[2] or 0))
+    else:
+        memory = HostMemory.create(size)
+    arena = DeviceArena(memory, _SLOTS, queries.shape[1] * 4, _EPOCH)
+    number, lease = arena.lease(_SLOTS)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    client = context.Process(target=_client, args=(theirs, setup.device, memory.reference, lease, queries), daemon=True)
+    client.start()
+    theirs.close()
+    try:
+        found, took = [], []
+        vector = np.zeros(queries.shape[1], np.float32)
+        for _ in range(len(queries)):
+            if not ours.poll(_JOIN_S):
+                raise AssertionError("the client did not write its next query")
+            place = Place(*ours.recv())
+            begin = time.perf_counter()
+            arena.take(number, place, vector)
+            memory.flush()
+            took.append(time.perf_counter() - begin)
+            found.append(drive(engine, vector[None], setup.params).ids[0])
+            ours.send_bytes(found[-1].tobytes())
+        write_s = ours.recv() if ours.poll(_JOIN_S) else []
+        client.join(_JOIN_S)
+        assert client.exitcode == 0, f"the client ended with {client.exitcode}"
+    finally:
+        if client.is_alive():
+            client.kill()
+            client.join(_JOIN_S)
+        ours.close()
+        arena.close()
+        engine.close()
+    same = float(np.mean(np.array(found) == direct))
+    assert same == 1.0, f"only {same:.1%} of the ids are those of the queries handed over directly"
+    lines = [
+        ("queries from another process, same answers", f"{len(found)} of {len(queries)}"),
+        ("client: write vector and ready word, p50", micros(float(np.median(write_s)))),
+        ("pool: wait, copy out, acknowledge, p50", micros(float(np.median(took)))),
+        ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
+    ]
+    return Outcome(lines, {"write_s": write_s, "take_s": took})
+
+
+def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:
+    """Write each query where it belongs and tell its place; the next one when the answer is there."""
+    from ipc.device_arena import LeasedSlots
+    from ipc.device_memory import open_memory
+
+    memory = open_memory(reference, device)
+    slots = LeasedSlots(memory, lease)
+    times = []
+    for query in queries:
+        begin = time.perf_counter()
+        place = slots.write(query)
+        times.append(time.perf_counter() - begin)
+        pipe.send((place.slot, place.generation))
+        pipe.recv_bytes()
+    slots.close()
+    pipe.send(times)

@@ -1,0 +1,58 @@
+"""Queries a second with all slots busy, and latency by the rate at which queries arrive."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.drive import Driven, drive, poisson
+from benchmarks.gpu_check.report import Outcome, micros, rate
+from benchmarks.gpu_check.setup import Setup
+
+_SHARES = (0.2, 0.4, 0.6, 0.8, 0.9)
+
+
+def check(setup: Setup) -> Outcome:
+    """Recall stands beside every speed."""
+    engine = setup.engine()
+    count = 80 if setup.small else 20_000
+    queries = repeated(setup.data.queries, count)
+    drive(engine, queries[: len(queries) // 10], setup.params)
+    full = drive(engine, queries, setup.params)
+    capacity = full.finished / full.seconds
+    lines = [("all slots busy", f"{rate(capacity)} at recall@10 {recall_of(setup, full):.4f}")]
+    data: dict[str, Any] = {"capacity_per_s": capacity, "rates": []}
+    seconds = 0.2 if setup.small else 4.0
+    for share in _SHARES:
+        offered = share * capacity
+        wanted = max(20, min(int(offered * seconds), len(queries)))
+        found = drive(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
+        lines.append((f"Poisson at {share:.0%} ({rate(offered)})", summary(found)))
+        data["rates"].append({"offered_per_s": offered, **figures(found)})
+    engine.close()
+    return Outcome(lines, data)
+
+
+def repeated(queries: np.ndarray, count: int) -> np.ndarray:
+    """`count` queries, the given ones again and again."""
+    times = -(-count // len(queries))
+    return np.ascontiguousarray(np.tile(queries, (times, 1))[:count])
+
+
+def recall_of(setup: Setup, found: Driven) -> float:
+    """Recall@10 of the first round of repeated queries."""
+    known = min(len(setup.data.queries), len(found.ids))
+    truth = setup.data.truth[:known, None, :10]
+    return float((found.ids[:known, :10, None] == truth).any(axis=2).mean())
+
+
+def figures(found: Driven) -> dict[str, float]:
+    """What is kept of a run."""
+    latencies = {f"p{share * 100:g}_s": found.percentile(share) for share in (0.5, 0.9, 0.99)}
+    return {"finished": found.finished, "asked": len(found.ids), "seconds": found.seconds, **latencies}
+
+
+def summary(found: Driven) -> str:
+    """What is shown of a run."""
+    late = len(found.ids) - found.finished
+    text = f"p50 {micros(found.percentile(0.5))}, p99 {micros(found.percentile(0.99))}"
+    return text if not late else f"{text}, {late} of {len(found.ids)} not finished in time"

@@ -1,0 +1,42 @@
+"""What a section hands back, and the table that it goes into."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_check.setup import Setup
+
+
+class Skipped(Exception):
+    """This cannot be done here; the message says why."""
+
+
+@dataclass
+class Outcome:
+    """`lines`: (what, value) for the table. `data`: everything that was measured, for the JSON file."""
+
+    lines: list[tuple[str, str]]
+    data: Any = None
+    failed: bool = False
+    seconds: float = field(default=0.0)
+
+
+def markdown(setup: "Setup", outcomes: dict[str, Outcome]) -> str:
+    """The whole run as a page."""
+    settings = ", ".join(f"{name} {value}" for name, value in setup.settings.items())
+    machine = ", ".join(f"{name}: {value}" for name, value in setup.machine.items())
+    lines = [f"# The search engine on {setup.device_name}", "", f"{settings}.", "", f"{machine}.", ""]
+    lines += ["| section | what | value |", "|---|---|---:|"]
+    for name, outcome in outcomes.items():
+        lines += [f"| {name} | {what} | {value} |" for what, value in outcome.lines]
+    return "\n".join(lines) + "\n"
+
+
+def rate(per_second: float) -> str:
+    """A rate for the table."""
+    return f"{per_second:,.0f}/s"
+
+
+def micros(seconds: float) -> str:
+    """A time for the table."""
+    return f"{seconds * 1e6:,.1f} µs"

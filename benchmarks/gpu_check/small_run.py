@@ -1,0 +1,28 @@
+"""A few queries over a small index, watched by compute-sanitizer: `python -m benchmarks.gpu_check.small_run DEVICE`."""
+
+import sys
+
+from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.setup import random_set
+from gpu import GraphIndex, SearchParams, open_engine
+
+
+def main(device: str) -> None:
+    """int8 over l2, so that rescoring is watched too; pauses and releases among the queries."""
+    data = random_set(800, 40, 24, seed=3)
+    index = GraphIndex.build(data.base, metric="l2", dtype="int8", degree=8)
+    engine = open_engine(device, {"docs": index}, slots=8, max_top_m=64)
+    paused = engine.admit(data.queries[0], SearchParams(5, 32, 2), "docs")
+    engine.extend()
+    engine.pause(paused)
+    found = drive(engine, data.queries[1:], SearchParams(5, 32, 2))
+    engine.resume(paused)
+    engine.extend()
+    engine.release(paused)
+    engine.close()
+    assert found.finished == len(data.queries) - 1
+    print(f"{found.finished} queries in {found.steps} steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

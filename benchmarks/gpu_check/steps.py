@@ -1,0 +1,65 @@
+"""What a step costs: by bucket, by form of launch, beside a plain copy; and how much of it is the host's."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.report import Outcome, micros
+from benchmarks.gpu_check.setup import Setup
+from gpu.backends import copy_bytes_s
+from gpu.roofline import measure_extends, search_roofline
+
+_LAUNCH = 16  # extends a launch, in the forms that do several
+
+
+def check(setup: Setup) -> Outcome:
+    """Extend times, the bandwidth that they use, the host's part, and launches of several extends."""
+    copy = copy_bytes_s(setup.device)
+    engine = setup.engine()
+    times = measure_extends(engine, "docs", setup.index, setup.params)
+    roofline = search_roofline(setup.device_name, copy, times)
+    lines = [("copy, bytes read", f"{copy / 1e9:,.0f} GB/s")]
+    for one in times:
+        used = one.nbytes / one.seconds / copy
+        lines.append((f"extend of {one.active} slots", f"{micros(one.seconds)}, {used:.1%} of the copy"))
+    curve = roofline.saturation
+    lines.append(("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}"))
+    data: dict[str, Any] = {"roofline": asdict(roofline), "forms": {}}
+    queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
+    plain = drive(engine, queries, setup.params)
+    engine.close()
+    host = (
+        ("host time a step, all slots in use", plain.host_s / plain.steps),
+        ("… a query", plain.host_s / plain.finished),
+    )
+    lines += [(what, micros(seconds) if setup.on_gpu else "skipped: no GPU") for what, seconds in host]
+    data["forms"]["plain"] = _form(plain)
+    for form in ("loop", "fused"):
+        if not setup.on_gpu:
+            lines.append((f"{_LAUNCH} extends a launch, {form}", "skipped: no GPU"))
+            continue
+        engine = setup.engine(extends_per_launch=_LAUNCH, form=form)
+        made = getattr(engine, "form", "plain")
+        found = drive(engine, queries, setup.params)
+        single = setup.engine(1, extends_per_launch=_LAUNCH, form=form)
+        alone = drive(single, queries[:50], setup.params)
+        single.close()
+        engine.close()
+        same = float(np.mean(found.ids == plain.ids))
+        what = f"{_LAUNCH} extends a launch, {form}" + ("" if made == form else f" (the device gave {made})")
+        lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as plain"))
+        lines.append((f"… one query at a time, {form}, p50", micros(alone.percentile(0.5))))
+        data["forms"][form] = {**_form(found), "made": made, "alone_p50_s": alone.percentile(0.5), "same_ids": same}
+    return Outcome(lines, data)
+
+
+def _form(found: Any) -> dict[str, float]:
+    return {
+        "queries_per_s": found.finished / found.seconds,
+        "steps": found.steps,
+        "extends": found.extends,
+        "host_s": found.host_s,
+        "seconds": found.seconds,
+    }

@@ -1,0 +1,118 @@
+"""The run for a GPU machine: every step of it works on the CPU backend, and its parts do what they say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import peers
+from benchmarks.gpu_check.correctness import poison
+from benchmarks.gpu_check.drive import drive, poisson
+from benchmarks.gpu_check.report import Outcome, Skipped
+from gpu import CpuEngine, GraphIndex, SearchParams
+from tests.gpu.cases import clustered
+
+
+def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
+    assert list(record["sections"]) == ["correctness", "sanitizer", "exchange", "steps", "load", "cuvs"]
+    assert record["settings"]["vectors"] == 1500
+    assert record["sections"]["load"]["data"]["capacity_per_s"] > 0
+    assert len(record["sections"]["steps"]["data"]["roofline"]["measured"]) == 5
+    page = (tmp_path / "gpu-dry-run.md").read_text()
+    for what in (
+        "memcheck",
+        "racecheck",
+        "16 extends a launch, loop",
+        "16 extends a launch, fused",
+        "through CUDA IPC",
+    ):
+        assert f"| {what} | skipped: no GPU" in page
+    assert "| cuvs |  | skipped: no GPU |" in page
+    assert "FAILED" not in page
+
+
+def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(setup: Any) -> Outcome:
+        raise AssertionError("an id comes twice")
+
+    def impossible(setup: Any) -> Outcome:
+        raise Skipped("no such tool")
+
+    sections = {"first": wrong, "second": impossible, "third": lambda setup: Outcome([("speed", "1/s")])}
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    page = (tmp_path / "gpu-dry-run.md").read_text()
+    assert "| first |  | FAILED: AssertionError: an id comes twice |" in page
+    assert "| second |  | skipped: no such tool |" in page
+    assert "| third | speed | 1/s |" in page
+    late = gpu_check.run(None, seconds=-1.0)  # type: ignore[arg-type]
+    assert [outcome.lines[0][1][:8] for outcome in late.values()] == ["skipped:"] * 3
+
+
+@pytest.fixture(scope="module")
+def index() -> GraphIndex:
+    return GraphIndex.build(clustered(np.random.default_rng(0), 500, 16), metric="l2", degree=8)
+
+
+def test_queries_that_arrive_in_time_are_all_answered_and_latency_counts_from_the_arrival(index: GraphIndex) -> None:
+    queries = clustered(np.random.default_rng(1), 30, 16)
+    engine = CpuEngine({"docs": index}, slots=4)
+    found = drive(engine, queries, SearchParams(5, 32, 2), poisson(10_000, 30))
+    assert found.finished == 30
+    assert found.ids.tolist() == index.search(queries, 5, 32, 2)[0].tolist()
+    assert engine.free_slots == 4
+    assert found.percentile(0.5) > 0
+
+
+def test_what_is_not_finished_within_the_limit_is_counted_and_leaves_no_slot_taken(index: GraphIndex) -> None:
+    engine = CpuEngine({"docs": index}, slots=4)
+    found = drive(engine, clustered(np.random.default_rng(1), 5, 16), SearchParams(5, 32, 2), np.full(5, 1e9), 0.01)
+    assert found.finished == 0
+    assert np.isnan(found.percentile(0.5))
+    assert engine.free_slots == 4
+
+
+class FakePeer:
+    """Finds each query's number, and remembers the sizes of its batches."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def search(self, queries: np.ndarray, k: int, top_m: int) -> np.ndarray:
+        self.sizes.append(len(queries))
+        return np.repeat(queries[:, :1].astype(np.int64), k, axis=1)
+
+
+def test_the_peers_window_gathers_what_came_within_a_millisecond_of_the_first() -> None:
+    peer = FakePeer()
+    arrivals = np.array([0.0, 0.0001, 0.0002, 0.05, 0.0501])
+    queries = np.arange(5, dtype=np.float32)[:, None]
+    found = peers.windowed(peer, queries, 64, arrivals, 10.0)
+    assert sum(peer.sizes) == 5
+    assert peer.sizes[0] >= 3
+    assert found.ids[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert found.latency_s[0] >= 0.001
+    assert found.latency_s[3] >= 0.001
+
+
+def test_only_memory_that_results_come_out_of_is_poisoned(index: GraphIndex) -> None:
+    from gpu.cuda.engine import CudaEngine
+    from tests.cuda.recorder import RecordingDriver
+    from tests.cuda.scripted_device import ScriptedDevice
+
+    assert not poison(CpuEngine({"docs": index}))
+    driver = RecordingDriver()
+    ScriptedDevice(driver, length=1)
+    engine = CudaEngine(driver, b"image", {"docs": index}, slots=2, max_top_m=64)
+    assert poison(engine)
+    slot = engine.admit(np.zeros(16, np.float32), SearchParams(3, 32, 2), "docs")
+    engine.extend()
+    assert engine.result(slot)[0].tolist() == [0, 0, 0]  # written by the device, over the poison
+    engine.close()
