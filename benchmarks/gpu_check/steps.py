@@ -30,10 +30,8 @@ def check(setup: Setup) -> Outcome:
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
     plain = drive(engine, queries, setup.params)
     engine.close()
-    host = (
-        ("host time a step, all slots in use", plain.host_s / plain.steps),
-        ("… a query", plain.host_s / plain.finished),
-    )
+    step_s, query_s = plain.host_s / plain.steps, plain.host_s / plain.finished
+    host = ("host time a step, all slots in use", step_s), ("… a query", query_s)
     lines += [(what, micros(seconds) if setup.on_gpu else "skipped: no GPU") for what, seconds in host]
     data["forms"]["plain"] = _form(plain)
     for form in ("loop", "fused"):
