@@ -1,7 +1,6 @@
 """The engine on a CUDA device: a running batch that captured graphs advance, and results that are read by looking."""
 
 import contextlib
-import importlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -112,9 +111,9 @@ class CudaEngine:
 
         Raises DeviceUnavailable beside what the constructor raises.
         """
+        from gpu.cuda.compiler import compile_kernels
         from gpu.cuda.cuda_driver import CudaDriver
 
-        compile_kernels = importlib.import_module("gpu.cuda.compiler").compile_kernels
         driver = CudaDriver(device)
         try:
             engine = cls(
