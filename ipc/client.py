@@ -75,7 +75,7 @@ class RingClient:
         self.max_top_m = answer.max_top_m
         limits = Limits(self.collections, self.max_k, self.max_top_m)
         self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
-        self._slots = answer.results.slots
+        self.slots = answer.results.slots
         self._lost = None
         self._counts["attached"] += 1
 
@@ -111,7 +111,7 @@ class RingClient:
         if self._lost is not None:
             raise PeerLost(self._lost)
         ring = self._session.requests
-        if self._unsent_cancels or len(self._outstanding) >= self._slots or ring.room <= 0:
+        if self._unsent_cancels or len(self._outstanding) >= self.slots or ring.room <= 0:
             self._make_room(block_ms)
         request_id, now = self._next_id, time.monotonic_ns()
         self._next_id = request_id + 1
@@ -154,7 +154,7 @@ class RingClient:
         if len(rows):
             self._make_room(0.0)
         ring = self._session.requests
-        count = min(len(rows), self._slots - len(self._outstanding), ring.free())
+        count = min(len(rows), self.slots - len(self._outstanding), ring.free())
         first, now = self._next_id, time.monotonic_ns()
         ids = range(first, first + count)
         self._next_id = first + count
@@ -213,10 +213,10 @@ class RingClient:
             if self._has_room():
                 return
         self._counts["full"] += 1
-        raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self._slots} slots")
+        raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self.slots} slots")
 
     def _has_room(self) -> bool:
-        return len(self._outstanding) < self._slots and self._session.requests.free() > 0
+        return len(self._outstanding) < self.slots and self._session.requests.free() > 0
 
     def _refuse(self, code: int) -> NoReturn:
         """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
@@ -239,8 +239,6 @@ class RingClient:
         self._absorb()
         results = self._ended
         if not results:
-            if not self._outstanding:
-                return []
             now = time.monotonic_ns()
             if now >= self._next_peer_check:
                 self._next_peer_check = now + PEER_CHECK_NS

@@ -46,6 +46,7 @@ def build(
     dtype: Annotated[
         Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept; int8 keeps float32 beside.")
     ] = "float32",
+    shards: Annotated[int, typer.Option(help="Split it over so many pool workers.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Of the graph's random choices.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
     device: Annotated[
@@ -67,6 +68,7 @@ def build(
             ids=None if ids is None else read_ids(ids),
             degree=degree,
             dtype=dtype,
+            shards=shards,
             seed=seed,
             threads=threads or len(os.sched_getaffinity(0)),
             device=device,
@@ -88,6 +90,7 @@ def info(directory: Directory) -> None:
         "metric": found.metric,
         "dtype": found.dtype,
         "degree": found.degree,
+        "shards": found.shards,
         "index": f"{found.index_bytes / 1e6:,.1f} MB",
         "documents": documents,
         "embedder": found.embedder_name or "none: queries come as vectors",
@@ -119,11 +122,10 @@ def search(
     wanted = read_vectors(queries)
     known = None if truth is None else read_truth(truth, len(wanted), k)
     with Collection.open(directory) as collection:
-        index = collection.index
         # The first search compiles, or loads, the machine code: that is no part of the speed.
-        index.search(wanted[:1], k, top_m, search_width, patience, threads)
+        collection.search(wanted[:1], k, top_m, search_width, patience, threads)
         begin = time.perf_counter()
-        ids, _ = index.search(wanted, k, top_m, search_width, patience, threads)
+        ids, _ = collection.search(wanted, k, top_m, search_width, patience, threads)
         seconds = time.perf_counter() - begin
     if out is not None:
         _write(out, ids)

@@ -3,15 +3,24 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime.retrieval.client import SearchClient, SearchResult
+    from runtime.retrieval.async_client import AsyncSearchClient
+    from runtime.retrieval.client import SearchClient
+    from runtime.retrieval.results import SearchBatch, SearchResult
 
-__all__ = ["SearchClient", "SearchResult"]
+_HOME = {
+    "AsyncSearchClient": "async_client",
+    "SearchBatch": "results",
+    "SearchClient": "client",
+    "SearchResult": "results",
+}
+
+__all__ = ["AsyncSearchClient", "SearchBatch", "SearchClient", "SearchResult"]
 
 
 def __getattr__(name: str) -> object:
     # Loaded on first use: most processes of a node import this package and never the client.
-    if name in __all__:
-        from runtime.retrieval import client
+    if name in _HOME:
+        import importlib
 
-        return getattr(client, name)
+        return getattr(importlib.import_module(f"runtime.retrieval.{_HOME[name]}"), name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

@@ -26,6 +26,11 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:
             raise ConfigError(f"pool.devices: {worker.name} cannot run on {worker.device!r}: {error}") from error
     for collection in plan.config.collections:
         info = Collection.info(Path(collection.path))
+        if info.shards != collection.shards:
+            raise ConfigError(
+                f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
+                f"{info.shards}: say so here, or build it with `trinity index build --shards {collection.shards}`"
+            )
         if info.embedder_name:
             check_embedder(info.embedder_name)
     if plan.config.model is not None:

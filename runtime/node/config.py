@@ -116,7 +116,7 @@ class DecodeSection(KvHolder, frozen=True):
 
 
 class PoolSection(Placed, frozen=True):
-    """Vector-pool workers, replicas of each other.
+    """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
 
     `slots` queries are active at most, and `reserve` is the share owed to prefill queries. The engine has `spare_slots`
     more, so that prefill queries can run while paused decode queries keep theirs. `prefill_target_s`: within which a
@@ -191,10 +191,14 @@ class SloSection(_Section, frozen=True):
 
 
 class CollectionSection(_Section, frozen=True):
-    """A collection that the pool loads: its name in requests, and its directory."""
+    """A collection that the pool loads: its name in requests, its directory, and into how many shards it was built.
+
+    Of a split collection each pool worker serves one shard: worker i has shard i mod `shards`.
+    """
 
     name: Name
     path: Annotated[str, Meta(min_length=1)]
+    shards: Annotated[int, Meta(ge=1, le=8)] = 1
 
 
 class NodeConfig(_Section, frozen=True):

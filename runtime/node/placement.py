@@ -148,6 +148,11 @@ def _check_collections(config: NodeConfig) -> None:
         seen.add(collection.name)
         if not Path(collection.path).is_dir():
             raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
+        if config.pool.workers % collection.shards:
+            raise ConfigError(
+                f"pool.workers = {config.pool.workers} is no multiple of the {collection.shards} shards of "
+                f"collection {collection.name!r}: every shard needs as many workers as the others"
+            )
 
 
 def _check_keys(config: NodeConfig) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
 from gpu.slots import MAX_SLOTS
 from ipc import Memo, Parameters, Request, RingServer, Stage
-from runtime.errors import ConfigError, DeadlineExceeded, Overloaded
-from runtime.node.config import PoolSection
+from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Overloaded
+from runtime.node.config import CollectionSection, PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
 from runtime.pool.estimate import Kind
@@ -49,7 +49,8 @@ class Pool:
         policy = policy_of(limits)
         self._worker, self._table = worker, worker.table
         self._targeted = policy.prefill_target_ns > 0
-        indexes = {c.name: Collection.open(Path(c.path)).index for c in config.collections}
+        shards = {c.name: (worker.place.index % c.shards, c.shards) for c in config.collections}
+        indexes = {c.name: _open_index(c, shards[c.name][0]) for c in config.collections}
         self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
@@ -62,6 +63,7 @@ class Pool:
             worker.plan.endpoint(worker.name),
             {name: index.dim for name, index in indexes.items()},
             epoch=worker.epoch,
+            shards=shards,
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
@@ -279,6 +281,14 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engi
 def _direction(dim: int, number: int) -> NDArray[np.float32]:
     """Queries that differ, whatever the data."""
     return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
+
+
+def _open_index(section: CollectionSection, shard: int) -> GraphIndex:
+    """The index that this worker serves. Raises `CollectionError`."""
+    found = Collection.open(Path(section.path)).shards
+    if len(found) != section.shards:
+        raise CollectionError(f"{section.path} was built with {len(found)} shards, not {section.shards}")
+    return found[shard]
 
 
 def _known(asked: Parameters) -> tuple[Kind, SearchParams]:

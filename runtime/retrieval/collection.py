@@ -2,16 +2,17 @@
 
 Collection.build(Path("passages.jsonl"), Path("docs"))
 with Collection.open(Path("docs")) as docs:
-    ids, distances = docs.index.search(load_embedder(docs.embedder_name).embed(["…"]), k=4)
+    ids, distances = docs.search(load_embedder(docs.embedder_name).embed(["…"]), k=4)
     passages = docs.documents.get(ids[0])
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,12 +29,22 @@ from runtime.retrieval.embedder import (
     embedding_text,
     load_embedder,
 )
-from runtime.retrieval.manifest import DOCUMENTS, INDEX, Manifest, facts_of, read_manifest, write_manifest
+from runtime.retrieval.gather import merge_nearest
+from runtime.retrieval.manifest import (
+    DOCUMENTS,
+    INDEX,
+    Manifest,
+    facts_of,
+    index_folders,
+    read_manifest,
+    write_manifest,
+)
 from runtime.retrieval.sources import DOCUMENT_SUFFIXES, Progress, no_progress, read_documents, read_vectors
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
+MAX_SHARDS = 8
 _EMBED_AT_ONCE = 64  # texts between two words of progress
 
 
@@ -47,6 +58,7 @@ class CollectionInfo:
     metric: str
     dtype: str
     degree: int
+    shards: int
     embedder_name: str | None
     index_bytes: int
     document_bytes: int
@@ -55,12 +67,13 @@ class CollectionInfo:
 class Collection:
     """An open collection. Read-only: any number of processes and threads may have it open."""
 
-    def __init__(self, index: GraphIndex, documents: DocumentStore | None, embedder_name: str | None) -> None:
+    def __init__(
+        self, indexes: Sequence[GraphIndex], documents: DocumentStore | None, embedder_name: str | None
+    ) -> None:
         """Use `open`."""
-        self.index = index
-        self.documents = documents  # by row, the index's ids; None in a collection of bare vectors
+        self.shards = tuple(indexes)  # one index, or as many as it was split into
+        self.documents = documents  # by row, the indexes' ids; None in a collection of bare vectors
         self.embedder_name = embedder_name  # None: queries must come as vectors
-        self.metric = index.metric
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -70,14 +83,44 @@ class Collection:
         """
         manifest = read_manifest(directory)
         with _index_errors():
-            index = GraphIndex.load(directory / INDEX)
-        if (index.size, index.dim, index.metric) != (manifest.size, manifest.dim, manifest.metric):
+            indexes = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
+        size = sum(index.size for index in indexes)
+        if size != manifest.size or {(i.dim, i.metric) for i in indexes} != {(manifest.dim, manifest.metric)}:
             raise CollectionError(f"{directory / INDEX} is not the index that {directory}'s manifest describes")
         documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
         if documents is not None and documents.size != manifest.size:
             documents.close()
             raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
-        return cls(index, documents, manifest.embedder)
+        return cls(indexes, documents, manifest.embedder)
+
+    @property
+    def index(self) -> GraphIndex:
+        """The index of a collection in one piece. Raises `CollectionError` for one that is split."""
+        if len(self.shards) > 1:
+            raise CollectionError(f"the collection is split into {len(self.shards)} shards: it has no one index")
+        return self.shards[0]
+
+    @property
+    def dim(self) -> int:
+        return self.shards[0].dim
+
+    @property
+    def metric(self) -> str:
+        return self.shards[0].metric
+
+    def search(
+        self,
+        queries: NDArray[Any],
+        k: int = 10,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        threads: int = 1,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As `GraphIndex.search`, over all shards."""
+        with _index_errors():
+            found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
+        return found[0] if len(found) == 1 else merge_nearest(found, k)
 
     def close(self) -> None:
         """Let go of the documents' file; the index's memory goes with its last user."""
@@ -101,19 +144,22 @@ class Collection:
             metric=manifest.metric,
             dtype=manifest.dtype,
             degree=manifest.degree,
+            shards=len(manifest.indexes),
             embedder_name=manifest.embedder,
-            index_bytes=sum(path.stat().st_size for path in (directory / INDEX).iterdir()),
+            index_bytes=sum(p.stat().st_size for folder in manifest.indexes for p in (directory / folder).iterdir()),
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
         )
 
     @staticmethod
     def verify(directory: Path) -> None:
         """Read every file and compare its checksum. Raises `CollectionError` that names the damaged file."""
-        for name, facts in read_manifest(directory).files.items():
+        manifest = read_manifest(directory)
+        for name, facts in manifest.files.items():
             if facts_of(directory / name) != facts:
                 raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
         with _index_errors():
-            GraphIndex.load(directory / INDEX).verify()
+            for folder in manifest.indexes:
+                GraphIndex.load(directory / folder).verify()
         Collection.open(directory).close()
 
     @staticmethod
@@ -127,6 +173,7 @@ class Collection:
         ids: NDArray[np.int64] | None = None,
         degree: int = 32,
         dtype: Dtype = "float32",
+        shards: int = 1,
         seed: int = 0,
         threads: int = 1,
         device: BuildDevice = "cpu",
@@ -140,6 +187,7 @@ class Collection:
             so that queries may come as text.
         vectors: the documents' vectors, row by row, where they are known already.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
+        shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
         degree, dtype, seed, device: see `GraphIndex.build`. threads: cores to use.
         force: replace a collection that is at `out`.
         progress: called with a stage's name and the part of it that is done, 0..1.
@@ -164,20 +212,31 @@ class Collection:
                 with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
                     matrix = _embedded(documents, model, progress)
             _check_embedder(embedder, matrix)
-            with _index_errors():
-                index = GraphIndex.build(
-                    matrix,
-                    metric=metric,
-                    degree=degree,
-                    dtype=dtype,
-                    ids=ids,
-                    seed=seed,
-                    threads=threads,
-                    device=device,
-                    progress=progress,
-                )
-                index.save(building / INDEX)
-            _seal(building, index, embedder)
+            if not 1 <= shards <= min(MAX_SHARDS, len(matrix)):
+                raise CollectionError(f"shards is {shards}, outside 1..{MAX_SHARDS} for {len(matrix)} vectors")
+            own_ids = np.arange(len(matrix)) if ids is None and shards > 1 else ids
+            if own_ids is not None and own_ids.shape != (len(matrix),):
+                raise CollectionError(f"ids have shape {own_ids.shape}; [{len(matrix)}] are needed")
+            for shard, folder in enumerate(index_folders(shards)):
+                with _index_errors():
+                    index = GraphIndex.build(
+                        matrix[shard::shards],
+                        metric=metric,
+                        degree=degree,
+                        dtype=dtype,
+                        ids=None if own_ids is None else own_ids[shard::shards],
+                        seed=seed,
+                        threads=threads,
+                        device=device,
+                        progress=_part(progress, shard, shards),
+                    )
+                    index.save(building / folder)
+            _seal(building, index, len(matrix), shards, embedder)
+
+
+def _part(progress: Progress, shard: int, shards: int) -> Progress:
+    """One shard's share of a stage."""
+    return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
 
 
 def _bare_vectors(source: Source) -> NDArray[Any] | None:
@@ -213,16 +272,18 @@ def _check_embedder(name: str | None, vectors: NDArray[Any]) -> None:
         )
 
 
-def _seal(building: Path, index: GraphIndex, embedder: str | None) -> None:
-    files = [name for name in (DOCUMENTS, f"{INDEX}/meta.json") if (building / name).exists()]
+def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: str | None) -> None:
+    metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
+    files = [name for name in (DOCUMENTS, *metas) if (building / name).exists()]
     manifest = Manifest(
-        size=index.size,
+        size=size,
         dim=index.dim,
         metric=index.metric,
         dtype=index.dtype,
         degree=index.degree,
         embedder=embedder,
         files={name: facts_of(building / name) for name in files},
+        shards=msgspec.UNSET if shards == 1 else shards,
     )
     write_manifest(building, manifest)
 

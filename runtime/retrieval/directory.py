@@ -1,6 +1,7 @@
 """A collection's directory appears whole or not at all, and nothing that Trinity did not write is ever deleted."""
 
 import os
+import re
 import secrets
 import shutil
 import sqlite3
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from runtime.errors import CollectionError
 from runtime.retrieval.manifest import DOCUMENTS, INDEX, MANIFEST, is_collection
+
+_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 
 
 @contextmanager
@@ -49,9 +52,9 @@ def _refuse(out: Path, replace: bool) -> None:
         raise CollectionError(f"{out} exists already; --force replaces a collection")
     if not is_collection(out):
         raise CollectionError(f"{out} is not a collection: it will not be replaced")
-    index = out / INDEX
-    strange = [path for path in out.iterdir() if path.name not in (MANIFEST, DOCUMENTS, INDEX)]
-    if index.is_dir():
+    indexes = [path for path in out.iterdir() if _INDEX_NAME.fullmatch(path.name) and path.is_dir()]
+    strange = [path for path in out.iterdir() if path not in indexes and path.name not in (MANIFEST, DOCUMENTS)]
+    for index in indexes:
         strange += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
     if strange:
         raise CollectionError(f"{out} will not be replaced: {strange[0]} is no part of a collection")

@@ -4,6 +4,7 @@ collection.json     this manifest, with a checksum of itself
 documents.sqlite    the documents (not in a collection of bare vectors)
 index/meta.json     the index's own description, which has the checksums of its arrays
 index/*.npy
+index-0/ …          instead of index/, in a collection split into shards: an index for each
 """
 
 import hashlib
@@ -26,7 +27,10 @@ class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `collection.json`. `embedder` is null where queries must come as vectors."""
+    """The content of `collection.json`. `embedder` is null where queries must come as vectors.
+
+    `shards` is not written for a collection in one piece, so that those of earlier versions keep their checksums.
+    """
 
     size: int
     dim: int
@@ -35,9 +39,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degree: int
     embedder: str | None
     files: dict[str, FileFacts]
+    shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
     sha256: str = ""  # of this manifest, encoded with this field empty
+
+    @property
+    def indexes(self) -> tuple[str, ...]:
+        """The folders of its indexes, one a shard."""
+        return index_folders(1 if self.shards is msgspec.UNSET else self.shards)
+
+
+def index_folders(shards: int) -> tuple[str, ...]:
+    """Where a collection of so many shards keeps its indexes."""
+    return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
 
 
 def facts_of(path: Path) -> FileFacts:

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from ipc import Stage
 from runtime.errors import InvalidRequest, TrinityError, UnknownCollection
 from runtime.node.placement import NodePlan
-from runtime.retrieval.client import SearchClient, SearchResult
+from runtime.retrieval.client import SearchClient
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import Embedder, load_embedder
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.results import SearchResult
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Library:
     @property
     def dims(self) -> dict[str, int]:
         """Vector length by collection."""
-        return {name: collection.index.dim for name, collection in self._collections.items()}
+        return {name: collection.dim for name, collection in self._collections.items()}
 
     def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
         """The documents of a search result; of a collection of bare vectors, passages without title and text."""

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
+from runtime.node.placement import NodePlan
 from runtime.pool import process
+from runtime.retrieval import client as client_module
+from runtime.retrieval import dispatch, pool_session
+from runtime.retrieval.client import SearchClient
 from runtime.retrieval.collection import Collection
 from tests.pool.pools import InProcessPool, plan_of
 
@@ -33,7 +37,34 @@ def queries() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     return np.random.default_rng(1).normal(size=(60, DIM)).astype(np.float32)
 
 
+@pytest.fixture(scope="session")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The vectors of `collection` in two shards."""
+    path = tmp_path_factory.mktemp("pool") / "split"
+    vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
+    Collection.build(vectors, path, metric="l2", degree=16, shards=2)
+    return path
+
+
 MakePool = Callable[..., InProcessPool]
+MakeClient = Callable[..., SearchClient]
+
+
+@pytest.fixture
+def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
+    """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process."""
+    monkeypatch.setattr(dispatch, "RETRY_MS", 50.0)
+    monkeypatch.setattr(pool_session, "RETRY_NS", 10_000_000)
+    monkeypatch.setattr(client_module, "_WAIT_NS", 60 * 10**9)
+    made: list[SearchClient] = []
+
+    def make(plan: NodePlan) -> SearchClient:
+        made.append(SearchClient.of_plan(plan, "test"))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
 
 
 @pytest.fixture

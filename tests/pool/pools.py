@@ -15,11 +15,14 @@ from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
+from runtime.retrieval.client import SearchClient
+from runtime.retrieval.results import SearchResult
 
 
-def plan_of(collection: Path, **pool: Any) -> NodePlan:
-    """A plan with the collection `docs` and these settings of the pool."""
-    return resolve(parse_config({"pool": pool, "collections": [{"name": "docs", "path": str(collection)}]}))
+def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, **pool: Any) -> NodePlan:
+    """A plan with the collection `docs`, other collections, and these settings of the pool."""
+    docs = {"name": "docs", "path": str(collection), "shards": shards}
+    return resolve(parse_config({"pool": pool, "collections": [docs, *others]}))
 
 
 class InProcessPool:
@@ -89,3 +92,24 @@ def until(condition: Callable[[], object], do: Callable[[], object] = lambda: No
     while not condition():
         assert time.monotonic() < end, "waited for 60 s"
         do()
+
+
+def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
+    """The next `count` results by ticket; each comes once, and no other."""
+    found: list[SearchResult] = []
+
+    def poll() -> None:
+        found.extend(client.poll())
+        client.sleep((), 1)
+
+    until(lambda: len(found) >= count, poll)
+    found += client.poll()
+    by_ticket = {result.ticket: result for result in found}
+    assert len(by_ticket) == len(found) == count
+    return by_ticket
+
+
+def attached(client: SearchClient) -> SearchClient:
+    """With every pool of the plan."""
+    until(lambda: all(pool.state != "lost" for pool in client.statistics().pools), client.poll)
+    return client

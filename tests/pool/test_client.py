@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,12 @@ from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import InvalidRequest, Overloaded, Unavailable, WorkerLost
 from runtime.node.placement import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval import client as module
-from runtime.retrieval.client import SearchClient, SearchResult
-from tests.pool.conftest import MakePool
-from tests.pool.pools import InProcessPool, plan_of, until
+from runtime.retrieval import dispatch
+from runtime.retrieval.client import SearchClient
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import InProcessPool, attached, collect, plan_of
 
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
-MakeClient = Callable[..., SearchClient]
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of a busy machine may take longer to answer than a pool's process."""
-    monkeypatch.setattr(module, "_RETRY_MS", 50.0)
-    monkeypatch.setattr(module, "_RETRY_NS", 10_000_000)
-    monkeypatch.setattr(module, "_WAIT_NS", 60 * 10**9)
-
-
-@pytest.fixture
-def make_client() -> Iterator[MakeClient]:
-    made: list[SearchClient] = []
-
-    def make(plan: NodePlan) -> SearchClient:
-        made.append(SearchClient.of_plan(plan, "test"))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
 
 
 @pytest.fixture
@@ -49,27 +26,6 @@ def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcess
     """Two pools of one plan, at work."""
     plan = plan_of(collection, workers=2, ring_slots=64)
     return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
-
-
-def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
-    """The next `count` results by ticket; each comes once, and no other."""
-    found: list[SearchResult] = []
-
-    def poll() -> None:
-        found.extend(client.poll())
-        client.sleep((), 1)
-
-    until(lambda: len(found) >= count, poll)
-    found += client.poll()
-    by_ticket = {result.ticket: result for result in found}
-    assert len(by_ticket) == len(found) == count
-    return by_ticket
-
-
-def attached(client: SearchClient) -> SearchClient:
-    """With every pool of the plan."""
-    until(lambda: all(pool.live for pool in client._pools), client.poll)
-    return client
 
 
 def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
@@ -162,7 +118,7 @@ def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
 def test_no_more_queries_wait_for_a_pool_than_the_limit(
     collection: Path, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_PARKED", 3)
+    monkeypatch.setattr(dispatch, "_MAX_PARKED", 3)
     client = make_client(plan_of(collection))
     for query in queries[:3]:
         client.submit(query, 3, collection="docs")

@@ -1,0 +1,259 @@
+"""Where a client's queries go and how they end: to replicas and shards, again elsewhere, or to a typed error.
+
+A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
+shards, whose answers are merged; `replicas.py` says to which. When a pool dies, its questions are asked again
+elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. Every
+question that was taken ends once, whole or with an error.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
+from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
+from runtime.retrieval.gather import Gather
+from runtime.retrieval.pool_session import RETRY_MS, PoolSession, Question
+from runtime.retrieval.replicas import ReplicaPolicy, Replicas
+from runtime.retrieval.results import SearchResult, SearchStatistics, failed
+
+_MAX_PARKED = 1024
+_MAX_ATTEMPTS = 3
+_AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
+_TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
+
+
+class Dispatcher:
+    """All sessions of one client, and its questions. One thread; never waits, but for a lost pool's return."""
+
+    def __init__(self, endpoints: Iterable[str], name: str, top_m: int, policy: ReplicaPolicy | None) -> None:
+        self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
+        self._up = [False] * len(self.pools)  # as far as was noticed
+        self._replicas = Replicas(len(self.pools), policy)
+        self._routes: dict[tuple[str, int], tuple[int, ...]] = {}  # (collection, shard) → live pools
+        self._splits: dict[str, int] = {}  # collection → number of shards
+        self._parked: deque[Question] = deque()  # waiting for any pool
+        self._ended: list[SearchResult] = []
+
+    # ---- pools
+
+    def attach(self, timeout_ms: float | None = None) -> bool:
+        """Try to have a session with every pool. Whether there is one with any."""
+        now = time.monotonic_ns()
+        for number in range(len(self.pools)):
+            self._look_after(number, RETRY_MS if timeout_ms is None else timeout_ms, now)
+        return any(self._up)
+
+    def _look_after(self, number: int, timeout_ms: float, now: int) -> None:
+        pool = self.pools[number]
+        was, self._up[number] = self._up[number], pool.live or pool.attach(timeout_ms, now)
+        if self._up[number] and not was:
+            self._replicas.lost(number)  # what was known is of its last life
+        if self._up[number] != was:
+            self._find_routes()
+
+    def clients(self) -> list[RingClient]:
+        """The live sessions."""
+        return [pool.client for pool in self.pools if pool.live and pool.client is not None]
+
+    def only_busy(self) -> RingClient | None:
+        """The one session that everything outstanding waits for, if there is just one."""
+        busy = [pool.client for pool in self.pools if pool.client is not None and pool.asked]
+        return busy[0] if len(busy) == 1 and not self._parked else None
+
+    def _find_routes(self) -> None:
+        self._routes, self._splits = {}, {}
+        for number, pool in enumerate(self.pools):
+            if pool.live and pool.client is not None:
+                for name, (shard, shards) in pool.client.shards.items():
+                    self._splits[name] = shards
+                    self._routes[name, shard] = (*self._routes.get((name, shard), ()), number)
+
+    def _shards(self, collection: str) -> int:
+        """Into how many shards a collection is split; 0 as long as no pool is up that could tell.
+
+        Raises `InvalidRequest` if it is none of the node's.
+        """
+        shards = self._splits.get(collection)
+        if shards is None and self._splits:
+            raise InvalidRequest(f"no collection {collection!r}; there are {sorted(self._splits)}")
+        return shards or 0
+
+    # ---- questions
+
+    def ask(self, question: Question) -> None:
+        """Send a question, or keep what of it cannot be sent now. Raises `InvalidRequest`, `Overloaded`: not taken."""
+        if not any(self._up):
+            self.attach()
+        parts = self._parts(question)
+        if len(parts) > 1:
+            self._check_room()
+        if not self._try(parts[0]):
+            self._check_room()
+            self._parked.append(parts[0])
+        for part in parts[1:]:
+            self._send_or_park(part)
+
+    def _check_room(self) -> None:
+        if len(self._parked) >= _MAX_PARKED:
+            raise Overloaded(f"no pool is up and {len(self._parked)} queries wait for one, the limit is {_MAX_PARKED}")
+
+    def ask_many(self, questions: list[Question], rows: npt.NDArray[np.float32]) -> int:
+        """`ask` for as many questions as there is room for now, from the first on; how many.
+
+        They are alike but for their vectors, `rows`. Raises `InvalidRequest`.
+        """
+        if self._shards(questions[0].collection) != 1:
+            return self._ask_each(questions)
+        now, sent = time.monotonic_ns(), 0
+        for number in self._replicas.choose(self._routes.get((questions[0].collection, 0), ()), now):
+            try:
+                sent = self.pools[number].submit_many(rows[:_TOGETHER], questions[:_TOGETHER])
+            except (RingFull, PeerLost, Draining):
+                continue
+            except InvalidArgument as error:
+                raise InvalidRequest(str(error)) from error
+            self._replicas.sent(number, now, sent)
+            break
+        return sent
+
+    def _ask_each(self, questions: list[Question]) -> int:
+        for number, question in enumerate(questions):
+            try:
+                self.ask(question)
+            except Overloaded:
+                return number
+        return len(questions)
+
+    def _parts(self, question: Question) -> list[Question]:
+        """The question itself, or what each shard is asked of it."""
+        if question.gather is not None or (shards := self._shards(question.collection)) <= 1:
+            return [question]
+        gather = Gather(question.ticket, question.k, shards)
+        fields = {name: getattr(question, name) for name in Question.__struct_fields__}
+        return [Question(**{**fields, "shard": shard, "gather": gather}) for shard in range(shards)]
+
+    def _send_or_park(self, question: Question) -> bool:
+        try:
+            if self._try(question):
+                return True
+        except Overloaded:
+            pass
+        self._parked.append(question)
+        return False
+
+    def _try(self, question: Question) -> bool:
+        """Give a question to a pool that has its shard; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
+        route = self._routes.get((question.collection, question.shard), ())
+        now = time.monotonic_ns()
+        full: RingFull | None = None
+        for number in self._replicas.choose(route, now):
+            try:
+                self.pools[number].submit(question)
+            except RingFull as error:
+                full = error
+            except (PeerLost, Draining):
+                continue
+            except InvalidArgument as error:
+                raise InvalidRequest(str(error)) from error
+            else:
+                self._replicas.sent(number, now)
+                return True
+        if full is not None:
+            raise Overloaded(str(full)) from full
+        return False
+
+    def cancel(self, ticket: int) -> None:
+        """A question's result is not wanted any more; it comes as an error, or not at all."""
+        if self._parked:
+            self._parked = deque(question for question in self._parked if question.ticket != ticket)
+        for pool in self.pools:
+            pool.cancel(ticket, _MAX_ATTEMPTS)
+
+    # ---- ends
+
+    def collect(self) -> list[SearchResult]:
+        """What has ended since the last call."""
+        now = time.monotonic_ns()
+        for number, pool in enumerate(self.pools):
+            for question, result in pool.poll(now):
+                self._replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
+                self._end(question, result, now)
+            if not (self._up[number] and pool.live):
+                self._look_after(number, RETRY_MS, now)
+        if self._parked:
+            self._unpark(now)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _unpark(self, now: int) -> None:
+        full: set[tuple[str, int]] = set()  # shards of which no pool is up, or none has room
+        for _ in range(len(self._parked)):
+            question = self._parked.popleft()
+            if question.gather is not None and question.gather.ended:
+                continue
+            if now >= question.expires_ns:
+                self._fail(question, WorkerLost("no pool took the query before its deadline"))
+                continue
+            try:
+                parts = self._parts(question)
+                for part in parts:
+                    if (part.collection, part.shard) in full:
+                        self._parked.append(part)
+                    elif not self._send_or_park(part):
+                        full.add((part.collection, part.shard))
+            except TrinityError as error:
+                self._fail(question, error)
+
+    def _end(self, question: Question, result: Result, now: int) -> None:
+        gather = question.gather
+        if gather is not None and gather.ended:
+            return  # its query has ended without it
+        if result.status == "ok":
+            wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
+            found = SearchResult(question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns)
+            whole = found if gather is None else gather.add(found)
+            if whole is not None:
+                self._ended.append(whole)
+        elif (
+            result.status in ("lost", "stale_epoch") and question.attempts < _MAX_ATTEMPTS and now < question.expires_ns
+        ):
+            self._parked.append(question)
+        else:
+            self._fail(question, _error_of_status(result.status, question))
+
+    def _fail(self, question: Question, error: TrinityError) -> None:
+        if question.gather is not None:
+            question.gather.ended = True  # never a part of an answer
+            for pool in self.pools:
+                pool.cancel(question.ticket, _MAX_ATTEMPTS)
+        self._ended.append(failed(question.ticket, error))
+
+    def statistics(self) -> SearchStatistics:
+        """See `SearchStatistics`."""
+        pools = (pool.statistics(self._replicas.slow(number)) for number, pool in enumerate(self.pools))
+        return SearchStatistics(tuple(pools), len(self._parked))
+
+    def close(self) -> None:
+        """End the sessions. What is outstanding never comes."""
+        for pool in self.pools:
+            pool.close()
+
+
+def _error_of_status(status: str, question: Question) -> TrinityError:
+    match status:
+        case "overloaded":
+            return Overloaded("the pool's queue is full")
+        case "deadline_exceeded":
+            return DeadlineExceeded("the pool could not answer the query before its deadline")
+        case "invalid_request":
+            return InvalidRequest("the pool refused the query: a value that is not finite, or a limit passed", "vector")
+        case "lost" | "stale_epoch":
+            return WorkerLost(f"the pool died with the query, {question.attempts} times")
+        case "cancelled":
+            return DeadlineExceeded("the query was cancelled")
+        case _:
+            return InternalError(f"the pool ended the query with status {status!r}")

@@ -1,0 +1,146 @@
+"""One pool worker as a client sees it: its endpoint, the session with it while there is one, what was asked there."""
+
+from collections import Counter, deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ipc import IpcError, PeerLost, ProtocolViolation, Result, RingClient, Stage, StaleEpoch
+from runtime.retrieval.gather import Gather
+from runtime.retrieval.results import PoolState, PoolStatistics
+
+RETRY_NS = 500_000_000  # a lost pool is tried again this often …
+RETRY_MS = 20.0  # … and this long; a pool whose loop runs answers in about one
+_ROUND_TRIPS = 1024
+
+
+class Question(msgspec.Struct, eq=False):
+    """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more."""
+
+    ticket: int
+    vector: npt.NDArray[np.float32]
+    k: int
+    stage: Stage
+    collection: str
+    top_m: int | None
+    search_width: int
+    patience: int | None
+    deadline_ns: int
+    expires_ns: int
+    shard: int = 0
+    attempts: int = 0
+    gather: Gather | None = None
+
+
+class PoolSession:
+    """The session with the pool at `endpoint`. What it loses comes back from `poll` with status 'lost'."""
+
+    def __init__(self, endpoint: str, name: str, top_m: int) -> None:
+        self.endpoint = endpoint
+        self._name = name
+        self._top_m = top_m  # of questions that name none
+        self._retry_ns = 0
+        self.client: RingClient | None = None
+        self.asked: dict[int, Question] = {}  # request id → question
+        self.sent = self.answered = 0
+        self.errors: Counter[str] = Counter()
+        self._round_trips: deque[int] = deque(maxlen=_ROUND_TRIPS)
+
+    @property
+    def live(self) -> bool:
+        return self.client is not None and self.client.lost is None
+
+    def attach(self, timeout_ms: float, now_ns: int) -> bool:
+        """Have a session, if that can be had within `timeout_ms`; tried twice a second at most."""
+        if self.live:
+            return True
+        if now_ns < self._retry_ns:
+            return False
+        try:
+            if self.client is None:
+                self.client = RingClient(self.endpoint, self._name, timeout_ms=timeout_ms)
+            elif not self.asked:  # what it lost must have been read first
+                self.client.reconnect(timeout_ms)
+        except IpcError:  # nobody there, refused, or dead half way through
+            self._retry_ns = now_ns + RETRY_NS
+        return self.live
+
+    def submit(self, question: Question) -> None:
+        """Raises what `RingClient.submit` raises; nothing was sent then."""
+        request_id = self._attached.submit(question.vector, **self._options(question))
+        question.attempts += 1
+        self.asked[request_id] = question
+        self.sent += 1
+
+    def submit_many(self, rows: npt.NDArray[np.float32], questions: list[Question]) -> int:
+        """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
+        ids = self._attached.submit_many(rows, **self._options(questions[0]))
+        for request_id, question in zip(ids, questions, strict=False):
+            question.attempts += 1
+            self.asked[request_id] = question
+        self.sent += len(ids)
+        return len(ids)
+
+    @property
+    def _attached(self) -> RingClient:
+        if self.client is None:
+            raise PeerLost(f"no session with {self.endpoint}")
+        return self.client
+
+    def _options(self, question: Question) -> dict[str, Any]:
+        return {
+            "collection": question.collection,
+            "stage": question.stage,
+            "k": question.k,
+            "top_m": question.top_m or min(max(self._top_m, question.k), self._attached.max_top_m),
+            "search_width": question.search_width,
+            "patience": question.patience,
+            "deadline_ns": question.deadline_ns,
+        }
+
+    def poll(self, now_ns: int) -> list[tuple[Question, Result]]:
+        """What has ended since the last call; a pool that breaks the protocol has lost the session."""
+        if self.client is None:
+            return []
+        try:
+            results = self.client.poll()
+        except (StaleEpoch, ProtocolViolation):  # the rest comes as 'lost' next time
+            return []
+        if not results:
+            return []
+        for result in results:
+            if result.status == "ok":
+                self.answered += 1
+                self._round_trips.append(now_ns - result.enqueue_ns)
+            else:
+                self.errors[result.status] += 1
+        return [(self.asked.pop(result.request_id), result) for result in results]
+
+    def cancel(self, ticket: int, most_attempts: int) -> None:
+        """A ticket's questions are not wanted any more, nor asked again if the pool dies."""
+        for request_id, question in self.asked.items():
+            if question.ticket == ticket:
+                question.attempts = most_attempts
+                if self.client is not None:
+                    self.client.cancel(request_id)
+
+    def statistics(self, slow: bool) -> PoolStatistics:
+        """See `PoolStatistics`."""
+        state: PoolState = "lost" if not self.live else "slow" if slow else "live"
+        percentiles = np.percentile(self._round_trips, (50, 90, 99)) / 1e3 if self._round_trips else ()
+        return PoolStatistics(
+            endpoint=self.endpoint,
+            state=state,
+            epoch=0 if self.client is None else self.client.epoch,
+            outstanding=len(self.asked),
+            sent=self.sent,
+            answered=self.answered,
+            errors=dict(self.errors),
+            round_trip_us={q: float(us) for q, us in zip((50, 90, 99), percentiles, strict=False)},
+        )
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()

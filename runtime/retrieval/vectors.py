@@ -1,0 +1,51 @@
+"""Query vectors from wherever they are: sequences, host arrays, and arrays in a GPU's memory.
+
+An object with `__cuda_array_interface__` (version 3) or `__dlpack__` that lies on a GPU is copied to the host, once.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import InvalidRequest
+
+_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType, dlpack.h
+
+
+def as_floats(vectors: Any, name: str = "vector") -> npt.NDArray[np.float32]:
+    """`vectors` as float32 on the host, always a copy. Raises `InvalidRequest` for what is no array of numbers."""
+    found = vectors
+    if type(vectors) is not np.ndarray:
+        if hasattr(vectors, "__cuda_array_interface__"):
+            found = _from_gpu(vectors, "from_cuda_array", name)
+        elif hasattr(vectors, "__dlpack_device__"):
+            found = _from_dlpack(vectors, name)
+    try:
+        return np.array(found, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name}: not an array of numbers: {error}", name) from error
+
+
+def _from_dlpack(vectors: Any, name: str) -> npt.NDArray[Any]:
+    device = int(vectors.__dlpack_device__()[0])
+    if device in (_CUDA, _CUDA_MANAGED):
+        return _from_gpu(vectors, "from_dlpack", name)
+    if device not in (_CPU, _CUDA_HOST):
+        raise InvalidRequest(f"{name}: it lies on a device of DLPack's type {device}; only CPU and CUDA are read", name)
+    try:
+        return np.from_dlpack(vectors)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: it cannot be read through DLPack: {error}", name) from error
+
+
+def _from_gpu(vectors: Any, how: str, name: str) -> npt.NDArray[Any]:
+    try:
+        from runtime.retrieval import gpu_vectors
+    except ImportError as error:
+        raise InvalidRequest(
+            f"{name}: it lies on a GPU, and reading it needs the extra [cuda] ({error}); copy it to the host first",
+            name,
+        ) from error
+    found: npt.NDArray[Any] = getattr(gpu_vectors, how)(vectors, name)
+    return found

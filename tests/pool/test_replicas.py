@@ -1,0 +1,133 @@
+"""Which replica is asked: in turn, without the dead, the slow and the crowded; who recovers comes back."""
+
+import heapq
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.retrieval.replicas import ReplicaPolicy, Replicas
+
+MS = 1_000_000
+POLICY = ReplicaPolicy(floor_ns=2 * MS)
+
+
+def asked(replicas: Replicas, live: list[int], now: int, took: dict[int, int]) -> int:
+    """One query, answered at once; the pool that had it."""
+    pool = replicas.choose(live, now)[0]
+    replicas.sent(pool, now)
+    replicas.answered(pool, took[pool], now + took[pool])
+    return pool
+
+
+def test_equal_pools_have_their_turn_one_after_the_other() -> None:
+    replicas = Replicas(3)
+    order = [asked(replicas, [0, 1, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(9)]
+    assert order == [0, 1, 2] * 3
+
+
+def test_a_dead_pool_is_no_choice_and_the_others_go_on_in_turn() -> None:
+    replicas = Replicas(3)
+    order = [asked(replicas, [0, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(6)]
+    assert order == [0, 2] * 3
+    assert replicas.choose([], 0) == []
+
+
+def test_a_pool_that_answers_slowly_is_passed_over_but_probed_and_comes_back_when_it_is_fast() -> None:
+    replicas = Replicas(2, POLICY)
+    slow = {0: MS, 1: 100 * MS}
+    order = [asked(replicas, [0, 1], now * 10 * MS, slow) for now in range(200)]
+    assert replicas.slow(1)
+    assert 10 <= order.count(1) <= 25  # two seconds, a probe every 100 ms
+    fast = {0: MS, 1: MS}
+    later = [asked(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
+    assert not replicas.slow(1)
+    assert later[-20:].count(1) == 10
+
+
+def test_a_pool_that_answers_nothing_is_slow_before_its_first_answer_comes() -> None:
+    replicas = Replicas(2, POLICY)
+    replicas.sent(1, 0)
+    for now in range(1, 20):
+        replicas.sent(0, now * MS)
+        replicas.answered(0, MS, now * MS)
+    assert replicas.choose([0, 1], 20 * MS)[0] == 0
+    assert replicas.slow(1)
+    assert replicas.choose([1], 20 * MS) == [1], "better a slow one than none"
+
+
+def test_what_lies_between_the_two_limits_changes_nothing() -> None:
+    replicas = Replicas(2, POLICY)
+    between = {0: 10 * MS, 1: 30 * MS}  # over twice, under four times the best
+    for now in range(50):
+        asked(replicas, [0, 1], now * 100 * MS, between)
+    assert not replicas.slow(1)
+    for now in range(50, 60):
+        replicas.sent(1, now * 100 * MS)
+        replicas.answered(1, 500 * MS, now * 100 * MS)
+    replicas.choose([0, 1], 6000 * MS)
+    assert replicas.slow(1)
+    for now in range(60, 120):
+        asked(replicas, [0, 1], now * 100 * MS, between)
+    assert replicas.slow(1)
+
+
+def test_a_crowded_pool_has_no_turn_until_the_others_have_as_many() -> None:
+    replicas = Replicas(2, ReplicaPolicy(crowded=4))
+    replicas.sent(0, 0, 20)
+    order = []
+    for _ in range(20):
+        pool = replicas.choose([0, 1], 1)[0]
+        replicas.sent(pool, 1)
+        order.append(pool)
+    assert order[:15] == [1] * 15
+    assert 0 in order
+
+
+def test_a_pool_that_was_lost_is_a_new_one_when_it_is_back() -> None:
+    replicas = Replicas(2, POLICY)
+    for now in range(50):
+        asked(replicas, [0, 1], now * 10 * MS, {0: MS, 1: 100 * MS})
+    replicas.sent(1, 500 * MS, 7)
+    replicas.lost(1)
+    assert not replicas.slow(1)
+    assert replicas.outstanding(1) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    service=st.lists(st.integers(1, 200), min_size=2, max_size=5),
+    recovers=st.integers(0, 4),
+    gap=st.integers(1, 10),
+)
+def test_most_queries_go_to_the_fast_and_every_pool_that_is_fast_in_the_end_is_used(
+    service: list[int], recovers: int, gap: int
+) -> None:
+    """Pools that answer after a fixed time (ms), one of which becomes as fast as the best half way."""
+    replicas = Replicas(len(service), POLICY)
+    live = list(range(len(service)))
+    took = [ms * MS for ms in service]
+    pending: list[tuple[int, int, int]] = []
+    counts = [0] * len(service)
+    for step in range(2000):
+        now = step * gap * MS
+        if step == 1000:
+            took[recovers % len(took)] = min(took)
+        if step == 1500:
+            counts = [0] * len(service)
+        while pending and pending[0][0] <= now:
+            done, sent, pool = heapq.heappop(pending)
+            replicas.answered(pool, done - sent, done)
+        order = replicas.choose(live, now)
+        assert sorted(order) == live
+        pool = order[0]
+        replicas.sent(pool, now)
+        counts[pool] += 1
+        heapq.heappush(pending, (now + took[pool], now, pool))
+    best = min(took)
+    fast = [pool for pool in live if took[pool] <= 2 * best]
+    probes = 500 * gap * MS // POLICY.probe_ns + 2
+    for pool in live:
+        if took[pool] > 4 * best + 3 * POLICY.floor_ns:
+            assert counts[pool] <= probes
+    share = 500 / len(live)
+    assert all(counts[pool] >= share * 0.8 - probes * len(live) for pool in fast)

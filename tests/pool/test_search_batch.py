@@ -1,0 +1,131 @@
+"""Many queries in one call: all answered, in order, however small the rings; what fails fails by itself."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from runtime.errors import DeadlineExceeded, InvalidRequest, WorkerLost
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import attached, collect, plan_of
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@pytest.mark.parametrize("ring_slots", [2, 3, 256])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_batch_of_any_size_is_answered_in_order(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex,
+    ring_slots: int, workers: int,
+) -> None:  # fmt: skip
+    plan = plan_of(collection, ring_slots=ring_slots, workers=workers)
+    for number in range(workers):
+        make_pool(plan, f"pool-{number}").start()
+    client = attached(make_client(plan))
+    batch = client.search_batch(queries, 4, top_m=32, search_width=2).checked()
+    ids, distances = index.search(queries, 4, top_m=32, search_width=2)
+    assert batch.ids.tolist() == ids.tolist()
+    assert batch.distances.tolist() == distances.tolist()
+    assert [result.ids.tolist() for result in batch] == ids.tolist()
+    assert len(batch) == len(queries)
+    assert client.poll() == []
+
+
+def test_a_batch_leaves_other_queries_results_alone(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection, ring_slots=8)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    tickets = [client.submit(query, 3, collection="docs") for query in queries[:6]]
+    assert not client.search_batch(queries, 3).errors
+    assert sorted(collect(client, 6)) == tickets
+
+
+def test_what_fails_in_a_batch_fails_by_itself_and_by_name(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    mixed = queries[:9].copy()
+    mixed[[2, 7], 0] = np.nan
+    batch = client.search_batch(mixed, 3)
+    assert sorted(batch.errors) == [2, 7]
+    assert all(isinstance(error, InvalidRequest) for error in batch.errors.values())
+    assert batch.ids[2].tolist() == [-1] * 3
+    assert np.isinf(batch.distances[7]).all()
+    assert (batch.ids[[0, 1, 3, 4, 5, 6, 8]] >= 0).all()
+    with pytest.raises(InvalidRequest, match="not finite"):
+        batch.checked()
+
+
+def test_an_empty_batch_has_no_results(collection: Path, make_client: MakeClient) -> None:
+    batch = make_client(plan_of(collection)).search_batch(np.empty((0, 16)), 3)
+    assert (len(batch), batch.ids.shape) == (0, (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("vectors", "words"),
+    [([0.5] * 16, "shape"), ([[0.5] * 7], "16"), ([[1.0], [1.0, 2.0]], "not an array"), (["a"], "not an array")],
+)
+def test_a_batch_that_cannot_be_is_refused_as_a_whole(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, vectors: Any, words: str
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    with pytest.raises(InvalidRequest, match=words):
+        client.search_batch(vectors, 3)
+    assert len(client.search([0.5] * 16, 3).ids) == 3
+
+
+def test_a_batch_without_a_pool_ends_at_its_deadline_with_an_error_for_each(
+    collection: Path, make_client: MakeClient, queries: Vectors
+) -> None:
+    batch = make_client(plan_of(collection)).search_batch(queries, 3, deadline_ms=30)
+    assert len(batch.errors) == len(queries)
+    assert all(isinstance(error, WorkerLost | DeadlineExceeded) for error in batch.errors.values())
+
+
+def test_a_batch_survives_the_death_of_a_pool_under_it(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(collection, ring_slots=4, workers=2)
+    pools = [make_pool(plan, f"pool-{number}").start() for number in range(2)]
+    client = attached(make_client(plan))
+    batch = client.batch(queries, 4, "docs", "prefill", None, 32, 2, None)
+    with pools[0].held():
+        batch.send()
+        pools[0].die()
+    while not batch.done:
+        for result in client._dispatcher.collect():
+            assert batch.take(result)
+        batch.send()
+        client.sleep((), 1)
+    assert batch.result().checked().ids.tolist() == index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+
+
+def test_statistics_tell_what_each_pool_was_asked_and_how_it_went(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection, workers=2)
+    pools = [make_pool(plan, f"pool-{number}", epoch=5 + number).start() for number in range(2)]
+    client = attached(make_client(plan))
+    client.search_batch(queries[:40], 3)
+    client.search_batch([[float("nan")] * 16], 3)
+    found = client.statistics()
+    assert [pool.endpoint for pool in found.pools] == [pool.endpoint for pool in pools]
+    assert [pool.epoch for pool in found.pools] == [5, 6]
+    assert sum(pool.sent for pool in found.pools) == 41
+    assert sum(pool.answered for pool in found.pools) == 40
+    assert [pool.outstanding for pool in found.pools] == [0, 0]
+    assert sum(pool.errors.get("invalid_request", 0) for pool in found.pools) == 1
+    for pool in found.pools:
+        assert 0 < pool.round_trip_us[50] <= pool.round_trip_us[90] <= pool.round_trip_us[99]
+    pools[0].die()
+    while client.statistics().pools[0].state != "lost":
+        client.poll()
+    assert client.statistics().waiting == 0

@@ -1,0 +1,163 @@
+"""A collection that is split over pools: one answer from all shards, or an error, never a part of one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex
+from runtime.errors import CollectionError, ConfigError, InvalidRequest, WorkerLost
+from runtime.node.placement import NodePlan
+from runtime.retrieval.collection import Collection
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import InProcessPool, attached, collect, plan_of, until
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
+    return [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
+
+
+def exact(index: GraphIndex, queries: Vectors, k: int) -> list[list[int]]:
+    """What a search that looks at everything finds."""
+    return [row.tolist() for row in index.search(queries, k, top_m=400)[0]]
+
+
+def test_the_nearest_of_all_shards_come_in_order_with_the_ids_of_the_whole(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    batch = client.search_batch(queries, 5, top_m=200).checked()
+    assert batch.ids.tolist() == exact(index, queries, 5)
+    assert (np.diff(batch.distances) >= 0).all()
+    one = client.search(queries[0], 5, top_m=200)
+    assert one.ids.tolist() == batch.ids[0].tolist()
+    assert min(one.extends, one.search_ns) > 0
+
+
+def test_a_query_goes_to_one_replica_of_each_shard(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(split, shards=2, workers=4)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    tickets = [client.submit(query, 3, collection="docs") for query in queries[:20]]
+    assert sorted(collect(client, 20)) == tickets
+    served = [pool.metric("trinity_pool_queries_prefill_total") for pool in pools]
+    assert [served[0] + served[2], served[1] + served[3]] == [20, 20]
+    assert min(served) > 0
+
+
+def test_split_and_whole_collections_of_other_dimensions_are_served_together(
+    split: Path, tmp_path: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    vectors = np.random.default_rng(5).normal(size=(100, 6)).astype(np.float32)
+    Collection.build(vectors, tmp_path / "small", metric="l2", degree=8)
+    plan = plan_of(split, {"name": "small", "path": str(tmp_path / "small")}, shards=2, workers=2)
+    pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    small = [client.submit(row, 1, collection="small") for row in vectors[:10]]
+    large = [client.submit(query, 2, collection="docs", top_m=200) for query in queries[:10]]
+    found = collect(client, 20)
+    assert [found[ticket].ids.tolist() for ticket in small] == [[row] for row in range(10)]
+    assert [found[ticket].ids.tolist() for ticket in large] == exact(index, queries[:10], 2)
+
+
+def test_a_shard_that_is_lost_is_asked_again_at_its_replica(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(split, shards=2, workers=4)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    with pools[1].held():
+        tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:12]]
+        pools[1].die()
+    found = collect(client, 12)
+    assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)
+
+
+def test_a_shard_that_comes_back_in_time_completes_the_answers_that_wait_for_it(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    with pools[1].held():
+        tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:6]]
+        pools[1].die()
+    tickets += [client.submit(query, 3, collection="docs", top_m=200) for query in queries[6:12]]
+    until(lambda: client.statistics().waiting == 12, client._dispatcher.collect)
+    make_pool(plan, "pool-1", epoch=2).start()
+    found = collect(client, 12)
+    assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)
+
+
+def test_without_one_shard_a_query_ends_with_an_error_and_never_with_a_part_of_the_answer(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    pools[1].die()
+    deadline = time.monotonic_ns() + 200_000_000
+    tickets = [client.submit(query, 3, collection="docs", deadline_ns=deadline) for query in queries[:5]]
+    found = collect(client, 5)
+    assert sorted(found) == tickets
+    assert all(isinstance(result.error, WorkerLost) and len(result.ids) == 0 for result in found.values())
+    assert client.statistics().waiting == 0
+
+
+def test_a_query_that_one_shard_refuses_ends_once(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    ticket = client.submit([float("nan")] * 16, 3, collection="docs")
+    assert isinstance(collect(client, 1)[ticket].error, InvalidRequest)
+    assert len(client.search(queries[0], 3).ids) == 3
+    assert client.poll() == []
+
+
+def test_a_cancelled_query_ends_at_all_shards(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    with pools[0].held(), pools[1].held():
+        ticket = client.submit(queries[0], 3, collection="docs")
+        client.cancel(ticket)
+    found = collect(client, 1)
+    assert found[ticket].error is not None
+    until(lambda: all(pool.outstanding == 0 for pool in client.statistics().pools), client.poll)
+
+
+def test_queries_that_came_before_any_pool_are_split_when_one_is_there(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    client = make_client(plan)
+    tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:4]]
+    pools_of(plan, make_pool)
+    found = collect(client, 4)
+    assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:4], 3)
+
+
+def test_a_number_of_workers_that_leaves_a_shard_short_is_refused(split: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool.workers = 3 is no multiple of the 2 shards of collection 'docs'"):
+        plan_of(split, shards=2, workers=3)
+
+
+def test_a_pool_refuses_a_collection_that_was_built_with_another_number_of_shards(
+    split: Path, collection: Path, make_pool: MakePool
+) -> None:
+    with pytest.raises(CollectionError, match="was built with 2 shards, not 1"):
+        make_pool(plan_of(split))
+    with pytest.raises(CollectionError, match="was built with 1 shards, not 2"):
+        make_pool(plan_of(collection, shards=2, workers=2))
