@@ -3,6 +3,7 @@
 An object with `__cuda_array_interface__` (version 3) or `__dlpack__` that lies on a GPU is copied to the host, once.
 """
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def _from_dlpack(vectors: Any, name: str) -> npt.NDArray[Any]:
 
 def _from_gpu(vectors: Any, how: str, name: str) -> npt.NDArray[Any]:
     try:
-        from runtime.retrieval import gpu_vectors
+        gpu_vectors = importlib.import_module("runtime.retrieval.gpu_vectors")
     except ImportError as error:
         raise InvalidRequest(
             f"{name}: it lies on a GPU, and reading it needs the extra [cuda] ({error}); copy it to the host first",

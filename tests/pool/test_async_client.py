@@ -1,0 +1,151 @@
+"""The search client in an event loop, asyncio's own and uvloop: the same answers, and a cancelled task's query ends."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from gpu import GraphIndex
+from runtime import AsyncSearchClient
+from runtime.errors import InvalidRequest, TrinityError, Unavailable
+from runtime.node.run_dir import NodeInfo, RunDir
+from tests.pool.conftest import MakePool
+from tests.pool.pools import InProcessPool, plan_of
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+Run = Callable[[Callable[[AsyncSearchClient], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    return asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+
+@pytest.fixture
+def pools(collection: Path, make_pool: MakePool, tmp_path: Path) -> list[InProcessPool]:
+    """Two pools of a node that is found by its run directory."""
+    plan = plan_of(collection, workers=2, ring_slots=8)
+    return [make_pool(plan, f"pool-{number}").start() for number in range(2)]
+
+
+@pytest.fixture
+def run(pools: list[InProcessPool], tmp_path: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Run:
+    """Do something with a client of the pools, in a loop of its own."""
+
+    def run(body: Callable[[AsyncSearchClient], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with await AsyncSearchClient.connect(tmp_path / "run", timeout_s=60) as client:
+                await asyncio.wait_for(body(client), 60)
+
+        held = RunDir.acquire(tmp_path / "run")
+        held.write(NodeInfo("n", os.getpid(), "", "", tuple(pool.endpoint for pool in pools), ("docs",)))
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(main())
+        finally:
+            held.release()
+
+    return run
+
+
+def test_many_tasks_search_at_once_and_each_gets_its_own_answer(run: Run, queries: Vectors, index: GraphIndex) -> None:
+    expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+
+    async def body(client: AsyncSearchClient) -> None:
+        for _ in range(5):
+            searches = (client.search(query, 4, top_m=32, search_width=2) for query in queries[:8])
+            found = await asyncio.gather(*searches)
+            assert [result.ids.tolist() for result in found] == expected[:8]
+
+    run(body)
+
+
+def test_batches_larger_than_the_rings_and_single_searches_share_a_client(
+    run: Run, queries: Vectors, index: GraphIndex
+) -> None:
+    expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+
+    async def body(client: AsyncSearchClient) -> None:
+        first, second = await asyncio.gather(
+            client.search_batch(queries, 4, top_m=32, search_width=2),
+            client.search_batch(queries[::-1], 4, top_m=32, search_width=2),
+        )
+        assert first.checked().ids.tolist() == second.checked().ids.tolist()[::-1] == expected
+        assert (await client.search(queries[3], 4, top_m=32, search_width=2)).ids.tolist() == expected[3]
+        assert sum(pool.answered for pool in client.statistics().pools) == 2 * len(queries) + 1
+
+    run(body)
+
+
+def test_a_cancelled_task_cancels_its_query(run: Run, pools: list[InProcessPool], queries: Vectors) -> None:
+    async def body(client: AsyncSearchClient) -> None:
+        with pools[0].held(), pools[1].held():
+            searches = [asyncio.ensure_future(client.search(query, 4)) for query in queries[:4]]
+            batch = asyncio.ensure_future(client.search_batch(queries, 4))
+            await asyncio.sleep(0)
+            for task in (*searches, batch):
+                task.cancel()
+            ends = await asyncio.gather(*searches, batch, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        while any(pool.outstanding for pool in client.statistics().pools):
+            await asyncio.sleep(0.001)
+        assert sum(pool.errors.get("cancelled", 0) for pool in client.statistics().pools) > 0
+        assert len((await client.search(queries[0], 3)).ids) == 3
+
+    run(body)
+
+
+def test_errors_are_raised_where_they_belong(run: Run, queries: Vectors) -> None:
+    async def body(client: AsyncSearchClient) -> None:
+        with pytest.raises(InvalidRequest, match="no collection 'nope'"):
+            await client.search(queries[0], collection="nope")
+        with pytest.raises(InvalidRequest, match="shape"):
+            await client.search_batch(queries[0])
+        with pytest.raises(InvalidRequest, match="not finite"):
+            await client.search([float("nan")] * 16)
+        with pytest.raises(InvalidRequest, match="deadline_ms is 0"):
+            await client.search(queries[0], deadline_ms=0)
+        assert not (await client.search_batch(queries[:3], 2)).errors
+
+    run(body)
+
+
+def test_a_pool_that_dies_under_the_loop_costs_no_answer(
+    run: Run, pools: list[InProcessPool], queries: Vectors, index: GraphIndex
+) -> None:
+    expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+
+    async def body(client: AsyncSearchClient) -> None:
+        with pools[0].held():
+            batch = asyncio.ensure_future(client.search_batch(queries, 4, top_m=32, search_width=2))
+            await asyncio.sleep(0)
+            pools[0].die()
+        assert (await batch).checked().ids.tolist() == expected
+
+    run(body)
+
+
+def test_what_is_outstanding_when_the_client_is_closed_ends_with_an_error(
+    run: Run, pools: list[InProcessPool], queries: Vectors
+) -> None:
+    async def body(client: AsyncSearchClient) -> None:
+        with pools[0].held(), pools[1].held():
+            search = asyncio.ensure_future(client.search(queries[0]))
+            batch = asyncio.ensure_future(client.search_batch(queries))
+            await asyncio.sleep(0)
+            await client.close()
+            ends = await asyncio.gather(search, batch, return_exceptions=True)
+        assert all(isinstance(end, Unavailable) for end in ends)
+        assert all(isinstance(end, TrinityError) for end in ends)
+
+    run(body)
+
+
+def test_connecting_where_no_node_runs_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="no node runs in"):
+        asyncio.run(AsyncSearchClient.connect(tmp_path / "nowhere"))

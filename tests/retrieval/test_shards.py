@@ -1,0 +1,84 @@
+"""A collection built in shards: each row in one of them, ids and documents as in one piece."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import CollectionError
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.documents import Document
+from runtime.retrieval.gather import merge_nearest
+
+VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
+
+
+def test_a_split_collection_finds_what_one_in_one_piece_finds(tmp_path: Path) -> None:
+    ids = np.arange(101) * 3 + 7
+    Collection.build(VECTORS, tmp_path / "one", metric="l2", degree=8, ids=ids)
+    Collection.build(VECTORS, tmp_path / "three", metric="l2", degree=8, ids=ids, shards=3)
+    with Collection.open(tmp_path / "one") as one, Collection.open(tmp_path / "three") as three:
+        assert [index.size for index in three.shards] == [34, 34, 33]
+        expected, near = one.search(VECTORS[:20], 5, top_m=101)
+        found, distances = three.search(VECTORS[:20], 5, top_m=101)
+        assert found.tolist() == expected.tolist()
+        assert distances == pytest.approx(near, abs=1e-5)
+        with pytest.raises(CollectionError, match="split into 3 shards"):
+            _ = three.index
+    assert Collection.info(tmp_path / "three").shards == 3
+    Collection.verify(tmp_path / "three")
+
+
+def test_documents_keep_their_rows_in_a_split_collection(tmp_path: Path) -> None:
+    documents = [Document(id=f"d{row}", title="", text=f"text {row}") for row in range(20)]
+    Collection.build(documents, tmp_path / "docs", vectors=VECTORS[:20], metric="l2", degree=4, shards=2)
+    with Collection.open(tmp_path / "docs") as docs:
+        ids, _ = docs.search(VECTORS[:20], 1, top_m=20)
+        assert docs.documents is not None
+        assert [document.id for document in docs.documents.get(ids[:, 0])] == [f"d{row}" for row in range(20)]
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    Collection.build(VECTORS, tmp_path / "split", metric="l2", degree=8, shards=2)
+    target = next((tmp_path / "split" / "index-1").glob("*.npy"))
+    content = bytearray(target.read_bytes())
+    content[-1] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(CollectionError, match="index-1"):
+        Collection.verify(tmp_path / "split")
+
+
+def test_a_split_collection_can_be_replaced_and_foreign_files_are_spared(tmp_path: Path) -> None:
+    out = tmp_path / "split"
+    Collection.build(VECTORS, out, metric="l2", degree=8, shards=2)
+    Collection.build(VECTORS, out, metric="l2", degree=8, force=True)
+    assert Collection.info(out).shards == 1
+    Collection.build(VECTORS, out, metric="l2", degree=8, shards=3, force=True)
+    (out / "index-2" / "notes.txt").write_text("mine")
+    with pytest.raises(CollectionError, match=r"notes.txt is no part"):
+        Collection.build(VECTORS, out, metric="l2", degree=8, force=True)
+
+
+@pytest.mark.parametrize("shards", [0, 9])
+def test_a_number_of_shards_out_of_bounds_is_refused(tmp_path: Path, shards: int) -> None:
+    with pytest.raises(CollectionError, match=rf"shards is {shards}, outside 1..8"):
+        Collection.build(VECTORS, tmp_path / "x", shards=shards)
+    assert not (tmp_path / "x").exists()
+
+
+@given(
+    distances=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=6), min_size=1, max_size=4),
+    k=st.integers(1, 8),
+)
+def test_merging_gives_the_nearest_of_all_and_among_equals_the_smaller_id(distances: Any, k: int) -> None:
+    parts, every, row = [], [], 0
+    for values in distances:
+        ids = np.arange(row, row + len(values))[::-1].copy()
+        row += len(values)
+        parts.append((ids, np.array(values, np.float32)))
+        every += list(zip(values, ids.tolist(), strict=True))
+    ids, near = merge_nearest(parts, k)
+    assert list(zip(near.tolist(), ids.tolist(), strict=True)) == sorted(every)[:k]
