@@ -40,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const B
                 const float distance = row_distance<SLOT_TEAM>(collection, slot, nodes[i]);
                 if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
             }
-            __syncthreads();
             const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
             const bool changed = merge(keys, top_m, count, key_of_task, fresh, merging);
             done = finish_extend(batch, blockIdx.x, slot, collection, keys, changed, merging);

@@ -77,15 +77,16 @@ __device__ inline bool mark_visited(uint32* visited, uint32 bits, uint32 node) {
 __device__ inline void gather(const Slot* slot, const Collection& collection, uint64* keys, uint32* visited,
                               uint32* nodes, GatherScratch* scratch) {
     const bool first = slot->extends == 0;
-    if (first) clear_visited(visited, slot->visited_bits);
+    const uint32 bits = slot->visited_bits, size = collection.size;
+    if (first) clear_visited(visited, bits);
     if (threadIdx.x == 0) scratch->node_count = 0;
     if (threadIdx.x < WARP) select_parents(slot, keys, scratch);
     __syncthreads();
     const uint32 neighbors = first ? collection.seed_count : scratch->parent_count * collection.degree;
     for (uint32 i = threadIdx.x; i < neighbors; i += blockDim.x) {
         const uint32 node = neighbor(slot, collection, scratch->parents, i);
-        if (node >= collection.size) continue;  // a damaged graph must not lead outside of the rows
-        if (mark_visited(visited, slot->visited_bits, node)) nodes[atomicAdd(&scratch->node_count, 1u)] = node;
+        if (node >= size) continue;  // a damaged graph must not lead outside of the rows
+        if (mark_visited(visited, bits, node)) nodes[atomicAdd(&scratch->node_count, 1u)] = node;
     }
     __syncthreads();
 }

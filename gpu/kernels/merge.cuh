@@ -76,7 +76,8 @@ __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
 }
 
 // Merge `tasks` keys, key_of_task(0..), into keys[top_m]; behind these there is room for MERGE_KEYS and a power of two,
-// filled with NO_KEY. `fresh` holds MERGE_KEYS. Returns whether top_m changed.
+// filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks. Returns whether top_m
+// changed.
 template <class KeyOfTask>
 __device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
                              MergeScratch* scratch) {
@@ -90,8 +91,7 @@ __device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask
             if (key < worst && !holds(keys, top_m, key)) fresh[atomicAdd(&scratch->fresh_count, 1u)] = key;
         }
         __syncthreads();
-        const uint32 count = scratch->fresh_count;
-        __syncthreads();
+        const uint32 count = scratch->fresh_count;  // 0 stays 0; else sort_fresh waits before it changes
         if (count == 0) continue;
         changed = true;
         const uint32 added = sort_fresh(fresh, count);
@@ -103,8 +103,7 @@ __device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask
         }
         __syncthreads();
         sort_bitonic(keys, size);
-        fill_keys(keys, top_m, size);
-        __syncthreads();
+        fill_keys(keys, top_m, size);  // read again after other barriers
     }
     return changed;
 }

@@ -31,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS) gather_tasks(const Ba
     __syncthreads();
     gather(slot, at<const Collection>(batch.collections)[slot->collection], keys, visited, nodes, scratch);
     const uint32 count = scratch->node_count;
-    __syncthreads();
     if (threadIdx.x == 0) {
         slot->task_begin = atomicAdd(&at<Counters>(batch.counters)->tasks, count);
         slot->task_end = slot->task_begin + count;
@@ -72,7 +71,6 @@ __device__ inline bool merge_slot(const Batch& batch, Slot* slot, unsigned char*
     const uint32 top_m = slot->top_m, begin = slot->task_begin;
     for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) keys[i] = stored[i];
     fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));
-    __syncthreads();
     const Task* tasks = at<const Task>(batch.tasks, begin);
     const float* distances = at<const float>(batch.distances, begin);
     const auto key_of_task = [=](uint32 i) { return key_of(distances[i], tasks[i].node); };

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from gpu.cpu.queries import Form, prepare, prepared_bytes
 from gpu.cuda import layout
-from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory, address_argument
+from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
 from gpu.cuda.layout import BatchShape, KernelSpec
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -71,7 +71,7 @@ class Workbench:
     def command(self, slot: int, status: int, line: npt.NDArray[Any] | None = None) -> None:
         staged = 0 if line is None else self._upload(line)
         command = np.array([(slot, status, staged)], layout.COMMAND)
-        self.launch(layout.WRITE_SLOTS, 1, 0, address_argument(self._upload(command)))
+        self.launch(layout.WRITE_SLOTS, 1, 0, *layout.WRITE_SLOTS.argument_values(commands=self._upload(command)))
 
     def admit(self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int) -> None:
         """`head` replaces fields of the slot's head."""

@@ -1,0 +1,210 @@
+"""The kernels against the reference: the same nodes, the same distances where arithmetic is exact, the same extends; in
+whatever order threads and blocks come by."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex, SearchParams
+from gpu.cuda import layout
+from gpu.index_data import IndexData
+from gpu.reference import ReferenceSearch, fitted_query, search_reference
+from gpu.rows import checked_vectors, encode
+from tests.cuda.conftest import NewDriver
+from tests.cuda.workbench import Limits, Workbench
+from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
+
+Extend = Callable[[Workbench], None]
+WAYS: dict[str, Extend] = {
+    "teams of 8": lambda bench: bench.extend(team=8),
+    "teams of 16": lambda bench: bench.extend(team=16, blocks=1),
+    "teams of 32": lambda bench: bench.extend(team=32, blocks=5),
+    "fused": lambda bench: bench.extend_fused(),
+}
+
+
+def mixed(random: np.random.Generator) -> list[IndexData]:
+    """Collections of every element type and of different dims and degrees."""
+    return [
+        random_index(random, 200, "l2", "float32", 6, 8),
+        random_index(random, 150, "cosine", "float16", 9, 5),
+        random_index(random, 120, "ip", "int8", 4, 16),
+    ]
+
+
+def run_to_the_end(bench: Workbench, slots: list[int], extend: Extend) -> None:
+    for _ in range(200):
+        if all(bench.done(slot) for slot in slots):
+            return
+        extend(bench)
+    raise AssertionError("the queries do not end")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_batch_of_everything_takes_the_reference_s_steps_by_all_ways_in_turn(
+    seed: int, new_driver: NewDriver
+) -> None:
+    random = np.random.default_rng(seed)
+    data = mixed(random)
+    bench = Workbench(new_driver(seed, block_threads=int(random.choice([32, 64, 128, 512]))), data, Limits())
+    running = {}
+    for slot in range(4):
+        number, query = slot % 3, exact_vectors(random, 1)[0]
+        k, more, patience = int(random.integers(1, 13)), int(random.integers(40)), random.choice([0, 1, 3])
+        wanted = SearchParams(k, k + more, int(random.integers(1, 9)), int(patience) or None)
+        bench.admit(slot, query, wanted, number)
+        running[slot] = ReferenceSearch(data[number], query, wanted), number, k
+    while running:
+        random.choice(list(WAYS.values()))(bench)
+        for slot, (reference, number, k) in list(running.items()):
+            assert bench.done(slot) == reference.extend()
+            assert bench.extends(slot) == reference.extends
+            if bench.done(slot):
+                ids, distances = reference.result()
+                assert bench.result(slot, k, number) == (ids.tolist(), distances.tolist())
+                del running[slot]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 7, 130, 700])
+def test_distances_are_the_same_bits_by_every_way_and_near_the_reference_s(
+    metric: str, dtype: str, dim: int, new_driver: NewDriver
+) -> None:
+    random = np.random.default_rng(dim)
+    vectors = checked_vectors(random.standard_normal((60, dim)), metric)
+    graph = np.array([random.permutation(60)[:6] for _ in range(60)], np.uint32)
+    data = IndexData(encode(vectors, metric, dtype), graph, np.arange(4, dtype=np.uint32), None)
+    query = random.standard_normal(dim).astype(np.float32)
+    wanted = SearchParams(k=16, top_m=20, search_width=3)
+    found = []
+    for number, extend in enumerate(WAYS.values()):
+        bench = Workbench(new_driver(number), [data], Limits(slots=1))
+        bench.admit(0, query, wanted)
+        run_to_the_end(bench, [0], extend)
+        found.append(tuple(map(bytes, bench.raw_result(0, 16))))
+    assert len(set(found)) == 1
+    expected = search_reference(data, query, wanted)
+    ids, distances = bench.result(0, 16)
+    np.testing.assert_allclose(distances, expected[1], rtol=2e-5, atol=2e-5)
+    assert np.mean(np.array(ids) == expected[0]) > 0.9  # near ties aside
+
+
+def folded_sum(terms: np.ndarray, chunk: int) -> np.float32:
+    """A model of distance.cuh for sums of terms that fmaf would not round otherwise: 32 lanes, folded in halves."""
+    lanes = np.zeros(32, np.float32)
+    for number, part in enumerate(terms.reshape(-1, chunk)):
+        for term in part:
+            lanes[number % 32] += term
+    for half in (16, 8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half : 2 * half]
+    return lanes[0]
+
+
+@pytest.mark.parametrize(("dtype", "chunk"), [("float32", 4), ("float16", 8)])
+@pytest.mark.parametrize("dim", [20, 300])
+def test_sums_are_folded_in_the_order_that_is_stated(dtype: str, chunk: int, dim: int, new_driver: NewDriver) -> None:
+    random = np.random.default_rng(1)
+    rows = random.integers(-(2**10), 2**10, (5, dim)).astype(np.float32)
+    query = (2.0 ** random.integers(-12, 12, dim)).astype(np.float32)  # products are exact, sums are not
+    data = IndexData(
+        encode(checked_vectors(rows, "ip"), "ip", dtype),
+        np.zeros((5, 2), np.uint32),
+        np.arange(5, dtype=np.uint32),
+        None,
+    )
+    bench = Workbench(new_driver(), [data], Limits(slots=1))
+    bench.admit(0, query, SearchParams(k=5, top_m=5))
+    run_to_the_end(bench, [0], WAYS["teams of 16"])
+    nodes, raw = bench.raw_result(0, 5)
+    codes = data.rows.codes.astype(np.float32)
+    padded = np.zeros(codes.shape[1], np.float32)
+    padded[:dim] = fitted_query(query, data.rows)
+    assert raw.tolist() == [-folded_sum(codes[node] * padded, chunk) for node in nodes]
+    assert len({float(np.sum(codes[node] * padded)) for node in nodes} - set(-raw)) > 0  # numpy's order gives others
+
+
+@pytest.mark.parametrize("way", ["teams of 8", "fused"])
+def test_a_visited_table_of_one_sector_forgets_and_changes_nothing(way: str, new_driver: NewDriver) -> None:
+    random = np.random.default_rng(5)
+    data = random_index(random, 300, "l2", "float32", 12, 10)
+    data = replace(data, graph=np.hstack([data.graph, data.graph[:, ::-1]]))  # each neighbour twice an extend
+    wanted, query = SearchParams(k=10, top_m=24, search_width=8), exact_vectors(random, 1)[0]
+    bench = Workbench(new_driver(3), [data], Limits(slots=1))
+    bench.admit(0, query, wanted, visited_bits=3)
+    run_to_the_end(bench, [0], WAYS[way])
+    ids, distances, extends = search_reference(data, query, wanted)
+    assert bench.result(0, 10) == (ids.tolist(), distances.tolist())
+    assert bench.extends(0) == extends
+
+
+def test_more_new_keys_than_are_sorted_at_once_are_merged_in_parts(new_driver: NewDriver) -> None:
+    random = np.random.default_rng(6)
+    data = random_index(random, 1500, "l2", "float32", 100, 1200)
+    wanted, query = SearchParams(k=50, top_m=700, search_width=16), exact_vectors(random, 1)[0]
+    bench = Workbench(new_driver(), [data], Limits(slots=1, max_top_m=700, max_k=50, max_search_width=16))
+    bench.admit(0, query, wanted)
+    reference = ReferenceSearch(data, query, wanted)
+    for _ in range(2):
+        bench.extend()
+        reference.extend()
+        keys = bench.read("keys", np.uint64)
+        assert ((keys >> np.uint64(1)) & np.uint64(2**31 - 1)).tolist() == [node for _, node in reference.top_m]
+
+
+def test_a_neighbour_that_does_not_exist_is_left_out(new_driver: NewDriver) -> None:
+    random = np.random.default_rng(7)
+    data = random_index(random, 50, "l2", "float32", 4, 4)
+    data.graph[::3, 1] = 2**32 - 1
+    data.graph[::5, 2] = 50
+    query = exact_vectors(random, 1)[0]
+    bench = Workbench(new_driver(), [data], Limits(slots=1))
+    bench.admit(0, query, SearchParams())
+    run_to_the_end(bench, [0], WAYS["fused"])
+    assert bench.result(0, 10)[0] == search_reference(data, query, SearchParams())[0].tolist()
+
+
+def test_slots_outside_of_the_bucket_and_slots_that_do_not_run_are_left_alone(new_driver: NewDriver) -> None:
+    random = np.random.default_rng(8)
+    data = random_index(random, 100, "l2", "float32", 6, 8)
+    bench = Workbench(new_driver(), [data], Limits(slots=4))
+    for slot in range(4):
+        bench.admit(slot, exact_vectors(random, 1)[0], SearchParams(search_width=1))
+    bench.command(1, layout.PAUSED)
+    bench.command(2, layout.FREE)
+    bench.extend(bucket=3)
+    assert [int(bench.slot(slot)["extends"]) for slot in range(4)] == [1, 0, 0, 0]
+    bench.command(1, layout.ACTIVE)
+    bench.extend_fused()
+    assert [int(bench.slot(slot)["extends"]) for slot in range(4)] == [2, 1, 0, 1]
+
+
+def test_a_query_that_is_done_stays_done_when_it_is_paused_too_late(new_driver: NewDriver) -> None:
+    random = np.random.default_rng(9)
+    bench = Workbench(new_driver(), [random_index(random, 20, "l2", "float32", 4, 4)], Limits(slots=1))
+    bench.admit(0, exact_vectors(random, 1)[0], SearchParams())
+    run_to_the_end(bench, [0], WAYS["teams of 8"])
+    extends = bench.extends(0)
+    for status in (layout.PAUSED, layout.ACTIVE):
+        bench.command(0, status)
+        bench.extend()
+    assert int(bench.slot(0)["status"]) == layout.FINISHED
+    assert bench.extends(0) == extends
+    bench.command(0, layout.FREE)
+    assert int(bench.slot(0)["status"]) == layout.FREE
+
+
+def test_real_looking_data_is_found_as_the_reference_finds_it(new_driver: NewDriver) -> None:
+    random = np.random.default_rng(10)
+    index = GraphIndex.build(clustered(random, 1000, 48), metric="cosine", degree=16, dtype="int8")
+    wanted = SearchParams(k=10, top_m=48, search_width=4)
+    bench = Workbench(new_driver(), [index.data], Limits(slots=4))
+    for _ in range(3):
+        queries = clustered(random, 4, 48)
+        for slot, query in enumerate(queries):
+            bench.admit(slot, query, wanted)
+        run_to_the_end(bench, [0, 1, 2, 3], WAYS["teams of 8"])
+        for slot, query in enumerate(queries):
+            assert bench.result(slot, 10)[0] == search_reference(bench.indexes[0], query, wanted)[0].tolist()

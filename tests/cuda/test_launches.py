@@ -1,0 +1,132 @@
+"""Launches of several extends: how far they go, what ends them, and that they find what single extends find."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gpu import GraphIndex, SearchParams
+from gpu.cuda import layout
+from gpu.cuda.graphs import Form
+from gpu.index_data import IndexData
+from gpu.reference import search_reference
+from tests.cuda.conftest import NewDriver
+from tests.cuda.workbench import Limits, Workbench
+from tests.gpu.cases import exact_vectors, random_index
+from tests.gpu.engines import Backend
+
+LONG = SearchParams(k=4, top_m=60, search_width=1)
+SHORT = SearchParams(k=4, top_m=5, search_width=1)
+FORMS: tuple[Form, ...] = ("loop", "fused")
+
+
+def loop(bench: Workbench, limit: int) -> None:
+    """The three kernels in a conditional WHILE node, replayed once."""
+    driver = bench.driver
+    driver.begin_capture(bench.stream)
+    node = driver.begin_while(bench.stream)
+    outer, bench.stream = bench.stream, node.stream
+    bench.stages(bench.shape.slots, team=8, blocks=2, limit=limit, condition=node.handle)
+    bench.stream = outer
+    driver.end_while(node)
+    graph = driver.end_capture(bench.stream)
+    driver.replay(bench.stream, graph)
+    driver.synchronise(bench.stream)
+    driver.destroy_graph(graph)
+
+
+LAUNCHES: dict[str, Callable[[Workbench, int], None]] = {"loop": loop, "fused": Workbench.extend_fused}
+
+
+@pytest.fixture
+def data() -> IndexData:
+    return random_index(np.random.default_rng(1), 300, "l2", "float32", 8, 12)
+
+
+@pytest.fixture(params=LAUNCHES)
+def launch(request: pytest.FixtureRequest) -> Callable[[Workbench, int], None]:
+    return LAUNCHES[request.param]
+
+
+def running(new_driver: NewDriver, data: IndexData, *params: SearchParams) -> tuple[Workbench, np.ndarray]:
+    queries = exact_vectors(np.random.default_rng(2), len(params))
+    bench = Workbench(new_driver(), [data], Limits(slots=len(params)))
+    for slot, (query, wanted) in enumerate(zip(queries, params, strict=True)):
+        bench.admit(slot, query, wanted)
+    return bench, queries
+
+
+def test_a_launch_goes_on_to_its_limit_and_counts_as_one(
+    launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
+) -> None:
+    bench, _ = running(new_driver, data, LONG, LONG)
+    launch(bench, 7)
+    assert [bench.extends(0), bench.extends(1)] == [7, 7]
+    launch(bench, 5)
+    assert [bench.extends(0), bench.extends(1)] == [12, 12]
+    assert bench.progress.view.view(layout.PROGRESS)[["launches", "extends"]][0].tolist() == (2, 12)
+
+
+def test_a_launch_ends_when_a_slot_is_done_and_the_others_go_on_in_the_next(
+    launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
+) -> None:
+    bench, queries = running(new_driver, data, SHORT, LONG)
+    launch(bench, 1000)
+    ids, distances, extends = search_reference(data, queries[0], SHORT)
+    assert bench.done(0)
+    assert bench.result(0, 4) == (ids.tolist(), distances.tolist())
+    assert bench.extends(0) == extends
+    assert not bench.done(1)
+    bench.command(0, layout.FREE)
+    launch(bench, 1000)
+    ids, distances, extends = search_reference(data, queries[1], LONG)
+    assert bench.result(1, 4) == (ids.tolist(), distances.tolist())
+    assert bench.extends(1) == extends
+    assert bench.launches == 2
+
+
+def test_a_doorbell_ends_a_launch_after_the_extend_that_hears_it(
+    launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
+) -> None:
+    bench, _ = running(new_driver, data, LONG, LONG)
+    bench.doorbell.view.view(np.uint32)[0] = 1
+    launch(bench, 1000)
+    assert [bench.extends(0), bench.extends(1)] == [1, 1]
+    bench.doorbell.view.view(np.uint32)[0] = 0
+    launch(bench, 9)
+    assert [bench.extends(0), bench.extends(1)] == [10, 10]
+
+
+def test_a_launch_with_nothing_to_do_ends(
+    launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
+) -> None:
+    bench, _ = running(new_driver, data, LONG)
+    bench.command(0, layout.PAUSED)
+    launch(bench, 3)
+    assert bench.launches == 1
+    assert int(bench.slot(0)["extends"]) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("limit", [3, 50])
+def test_an_engine_of_long_launches_serves_arrivals_and_finds_what_the_reference_finds(
+    form: Form, limit: int, data: IndexData
+) -> None:
+    random = np.random.default_rng(3)
+    params = [SearchParams(k=5, top_m=int(random.integers(5, 40)), search_width=2) for _ in range(12)]
+    queries = exact_vectors(random, len(params))
+    waiting, running, done = list(range(len(params))), {}, 0
+    with Backend("emulated", form).engine({"docs": GraphIndex(data)}, slots=3, extends_per_launch=limit) as engine:
+        while waiting or running:
+            while waiting and engine.free_slots:
+                number = waiting.pop()
+                running[engine.admit(queries[number], params[number], "docs")] = number
+            for slot in engine.extend().tolist():
+                number = running.pop(slot)
+                ids, distances, extends = search_reference(data, queries[number], params[number])
+                assert engine.extends(slot) == extends
+                assert engine.result(slot)[0].tolist() == ids.tolist()
+                assert engine.result(slot)[1].tolist() == distances.tolist()
+                engine.release(slot)
+                done += 1
+    assert done == len(params)

@@ -1,0 +1,131 @@
+"""What is planted in the kernels' text is caught: the emulation can fail, and so can the tests that rely on it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu import SearchParams
+from gpu.cuda.compiler import kernel_source
+from gpu.errors import DeviceError
+from gpu.reference import search_reference
+from tests.cuda.conftest import NewDriver
+from tests.cuda.emulation import EmulatedDriver, build, emulator
+from tests.cuda.workbench import Limits, Workbench
+from tests.gpu.cases import exact_vectors, random_index
+
+SEEDS = range(8)
+
+# A barrier that is removed: the line that it follows, as the source has it.
+BARRIERS = {
+    "parents are read before they are selected": "select_parents(slot, keys, scratch);\n    __syncthreads();",
+    "nodes are counted before they are there": "node_count, 1u)] = node;\n    }\n    __syncthreads();",
+    "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
+    "sorting steps overtake each other": "max(stride, next) > WARP)\n        __syncthreads();",
+    "lanes overtake each other": "else\n        __syncwarp();",
+}
+
+
+def run(driver: EmulatedDriver, seed: int) -> bool:
+    """Whether a small batch, by stages and fused in turn, finds what the reference finds."""
+    random = np.random.default_rng(seed)
+    data = [random_index(random, 300, "l2", "float32", 16, 40), random_index(random, 300, "ip", "int8", 16, 40)]
+    wanted = SearchParams(k=12, top_m=100, search_width=8)
+    bench = Workbench(driver, data, Limits(slots=2, max_top_m=128))
+    queries = exact_vectors(random, 2)
+    for slot, query in enumerate(queries):
+        bench.admit(slot, query, wanted, slot)
+    for number in range(60):
+        (bench.extend if number % 2 else bench.extend_fused)()
+        for slot, query in enumerate(queries):
+            if bench.done(slot):
+                ids, distances, extends = search_reference(data[slot], query, wanted)
+                if (*bench.result(slot, 12, slot), bench.extends(slot)) != (ids.tolist(), distances.tolist(), extends):
+                    return False
+        if bench.done(0) and bench.done(1):
+            return True
+    return False
+
+
+def caught(program: Path) -> str | None:
+    """How runs of an emulator in several orders give a fault of the kernels away, or None."""
+    for seed in SEEDS:
+        driver = EmulatedDriver(program, seed, block_threads=128)
+        try:
+            if not run(driver, seed):
+                return "wrong result"
+        except DeviceError as error:
+            return str(error)
+        finally:
+            driver.close()
+    return None
+
+
+def planted(text: str, replacement: str) -> str:
+    source = kernel_source()
+    assert source.count(text) == 1, f"{text!r} is in the source {source.count(text)} times"
+    return source.replace(text, replacement)
+
+
+def test_nothing_is_caught_in_the_kernels_as_they_are() -> None:
+    assert caught(emulator()) is None
+
+
+@pytest.mark.parametrize("where", BARRIERS)
+def test_a_missing_barrier_is_caught(where: str, tmp_path: Path) -> None:
+    line, barrier = BARRIERS[where].rsplit("\n", 1)
+    without = planted(f"{line}\n{barrier}", f"{line}\n{barrier.replace('__sync', '(void)0; // __sync')}")
+    assert caught(build(tmp_path, without, sanitizers=())) is not None
+
+
+def test_a_write_out_of_bounds_is_caught(tmp_path: Path) -> None:
+    source = planted(
+        "nodes[i] = key == NO_KEY ? -1", "nodes[i + (slot_number == 1 ? 1 << 20 : 0)] = key == NO_KEY ? -1"
+    )
+    report = caught(build(tmp_path, source))
+    assert report is not None
+    assert "ERROR: AddressSanitizer: SEGV" in report
+
+
+def test_a_write_past_a_block_s_shared_memory_is_caught(tmp_path: Path) -> None:
+    source = planted(
+        "fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));",
+        "fill_keys(keys, top_m, 1 + max(power_of_two(top_m), MERGE_KEYS));",
+    )
+    report = caught(build(tmp_path, source))
+    assert report is not None
+    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in report
+
+
+def test_a_barrier_that_some_threads_do_not_reach_is_caught(tmp_path: Path) -> None:
+    source = planted(
+        "select_parents(slot, keys, scratch);\n    __syncthreads();",
+        "select_parents(slot, keys, scratch);\n    if (threadIdx.x != 40) __syncthreads();",
+    )
+    report = caught(build(tmp_path, source, sanitizers=()))
+    assert report is not None
+    assert "EMULATED FAULT: threads of a block wait at different barriers" in report
+
+
+def test_a_shuffle_that_misses_a_partner_is_caught(tmp_path: Path) -> None:
+    source = planted(
+        "sums[0] += __shfl_xor_sync(team, sums[0], half);",
+        "if (threadIdx.x % TEAM != 3) sums[0] += __shfl_xor_sync(team, sums[0], half);",
+    )
+    report = caught(build(tmp_path, source, sanitizers=()))
+    assert report is not None
+    assert "EMULATED FAULT: threads wait for others that never come" in report
+
+
+def test_undefined_arithmetic_is_caught(tmp_path: Path) -> None:
+    source = planted("((1u << lane) - 1)", "((1u << (lane + 1)) - 1)")
+    report = caught(build(tmp_path, source))
+    assert report is not None
+    assert "runtime error: shift exponent" in report
+
+
+def test_a_fault_is_told_by_the_next_call_that_waits(tmp_path: Path, new_driver: NewDriver) -> None:
+    driver = new_driver()
+    driver.fill(driver.create_stream(), 64, 0, 1)  # an address that nobody gave out
+    with pytest.raises(DeviceError, match="the emulated device ended"):
+        driver.synchronise(0)
