@@ -18,6 +18,7 @@ Progress = Callable[[str, float], None]
 _SEEDS = 128
 _LEAST_SKETCHED = 4096
 _PAIRS = 4096
+_WIDER = 3  # lists of so many times the degree, where they come from a search
 _GOOD_LISTS = 0.97  # recall of the lists, above which searching for better ones does not pay
 _SAMPLE = 200
 
@@ -45,7 +46,8 @@ def build_graph(
     graph = optimize(neighbors, degree, int(seeds[0]))
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
-        neighbors = searched_neighbors(space, graph, seeds, width, seed, threads, progress)
+        wider = min(_WIDER * degree, count - 1)
+        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress)
         graph = optimize(neighbors, degree, int(seeds[0]))
     return graph, seeds
 
