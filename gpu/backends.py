@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from gpu.cpu.engine import CpuEngine
 from gpu.engine import Engine
-from gpu.errors import DeviceUnavailable
+from gpu.errors import DeviceUnavailable, InvalidParams
 from gpu.index import GraphIndex
 from gpu.roofline import host_copy_bytes_s
 
@@ -40,15 +40,19 @@ def open_engine(
     max_top_m: int = 512,
     max_k: int | None = None,
     max_search_width: int = 8,
+    extends_per_launch: int = 1,
     progress: Progress | None = None,
 ) -> Engine:
     """An engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
-    progress: called with what is copied to the device and the part of it that is done, 0..1.
+    extends_per_launch: see `CudaEngine`; the CPU's launches are one extend each. progress: called with what is copied
+    to the device and the part of it that is done, 0..1.
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
     check_device(device)
     if device == CPU:
+        if extends_per_launch != 1:
+            raise InvalidParams(f"extends_per_launch is {extends_per_launch}; on a CPU it is 1")
         return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
     from gpu.cuda.engine import CudaEngine
 
@@ -59,6 +63,7 @@ def open_engine(
         max_top_m=max_top_m,
         max_k=max_k,
         max_search_width=max_search_width,
+        extends_per_launch=extends_per_launch,
         progress=progress,
     )
 

@@ -1,6 +1,6 @@
 """The interface of the search engine's backends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +35,17 @@ class Engine(Protocol):
         """
 
     def extend(self) -> npt.NDArray[np.int32]:
-        """Advance every active slot by one extend and return the slots that this finished, in admission order."""
+        """Advance every active slot by one extend and return the slots that this finished, in admission order.
+
+        A backend may be made to do several extends at once; it stops at the first that finishes a slot.
+        """
+
+    @property
+    def extends_made(self) -> int:
+        """How many extends the last `extend` made: 1, unless the backend makes several in one launch."""
+
+    def interrupt_when(self, arrived: Callable[[], bool]) -> None:
+        """Let an `extend` that makes several end with the one at hand when `arrived`, asked meanwhile, is True."""
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Ids and distances (both [k], nearest first) of a finished slot; missing ones are -1 and +inf."""

@@ -241,6 +241,10 @@ class RingServer:
 
     # ---- sleeping and sessions
 
+    def has_news(self) -> bool:
+        """Whether a client has sent something that `receive` would read. Cheap; for loops that are busy elsewhere."""
+        return self._watch.look(0) >= 0
+
     def wait(self, timeout_ms: float) -> bool:
         """Sleep until `receive` or `cancellations` may have something, or the time is over. True in the former case.
 

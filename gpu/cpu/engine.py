@@ -1,6 +1,6 @@
 """The engine on a CPU: a running batch advanced by one extend at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,14 @@ class CpuEngine:
         finished = self._batch.finished[:done].copy()
         self._slots.finish(finished.tolist())
         return finished
+
+    @property
+    def extends_made(self) -> int:
+        """See `Engine.extends_made`."""
+        return 1
+
+    def interrupt_when(self, arrived: Callable[[], bool]) -> None:
+        """See `Engine.interrupt_when`: there is never more than one extend to wait for."""
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""

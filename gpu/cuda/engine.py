@@ -34,8 +34,8 @@ class CudaEngine:
     of the graph of the smallest bucket that covers the active slots; looking at a pinned word until it has ended.
     Nothing is captured after the constructor, and no step synchronises.
 
-    extends_per_launch: up to so many extends in one launch, which ends early when a slot is done. The launch ends too
-    when `arrived`, which is asked while it runs, returns True. form: see `gpu.cuda.graphs`.
+    extends_per_launch: up to so many extends in one launch, which ends early when a slot is done, or when what was
+    given to `interrupt_when` rings the doorbell. form: see `gpu.cuda.graphs`.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class CudaEngine:
         self._launches = 0
         self._own_driver = False
         self.waited_ns = 0
-        self.arrived: Callable[[], bool] | None = None
+        self.extends_made = 0
+        self._extends_in_all = 0
+        self._arrived: Callable[[], bool] | None = None
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
         self._graphs: LaunchGraphs | None = None
@@ -196,6 +198,10 @@ class CudaEngine:
         done = memory.results["ticket"][active] == self._asked[active]
         return self._slots.finish_where(done)
 
+    def interrupt_when(self, arrived: Callable[[], bool]) -> None:
+        """See `Engine.interrupt_when`."""
+        self._arrived = arrived
+
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
@@ -270,7 +276,7 @@ class CudaEngine:
         assert graphs is not None
         graphs.replay(bucket)
         self._launches = wanted = (self._launches + 1) & _WORD
-        words, arrived = memory.progress, self.arrived
+        words, arrived = memory.progress, self._arrived
         begin = self._clock_ns()
         look_at = begin + _FAULT_LOOK_NS
         # SYNC POINT: progress. The kernel stores it last, with release; on x86-64 any load acquires.
@@ -282,6 +288,8 @@ class CudaEngine:
                 look_at = now + _FAULT_LOOK_NS
                 self._look_for_faults(wanted, now - begin)
         memory.doorbell[0] = 0
+        self.extends_made = (words[1] - self._extends_in_all) & _WORD
+        self._extends_in_all = words[1]
         self.waited_ns += self._clock_ns() - begin
 
     def _look_for_faults(self, wanted: int, waited_ns: int) -> None:

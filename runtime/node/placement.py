@@ -129,6 +129,8 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
+    if pool.extends_per_launch > 1 and "cpu" in pool.devices:
+        raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
         if value > pool.max_top_m:
             raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")

@@ -68,6 +68,7 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
         )
+        self._engine.interrupt_when(self._server.has_news)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set("trinity_pool_slots", limits.slots)
@@ -90,7 +91,7 @@ class Pool:
         while not done:
             begin_ns = time.monotonic_ns()
             done = len(engine.extend()) > 0
-            times.append(time.monotonic_ns() - begin_ns)
+            times.append((time.monotonic_ns() - begin_ns) // engine.extends_made)
         for slot in slots:
             engine.release(slot)
         return times
@@ -213,10 +214,11 @@ class Pool:
         if not active:
             return []
         end = time.monotonic_ns() + _ROUND_NS
-        finished, extends = self._engine.extend(), 1
+        engine = self._engine
+        finished, extends = engine.extend(), engine.extends_made
         while not len(finished) and time.monotonic_ns() < end:
-            finished = self._engine.extend()
-            extends += 1
+            finished = engine.extend()
+            extends += engine.extends_made
         self._advanced = (active, extends)
         self._scheduler.advanced(extends)
         self._table.add("trinity_pool_extends_total", extends)
@@ -273,6 +275,7 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engi
             max_top_m=limits.max_top_m,
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
+            extends_per_launch=limits.extends_per_launch,
         )
     except (DeviceUnavailable, OutOfDeviceMemory) as error:
         raise ConfigError(f"pool.devices: {worker.name} cannot run on {device!r}: {error}") from error

@@ -175,12 +175,12 @@ def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_lau
         return True
 
     setup.device.silent = True
-    setup.engine.arrived = arrived
+    setup.engine.interrupt_when(arrived)
     setup.engine.extend()
     assert asked == [0]
     assert memory.doorbell[0] == 0
     setup.device.silent = False
-    setup.engine.arrived = None
+    setup.engine.interrupt_when(lambda: False)
     setup.engine.extend()
     assert setup.engine.extends(0) == 100
 

@@ -156,3 +156,22 @@ def test_state_of_the_cpu_s_engine_is_bounded_and_told(index: GraphIndex) -> Non
     one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
     per_slot = (two - one) / 8
     assert 512 * 8 < per_slot < 512 * (8 + 12) + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000
+
+
+def test_two_indexes_of_different_dims_and_dtypes_share_the_slots(backend: Backend, index: GraphIndex) -> None:
+    wide = GraphIndex.build(clustered(np.random.default_rng(2), 500, 72), metric="cosine", dtype="int8", degree=16)
+    params, asked = SearchParams(5, 32, 2), clustered(np.random.default_rng(9), 1, 72)
+    with backend.engine({"docs": index, "wide": wide}, slots=4) as engine:
+        assert dict(engine.dims) == {"docs": DIM, "wide": 72}
+        slots = [engine.admit(query(), params, "docs"), engine.admit(asked[0], params, "wide")]
+        while engine.active_slots:
+            engine.extend()
+        found = [engine.result(slot)[0].tolist() for slot in slots]
+    assert found == [index.search(query()[None], 5, 32, 2)[0][0].tolist(), wide.search(asked, 5, 32, 2)[0][0].tolist()]
+
+
+def test_an_extend_is_one_extend_unless_a_launch_is_told_to_make_more(engine: Engine) -> None:
+    engine.interrupt_when(lambda: True)
+    slot = engine.admit(query(), SearchParams(), "docs")
+    engine.extend()
+    assert (engine.extends_made, engine.extends(slot)) == (1, 1)

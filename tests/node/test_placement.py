@@ -158,3 +158,8 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
     assert refusal(tmp_path, **model, **{role: {"kv_blocks": 62}}) == (
         f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 takes 63 blocks"
     )
+
+
+def test_launches_of_several_extends_are_for_gpus(tmp_path: Path) -> None:
+    assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it is 1"
+    plan(tmp_path, pool={"extends_per_launch": 4, "devices": ["cuda:0"]})

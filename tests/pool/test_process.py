@@ -178,3 +178,13 @@ def test_the_process_ends_when_told_to_with_all_it_had_answered(
         assert not loop.is_alive()
         found = {result.request_id: result.status for result in client.poll()}
     assert found == dict.fromkeys(asked, "ok")
+
+
+def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool()
+    with pool.attach() as client:
+        assert not pool.pool._server.has_news()
+        number = ask(client, queries[0])
+        assert pool.pool._server.has_news()
+        assert collect(pool, client, 1)[number].status == "ok"
+        assert not pool.pool._server.has_news()
