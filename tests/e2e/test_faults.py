@@ -4,11 +4,14 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import zmq
 
+from ipc import bind, new_token, private_endpoint
 from launchers.http_client import stream
 from runtime.errors import TrinityError
 from tests.e2e.conftest import StartNode
@@ -113,3 +116,10 @@ def test_a_killed_supervisor_takes_everything_down_with_it(start_node: StartNode
 def test_a_second_node_in_the_same_run_directory_is_refused(node: RunningNode) -> None:
     with pytest.raises(AssertionError, match="a node already runs in"):
         RunningNode(node.config, node.run_dir.parent / "elsewhere")
+
+
+def test_the_check_for_what_is_left_behind_sees_processes_sockets_and_directories(tmp_path: Path) -> None:
+    token = new_token()
+    with bind(zmq.PULL, private_endpoint(token, "left"), max_message_bytes=64):
+        left = leftovers(token, [os.getpid()], tmp_path)
+    assert [line.split()[0] for line in left] == ["process", "socket", "directory"]

@@ -14,12 +14,8 @@ from ipc import RingClient, RingServer, new_token, private_endpoint
 JOIN_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        f"tests.ipc.test_{name}"
-        for name in ("device_arena", "doorbell", "faults", "handover", "memory", "ring", "session_hostile")
-    ]
-)
+_IPC = [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session_hostile")]
+_context.set_forkserver_preload([*_IPC, "tests.pool.test_kills"])
 
 
 @contextmanager

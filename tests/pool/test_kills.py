@@ -1,0 +1,229 @@
+"""kill -9 at random moments, of clients and of pools: every query ends once, and nothing stays behind.
+
+The pools are real ones, with their engine, in processes of their own; so are the clients that are killed.
+"""
+
+import gc
+import multiprocessing.forkserver
+import os
+import random
+import re
+from collections import Counter
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from gpu import GraphIndex
+from runtime.errors import TrinityError, WorkerLost
+from runtime.node.placement import NodePlan
+from runtime.node.table import WorkerTable
+from runtime.node.worker import Worker, WorkerSpec
+from runtime.pool.process import Pool
+from runtime.retrieval.client import SearchClient
+from tests.ipc.leaks import settled
+from tests.ipc.processes import child
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import attached, plan_of, until
+
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+CLIENT_ROUNDS = 100
+POOL_ROUNDS = 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver_is_running() -> None:
+    """It keeps descriptors of its own from its start on, which no leak check shall count."""
+    multiprocessing.forkserver.ensure_running()
+
+
+def _flood(endpoint: str) -> None:
+    """A client that asks, cancels and reads as fast as it can, for ever."""
+    rng = random.Random(os.getpid())
+    vectors = np.random.default_rng(os.getpid()).normal(size=(16, 16)).astype(np.float32)
+    with SearchClient([endpoint], "flood") as client:
+        while True:
+            try:
+                ticket = client.submit(vectors[rng.randrange(16)], 3, collection="docs", stage="decode")
+                if rng.random() < 0.2:
+                    client.cancel(ticket)
+                if rng.random() < 0.05:
+                    client.search_batch(vectors, 3)
+            except TrinityError:
+                client.sleep((), 1)
+            client.poll()
+
+
+def taken_slots(pool: Pool) -> int:
+    """Slots of the engine, and places of the scheduler, that somebody has."""
+    return len(pool._slots) + len(pool._places) + pool._engine.active_slots + pool._server.statistics().outstanding
+
+
+@pytest.mark.timeout(120)
+def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, queries: Vectors) -> None:
+    rng = random.Random(3)
+    made = make_pool(slots=4, ring_slots=16)
+    steady = made.attach()
+    free = made.pool._engine.free_slots
+    before = descriptors()
+    for _ in range(CLIENT_ROUNDS):
+        lost = made.pool._server.statistics().lost
+        received = made.metric("trinity_pool_queries_decode_total") + rng.randrange(40)
+        with child(_flood, made.endpoint) as process:
+            until(lambda: made.metric("trinity_pool_queries_decode_total") > received, made.step)  # noqa: B023
+            process.kill()
+            until(lambda: made.pool._server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
+        assert taken_slots(made.pool) == 0
+        assert made.pool._engine.free_slots == free
+        steady.submit(queries[0], collection="docs", stage="prefill", k=1)
+        until(lambda: bool(steady._session.watch.look(0) >= 0), made.step)
+        assert [result.status for result in steady.poll()] == ["ok"]
+    until(lambda: descriptors() == before, made.step)
+    steady.close()
+
+
+def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queries: Vectors) -> None:
+    made = make_pool()
+    client = made.attach()
+    client.submit(queries[0], collection="docs", stage="prefill", k=1)
+    until(lambda: made.pool.busy, made.pool._receive)
+    assert taken_slots(made.pool) == 1
+    until(lambda: not made.pool.busy, made.step)
+    assert taken_slots(made.pool) == 0
+    client.close()
+
+
+def _serve(plan: NodePlan, name: str, epoch: int) -> None:
+    table = WorkerTable.create("pool", name)
+    pool = Pool(Worker(WorkerSpec(plan, name, epoch, table.reference, os.getpid())))
+    while True:
+        pool.step()
+
+
+class Killable:
+    """The pools of a plan in processes of their own; `kill` ends one with SIGKILL."""
+
+    def __init__(self, plan: NodePlan, undo: ExitStack) -> None:
+        self.plan, self._epoch = plan, 0
+        self.pids: list[int | None] = []
+        self._lives = {worker.name: undo.enter_context(ExitStack()) for worker in plan.of_role("pool")}
+        for name in self._lives:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self._epoch += 1
+        process = self._lives[name].enter_context(child(_serve, self.plan, name, self._epoch))
+        self.pids.append(process.pid)
+
+    def kill(self, name: str) -> None:
+        self._lives[name].close()  # `child` kills, and waits for the end
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("shards", "workers"), [(1, 2), (2, 2)], ids=["replicas", "shards"])
+def test_pools_killed_at_any_moment_leave_no_query_without_its_one_end(
+    collection: Path,
+    split: Path,
+    make_client: MakeClient,
+    queries: Vectors,
+    index: GraphIndex,
+    shards: int,
+    workers: int,
+) -> None:
+    rng = random.Random(4)
+    plan = plan_of(split if shards == 2 else collection, shards=shards, workers=workers, ring_slots=32)
+    expected = index.search(queries, 3, top_m=200)[0].tolist()
+    ends: Counter[int] = Counter()
+    asked: dict[int, int] = {}
+    whole = 0
+    with ExitStack() as undo:
+        pools = Killable(plan, undo)
+        client = attached(make_client(plan))
+        before = descriptors()
+
+        def read() -> None:
+            nonlocal whole
+            for result in client.poll():
+                ends[result.ticket] += 1
+                if result.error is None:
+                    assert result.ids.tolist() == expected[asked[result.ticket]]
+                    whole += 1
+                else:
+                    assert isinstance(result.error, WorkerLost)
+                    assert len(result.ids) == 0
+            client.sleep((), 1)
+
+        for _ in range(POOL_ROUNDS):
+            more = rng.randrange(1, 30)
+            while more:
+                number = rng.randrange(len(queries))
+                try:
+                    asked[client.submit(queries[number], 3, collection="docs", top_m=200)] = number
+                    more -= 1
+                except TrinityError:
+                    read()
+            for _ in range(rng.randrange(3)):
+                read()
+            victim = f"pool-{rng.randrange(workers)}"
+            pools.kill(victim)
+            pools.start(victim)
+            batch = client.search_batch(queries[:8], 3, top_m=200, deadline_ms=60_000)
+            assert batch.checked().ids.tolist() == expected[:8]
+        until(lambda: len(ends) == len(asked), read)
+        assert ends == Counter(dict.fromkeys(asked, 1))
+        assert whole > len(asked) / 2
+        attached(client)
+        assert all(pool.outstanding == 0 for pool in client.statistics().pools)
+        until(lambda: descriptors() == before)
+    assert not any(psutil.pid_exists(pid) for pid in pools.pids if pid)
+
+
+def descriptors() -> Counter[str]:
+    """What this process has open, by kind. ZeroMQ's threads close theirs a little later: compare with patience."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{fd}"))] += 1
+    return found
+
+
+def test_with_a_replica_left_a_query_is_answered_within_two_seconds_of_a_death(
+    collection: Path, make_client: MakeClient, queries: Vectors, index: GraphIndex
+) -> None:
+    plan = plan_of(collection, workers=2)
+    with ExitStack() as undo:
+        pools = Killable(plan, undo)
+        client = attached(make_client(plan))
+        for name in ("pool-0", "pool-1"):
+            tickets = [client.submit(query, 3, collection="docs") for query in queries[:10]]
+            pools.kill(name)
+            assert len(client.search(queries[0], 3, deadline_ms=2000).ids) == 3
+            until(lambda: tickets == sorted(r.ticket for r in drained(client, tickets)), client.poll)  # noqa: B023
+            pools.start(name)
+            attached(client)
+
+
+def drained(client: SearchClient, tickets: list[int]) -> list[Any]:
+    found: list[Any] = []
+    until(lambda: len(found) == len(tickets), lambda: found.extend(client.poll()))
+    return found
+
+
+def test_nothing_stays_mapped_when_all_is_closed(collection: Path, queries: Vectors) -> None:
+    plan = plan_of(collection)
+
+    def session() -> None:
+        with ExitStack() as undo:
+            Killable(plan, undo)
+            with SearchClient.of_plan(plan, "test") as client:
+                attached(client)
+                assert len(client.search(queries[0], 3).ids) == 3
+
+    session()
+    before = settled()
+    session()
+    assert settled() == before
