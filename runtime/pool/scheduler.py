@@ -6,14 +6,19 @@ arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode qu
 - **Reserve.** Of N slots ⌈rN⌉ are owed to prefill: while fewer are prefill's and its queries wait, every slot that
   comes free is theirs. Beyond that prefill goes first too, until decode's next query has aged: then the older one does.
   A share that one stage cannot fill goes to the other at once.
-- **Preemption.** A waiting prefill query without slack left takes an active decode query's place, and while prefill
-  queries run, only as many decode queries are active beside them as let the most pressed one be answered in time, by
-  the measured cost of an extend. The others are paused: they keep their engine slots and go on before any waiting
-  decode query. None is paused more than `max_pauses` times.
+- **Preemption.** A waiting prefill query without slack left takes an active decode query's place while fewer than
+  ⌈rN⌉ are prefill's, and while prefill queries run, only as many decode queries are active beside them as let the most
+  pressed one be answered in time, by the measured cost of an extend. The others are paused: they keep their engine
+  slots and go on before any waiting decode query. None is paused more than `max_pauses` times. Pauses never make the
+  batch so narrow that too much of an extend is its fixed part (see Width): where an extend costs the same however many
+  are in it, as on a GPU, nobody is paused for a speed that would not come.
 - **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the oldest has
   the next place and is not paused any more. So the decode query with `p` before it is answered, whatever prefill does,
   no later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query) after it came.
-- **Width.** The batch is as wide as is worth while by the measured cost of an extend, N slots at most.
+- **Width.** A narrow batch is faster for those in it and wastes more of each extend on its fixed part. The batch is as
+  wide as keeps the waste under `waste` of the rest, N slots at most. Everyone who waits pays for the waste, so the more
+  wait the less is put up with; unless prefill is to be answered as soon as possible (L_pre,max = 0): then the batch
+  stays narrow, and pauses may cost `_URGENT_WASTE`.
 - **Company.** While nothing runs, a query waits for others until the flush timeout of its stage is over.
 - **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates.
 """
@@ -31,6 +36,8 @@ from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, PrefillQueue
 from runtime.pool.running import RunningBatch
 
 T = TypeVar("T")
+_CROWD = 4  # queries that wait, at which only half the waste is put up with (1 or 16 do alike)
+_URGENT_WASTE = 0.25  # of capacity, at most, for prefill queries that are to be answered as soon as possible
 
 
 @dataclass(slots=True)
@@ -84,7 +91,13 @@ class Scheduler(Generic[T]):
     @property
     def width(self) -> int:
         """How many active queries are worth while now, N at most."""
-        return self.cost.worthwhile(self._policy.slots, self._policy.waste)
+        return self._worthwhile(len(self._prefill) + len(self._decode))
+
+    def _worthwhile(self, waiting: int) -> int:
+        """The same, were so many waiting."""
+        policy = self._policy
+        waste = policy.waste if policy.prefill_target_ns == 0 else policy.waste / (1 + waiting / _CROWD)
+        return self.cost.worthwhile(policy.slots, waste)
 
     def reserved(self, slots: int) -> int:
         """⌈r·slots⌉."""
@@ -110,7 +123,7 @@ class Scheduler(Generic[T]):
             self._decode.push(entry)
             return
         entry.due_ns = min(entry.deadline_ns, entry.arrival_ns + policy.prefill_target_ns)
-        entry.start_by_ns = entry.due_ns - int(entry.extends * self.cost.of(self.width))
+        entry.start_by_ns = entry.due_ns - int(entry.extends * self.cost.of(policy.slots))
         self._prefill.push(entry)
 
     def _finish_ns(self, entry: Entry[T], now_ns: int) -> int:
@@ -143,14 +156,13 @@ class Scheduler(Generic[T]):
 
     def next(self, now_ns: int) -> Round[T]:
         """Give the places of the next extend."""
-        batch = self._batch
+        batch, width = self._batch, self.width
         changes: Round[T] = Round()
         self._drop_late(now_ns, changes)
         if batch.decode or not (batch.paused or self._decode) or self._decode_ran_ns is None:
             self._decode_ran_ns = now_ns
         if not batch.held and self.held_until(now_ns) is not None:
             return changes
-        width = self.width
         if now_ns - self._decode_ran_ns >= self._policy.decode_stall_ns and batch.active < width:
             self._let_oldest_decode_run(changes)
         if self._prefill:
@@ -188,10 +200,10 @@ class Scheduler(Generic[T]):
             self._batch.settle(self._start("decode", changes))
 
     def _preempt(self, now_ns: int, width: int, changes: Round[T]) -> None:
-        """Decode queries give their places to waiting prefill queries without slack."""
-        batch = self._batch
-        while batch.active >= width and self._may_start("prefill") and self._prefill.front.start_by_ns <= now_ns:
-            if not self._pause(changes):
+        """Decode queries give their places to waiting prefill queries without slack, as far as prefill is owed them."""
+        batch, owed = self._batch, self.reserved(width)
+        while batch.active >= width and len(batch.prefill) < owed and self._may_start("prefill"):
+            if self._prefill.front.start_by_ns > now_ns or not self._pause(changes):
                 return
             self._start("prefill", changes)
 
@@ -228,7 +240,13 @@ class Scheduler(Generic[T]):
         if not prefill:
             return width
         allowed = min((entry.due_ns - now_ns) / self._left(entry) for entry in prefill)
-        return max(0, self.cost.most_within(allowed, width) - len(prefill))
+        return max(0, self.cost.most_within(allowed, width) - len(prefill), self._fewest(width) - len(prefill))
+
+    def _fewest(self, width: int) -> int:
+        """Below how many active queries pauses would waste more than they may."""
+        if self._policy.prefill_target_ns == 0:
+            return self.cost.worthwhile(width, _URGENT_WASTE)
+        return min(width, self._worthwhile(len(self._decode)))
 
     def _left(self, entry: Entry[T]) -> float:
         """Extends that an active query is expected to take yet. Some take more than expected: never next to none."""

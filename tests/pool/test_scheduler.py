@@ -197,33 +197,65 @@ def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:
 
 def test_a_prefill_query_without_slack_takes_the_youngest_decode_querys_place_which_goes_on_later() -> None:
     decode = [entry("decode", name) for name in range(3)]
-    made = filled(scheduler(2, 0.0, spare=1, prefill_target_ns=100), *decode)
+    made = filled(scheduler(2, 0.5, spare=1, prefill_target_ns=100), *decode)
     made.next(0)
     late = entry("prefill", 10, arrival=5)
     filled(made, late)
     assert made.next(50) == Round()  # there is time
     changes = made.next(105)
-    assert (names(changes.paused), names(changes.admitted)) == ([1, 0], [10])  # by now, decode has no room at all
-    assert (made.running, made.paused) == ({"prefill": 1, "decode": 0}, 2)
+    assert (names(changes.paused), names(changes.admitted)) == ([1], [10])
+    assert (made.running, made.paused) == ({"prefill": 1, "decode": 1}, 1)
     made.finished(late, 9)
-    assert names(made.next(106).resumed) == [0, 1]
+    assert names(made.next(106).resumed) == [1]
     made.finished(decode[0], 9)
     assert names(made.next(107).admitted) == [2]
 
 
 def test_as_many_decode_queries_are_active_as_leave_prefill_in_time() -> None:
-    made = measured(scheduler(8, 0.5, spare=8), 100, 10)
+    made = measured(scheduler(8, 0.5, spare=8), 1, 10)
     filled(made, *(entry("decode", name) for name in range(8)))
     assert len(made.next(0).admitted) == 8
-    urgent = entry("prefill", 10, deadline=13 * 140)  # 13 extends with four active ones take that long
+    urgent = entry("prefill", 10, deadline=13 * 52)  # 13 extends with five active ones take less than that
     filled(made, urgent)
     changes = made.next(0)
-    assert (names(changes.admitted), names(changes.paused)) == ([10], [7, 6, 5, 4, 3])
-    assert made.running == {"prefill": 1, "decode": 3}
+    assert (names(changes.admitted), names(changes.paused)) == ([10], [7, 6, 5, 4])
+    assert made.running == {"prefill": 1, "decode": 4}
+
+
+def test_where_fewer_in_an_extend_do_not_make_it_faster_only_a_place_is_taken_for_a_late_query() -> None:
+    for target in (0, 100):
+        made = measured(scheduler(8, 0.5, spare=8, prefill_target_ns=target), fixed=1000, each=1)  # as on a GPU
+        filled(made, *(entry("decode", name) for name in range(8)))
+        made.next(0)
+        filled(made, entry("prefill", 10))
+        assert names(made.next(50).paused) == [7]
+        assert made.running == {"prefill": 1, "decode": 7}
+
+
+def test_pauses_cost_those_who_wait_nothing_unless_prefill_is_to_be_answered_as_soon_as_possible() -> None:
+    active = {}
+    for target in (0, 100):
+        made = measured(scheduler(8, 0.5, spare=8, prefill_target_ns=target), fixed=2, each=10)
+        filled(made, *(entry("decode", name) for name in range(100)))
+        made.next(0)
+        filled(made, entry("prefill", 100))
+        made.next(50)  # it is late, even were it alone
+        active[target] = made.running["decode"]
+    assert active == {0: 0, 100: 7}
+
+
+def test_preemption_takes_no_more_places_than_prefill_is_owed() -> None:
+    made = filled(scheduler(8, 0.25, spare=8, prefill_target_ns=1), *(entry("decode", name) for name in range(8)))
+    made.next(0)
+    filled(made, *(entry("prefill", name, arrival=1) for name in range(10, 18)))
+    assert len(made.next(50).admitted) == 2
+    made.reserve = 0.75
+    made.next(50)
+    assert made.running == {"prefill": 6, "decode": 2}
 
 
 def test_without_spare_slots_nothing_is_preempted_beyond_the_engine() -> None:
-    made = filled(scheduler(2, 0.0, prefill_target_ns=0), *(entry("decode", name) for name in range(2)))
+    made = filled(scheduler(2, 0.5, prefill_target_ns=0), *(entry("decode", name) for name in range(2)))
     made.next(0)
     filled(made, entry("prefill", 10))
     assert made.next(10) == Round()
@@ -255,9 +287,13 @@ def test_when_no_decode_query_ran_for_the_stall_bound_the_oldest_does_whatever_t
     assert now == 100
 
 
-def test_the_batch_is_as_wide_as_is_worth_while() -> None:
-    made = measured(scheduler(32, 0.5, waste=0.1), fixed=6, each=10)  # 6 ≤ 10% of 10·a from a = 6 on
-    assert made.width == 6
-    filled(made, *(entry("decode", name) for name in range(20)))
-    assert len(made.next(0).admitted) == 6
+def test_the_batch_is_as_wide_as_is_worth_while_and_wider_the_more_wait() -> None:
+    for target, widths in ((0, [6, 6, 6]), (100, [6, 12, 32])):
+        made = measured(scheduler(32, 0.5, waste=0.1, prefill_target_ns=target), fixed=6, each=10)
+        found = []  # 6 ≤ 10% of 10·a from a = 6 on; 5% from 12 on
+        for count in (0, 4, 96):
+            filled(made, *(entry("decode", name) for name in range(count)))
+            found.append(made.width)
+        assert found == widths
+        assert len(made.next(0).admitted) == widths[-1]
     assert measured(scheduler(32, 0.5), fixed=100, each=0).width == 32  # as on a GPU
