@@ -23,21 +23,12 @@ from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _ROUND_NS = 100_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
-_GAUGES_NS = 1_000_000  # how often gauges are written
+_TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
 _CALIBRATED = (8, 1, 16, 4)  # active slots of warm-up batches, after those that compile
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
 _RECEIVED = {stage: f"trinity_pool_queries_{stage}_total" for stage in get_args(Stage)}
 _MISSED = {stage: f"trinity_pool_missed_{stage}_total" for stage in get_args(Stage)}
-
-
-class Running:
-    """A query with a slot of the engine, since `begin_ns`."""
-
-    __slots__ = ("begin_ns", "entry", "slot")
-
-    def __init__(self, entry: Entry[Request], slot: int, begin_ns: int) -> None:
-        self.entry, self.slot, self.begin_ns = entry, slot, begin_ns
 
 
 class Pool:
@@ -54,11 +45,11 @@ class Pool:
         self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
-        self._slots: dict[int, Running] = {}  # engine slot → query
-        self._places: dict[Entry[Request], Running] = {}  # the same by query
+        self._slots: list[Entry[Request] | None] = [None] * policy.engine_slots  # who has the engine's slot
+        self._begin_ns = [0] * policy.engine_slots  # since when
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
         self._advanced = (0, 0)  # active queries and extends of this round
-        self._gauges_ns = 0  # when gauges are written next
+        self._table_ns = 0  # when gauges are written next
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
             {name: index.dim for name, index in indexes.items()},
@@ -104,7 +95,6 @@ class Pool:
         """One round of the loop."""
         begin_ns = time.monotonic_ns()
         self._table.beat()
-        self._turn_knobs()
         self._receive()
         self._schedule()
         finished = self._extend()
@@ -113,29 +103,33 @@ class Pool:
         if not self._engine.active_slots:
             self._rest()
 
-    def _turn_knobs(self) -> None:
-        """What the supervisor's control loop wants by now."""
-        self._scheduler.reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
-        self._scheduler.flush_prefill_ns = int(min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0) * 1e9)
-
     def _measure(self, begin_ns: int) -> None:
-        """Tell the scheduler what an extend cost, and the table how things are."""
+        """Tell the scheduler what an extend cost, and now and then the table how things are."""
         now = time.monotonic_ns()
         active, extends = self._advanced
         if extends:
             self._scheduler.cost.learn(active, (now - begin_ns) / extends)
             self._advanced = (0, 0)
-        if now < self._gauges_ns:
-            return
-        self._gauges_ns = now + _GAUGES_NS
-        waiting, table = self._scheduler.waiting, self._table
+        if now >= self._table_ns:
+            self._table_ns = now + _TABLE_NS
+            self._turn_knobs()
+            self._write_gauges()
+
+    def _turn_knobs(self) -> None:
+        """What the supervisor's control loop wants by now."""
+        self._scheduler.reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
+        self._scheduler.flush_prefill_ns = int(min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0) * 1e9)
+
+    def _write_gauges(self) -> None:
+        scheduler, table = self._scheduler, self._table
+        waiting = scheduler.waiting
         table.set("trinity_pool_queue_prefill", waiting["prefill"])
         table.set("trinity_pool_queue_decode", waiting["decode"])
         table.set("trinity_pool_active_slots", self._engine.active_slots)
-        table.set("trinity_pool_paused_slots", self._scheduler.paused)
-        table.set("trinity_pool_width", self._scheduler.width)
-        table.set("trinity_pool_reserve_ratio", self._scheduler.reserve)
-        table.set("trinity_pool_flush_prefill_seconds", self._scheduler.flush_prefill_ns / 1e9)
+        table.set("trinity_pool_paused_slots", scheduler.paused)
+        table.set("trinity_pool_width", scheduler.width)
+        table.set("trinity_pool_reserve_ratio", scheduler.reserve)
+        table.set("trinity_pool_flush_prefill_seconds", scheduler.flush_prefill_ns / 1e9)
         table.set("trinity_pool_clients", self._server.statistics().clients)
 
     def _rest(self) -> None:
@@ -166,11 +160,10 @@ class Pool:
             self._cancel(cancel.client, cancel.request_id)
 
     def _cancel(self, client: int, request_id: int) -> None:
-        for running in self._slots.values():
-            request = running.entry.query
-            if (request.client, request.request_id) == (client, request_id):
-                self._scheduler.left(running.entry)
-                self._leave(running)
+        for slot, entry in enumerate(self._slots):
+            if entry is not None and (entry.query.client, entry.query.request_id) == (client, request_id):
+                self._scheduler.left(entry)
+                self._free(slot)
                 self._server.publish(client, request_id, "cancelled")
                 return
         waiting = self._scheduler.remove(lambda request: (request.client, request.request_id) == (client, request_id))
@@ -187,11 +180,11 @@ class Pool:
         for entry in changes.admitted:
             self._admit(entry, now)
         for entry in changes.paused:
-            if entry in self._places:
-                self._engine.pause(self._places[entry].slot)
+            if entry in self._slots:  # it may have been refused by the engine just now
+                self._engine.pause(self._slots.index(entry))
                 self._table.add("trinity_pool_preemptions_total")
         for entry in changes.resumed:
-            self._engine.resume(self._places[entry].slot)
+            self._engine.resume(self._slots.index(entry))
 
     def _admit(self, entry: Entry[Request], now: int) -> None:
         request = entry.query
@@ -202,7 +195,7 @@ class Pool:
             self._scheduler.left(entry)
             self._refuse(request, "invalid_request")
             return
-        self._slots[slot] = self._places[entry] = Running(entry, slot, now)
+        self._slots[slot], self._begin_ns[slot] = entry, now
         wait = POOL_WAIT_PREFILL if entry.stage == "prefill" else POOL_WAIT_DECODE
         self._table.observe(wait, (now - request.enqueue_ns) / 1e9)
 
@@ -223,32 +216,33 @@ class Pool:
         self._scheduler.advanced(extends)
         self._table.add("trinity_pool_extends_total", extends)
         self._table.add("trinity_pool_slot_steps_total", extends * active)
-        return list(map(int, finished))
+        return finished.tolist()
 
     # ---- publish
 
     def _publish(self, finished: list[int]) -> None:
         for slot in finished:
-            running = self._slots[slot]
-            entry, request = running.entry, running.entry.query
+            entry = self._slots[slot]
+            assert entry is not None
+            request = entry.query
             ids, distances = self._engine.result(slot)
             found = len(ids) if ids[-1] != -1 else int(np.count_nonzero(ids != -1))
             extends = self._engine.extends(slot)
             self._server.publish(
                 request.client, request.request_id, "ok", ids[:found], distances[:found],
-                extends=extends, begin_ns=running.begin_ns,
+                extends=extends, begin_ns=self._begin_ns[slot],
             )  # fmt: skip
             self._scheduler.finished(entry, extends)
-            self._leave(running)
+            self._free(slot)
             now = time.monotonic_ns()
             if now > (min(entry.due_ns, entry.deadline_ns) if self._targeted else entry.deadline_ns):
                 self._table.add(_MISSED[entry.stage])
             self._table.observe(POOL_LATENCY, (now - request.enqueue_ns) / 1e9)
             self._table.observe(POOL_EXTENDS, extends)
 
-    def _leave(self, running: Running) -> None:
-        del self._slots[running.slot], self._places[running.entry]
-        self._engine.release(running.slot)
+    def _free(self, slot: int) -> None:
+        self._slots[slot] = None
+        self._engine.release(slot)
 
     def _refuse(self, request: Request, status: str) -> None:
         self._table.add("trinity_pool_queries_refused_total")

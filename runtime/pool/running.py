@@ -13,8 +13,8 @@ class RunningBatch(Generic[T]):
 
     def __init__(self, max_pauses: int) -> None:
         self._max_pauses = max_pauses
-        self.prefill: list[Entry[T]] = []
-        self.decode: list[Entry[T]] = []  # in the order of their turns
+        self.prefill: dict[Entry[T], None] = {}
+        self.decode: dict[Entry[T], None] = {}  # in the order of their turns
         self.paused: deque[Entry[T]] = deque()  # the first to go on first
 
     @property
@@ -28,21 +28,23 @@ class RunningBatch(Generic[T]):
 
     def admit(self, entry: Entry[T], began: int) -> None:
         entry.began = began
-        (self.prefill if entry.stage == "prefill" else self.decode).append(entry)
+        (self.prefill if entry.stage == "prefill" else self.decode)[entry] = None
 
     def leave(self, entry: Entry[T]) -> None:
         """It is finished or cancelled. Raises ValueError if it has no slot."""
-        for group in (self.prefill, self.decode, self.paused):
-            if entry in group:
-                group.remove(entry)
-                return
-        raise ValueError("the query has no slot")
+        group = self.prefill if entry.stage == "prefill" else self.decode
+        if entry in group:
+            del group[entry]
+        elif entry in self.paused:
+            self.paused.remove(entry)
+        else:
+            raise ValueError("the query has no slot")
 
     def pause_youngest(self) -> Entry[T] | None:
         """Pause the decode query that came last and may still be paused; None if there is none."""
-        for i in range(len(self.decode) - 1, -1, -1):
-            if self.decode[i].pauses < self._max_pauses:
-                entry = self.decode.pop(i)
+        for entry in reversed(self.decode):
+            if entry.pauses < self._max_pauses:
+                del self.decode[entry]
                 entry.pauses += 1
                 self.paused.appendleft(entry)  # those paused before it came after it
                 return entry
@@ -50,7 +52,7 @@ class RunningBatch(Generic[T]):
 
     def resume(self) -> Entry[T]:
         entry = self.paused.popleft()
-        self.decode.append(entry)
+        self.decode[entry] = None
         return entry
 
     def settle(self, entry: Entry[T]) -> None:
