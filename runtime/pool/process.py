@@ -216,7 +216,8 @@ class Pool:
         self._scheduler.advanced(extends)
         self._table.add("trinity_pool_extends_total", extends)
         self._table.add("trinity_pool_slot_steps_total", extends * active)
-        return finished.tolist()
+        slots: list[int] = finished.tolist()
+        return slots
 
     # ---- publish
 

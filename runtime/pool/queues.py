@@ -3,7 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ipc import Stage
@@ -34,64 +34,56 @@ class Entry(Generic[T]):
     pauses: int = 0
 
 
-@dataclass(slots=True)
-class PrefillQueue(Generic[T]):
-    """Q_pre: the least slack first. Slack shrinks alike for all that wait, so the order is that of `start_by_ns`."""
+class PrefillQueue(list[tuple[int, int, Entry[T]]]):
+    """Q_pre, a heap: the least slack first. Slack shrinks alike for all that wait, so the order is by `start_by_ns`."""
 
-    _heap: list[tuple[int, int, Entry[T]]] = field(default_factory=list)
-    _count: int = 0  # keeps equal ones in the order of their arrival
-
-    def __len__(self) -> int:
-        return len(self._heap)
+    _count = 0  # keeps equal ones in the order of their arrival
 
     @property
     def front(self) -> Entry[T]:
-        return self._heap[0][2]
+        return self[0][2]
 
     def push(self, entry: Entry[T]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (entry.start_by_ns, self._count, entry))
+        heapq.heappush(self, (entry.start_by_ns, self._count, entry))
 
-    def pop(self) -> Entry[T]:
-        return heapq.heappop(self._heap)[2]
+    def take(self) -> Entry[T]:
+        return heapq.heappop(self)[2]
 
-    def remove(self, matches: Callable[[T], bool]) -> Entry[T] | None:
-        for i, (_, _, entry) in enumerate(self._heap):
+    def take_out(self, matches: Callable[[T], bool]) -> Entry[T] | None:
+        """The entry of the query that `matches`, wherever it stands."""
+        for i, (_, _, entry) in enumerate(self):
             if matches(entry.query):
-                self._heap[i] = self._heap[-1]
-                self._heap.pop()
-                heapq.heapify(self._heap)
+                self[i] = self[-1]
+                self.pop()
+                heapq.heapify(self)
                 return entry
         return None
 
 
-@dataclass(slots=True)
-class DecodeQueue(Generic[T]):
+class DecodeQueue(deque[Entry[T]]):
     """Q_dec: first come, first served. `work` is the sum of the extends that its queries are expected to take."""
 
-    _entries: deque[Entry[T]] = field(default_factory=deque)
-    work: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    work = 0.0
 
     @property
     def front(self) -> Entry[T]:
-        return self._entries[0]
+        return self[0]
 
     def push(self, entry: Entry[T]) -> None:
-        self._entries.append(entry)
+        self.append(entry)
         self.work += entry.extends
 
-    def pop(self) -> Entry[T]:
-        entry = self._entries.popleft()
-        self.work = self.work - entry.extends if self._entries else 0.0  # no rounding errors pile up
+    def take(self) -> Entry[T]:
+        entry = self.popleft()
+        self.work = self.work - entry.extends if self else 0.0  # no rounding errors pile up
         return entry
 
-    def remove(self, matches: Callable[[T], bool]) -> Entry[T] | None:
-        for i, entry in enumerate(self._entries):
+    def take_out(self, matches: Callable[[T], bool]) -> Entry[T] | None:
+        """The entry of the query that `matches`, wherever it stands."""
+        for i, entry in enumerate(self):
             if matches(entry.query):
-                del self._entries[i]
+                del self[i]
                 self.work -= entry.extends
                 return entry
         return None

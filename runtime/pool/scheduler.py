@@ -149,7 +149,7 @@ class Scheduler(Generic[T]):
 
     def remove(self, matches: Callable[[T], bool]) -> T | None:
         """Take the waiting query that `matches` out (it was cancelled, or its client is gone); None if none does."""
-        found = self._prefill.remove(matches) or self._decode.remove(matches)
+        found = self._prefill.take_out(matches) or self._decode.take_out(matches)
         return found.query if found else None
 
     # ---- who is active next
@@ -187,13 +187,12 @@ class Scheduler(Generic[T]):
 
     def _drop_late(self, now_ns: int, changes: Round[T]) -> None:
         """Those at the front that cannot make their deadlines any more."""
-        alone = self.cost.of(1)
         for queue in (self._prefill, self._decode):
             while queue:
-                front = queue.front
-                if front.deadline_ns == NEVER_NS or front.deadline_ns > now_ns + front.extends * alone:
+                deadline_ns = queue.front.deadline_ns
+                if deadline_ns == NEVER_NS or deadline_ns > now_ns + queue.front.extends * self.cost.of(1):
                     break
-                changes.late.append(queue.pop())
+                changes.late.append(queue.take())
 
     def _let_oldest_decode_run(self, changes: Round[T]) -> None:
         if self._may_start("decode"):
@@ -225,9 +224,11 @@ class Scheduler(Generic[T]):
 
     def _choose(self, now_ns: int, width: int) -> Stage | None:
         """Whose turn the next place is."""
-        prefill, decode = self._may_start("prefill"), self._may_start("decode")
-        if not (prefill and decode):
-            return "prefill" if prefill else "decode" if decode else None
+        decode = self._may_start("decode")
+        if not (self._prefill and self._may_start("prefill")):
+            return "decode" if decode else None
+        if not decode:
+            return "prefill"
         if len(self._batch.prefill) < self.reserved(width):
             return "prefill"
         arrival = self._next_decode().arrival_ns
@@ -268,7 +269,7 @@ class Scheduler(Generic[T]):
             entry = self._batch.resume()
             changes.resumed.append(entry)
             return entry
-        entry = (self._prefill if stage == "prefill" else self._decode).pop()
+        entry = (self._prefill if stage == "prefill" else self._decode).take()
         self._batch.admit(entry, self._done)
         changes.admitted.append(entry)
         return entry
