@@ -1,42 +1,45 @@
 """Which policy serves more requests within their SLOs? The simulator's answer, on real traces, at 50 to 120% load.
 
-    python -m benchmarks.policy --data ../shared/data/traces
+    python -m benchmarks.policy --data ../shared/data/traces [--processes 2]
 
-Two tables, both simulated (production's scheduler, router and control law on a virtual clock; nothing is timed here):
+All of it is simulated: production's scheduler, router and control law on a virtual clock. Nothing is timed here but
+the simulator itself, and the same seed gives the same figures on any machine.
 
 1. Policies. A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs
    `--fixed` s plus so much a slot that the pool is busy all the time at 100% load, and the next resource at 80%. With
-   an H100's own extend times the pool has nothing to decide (the second table's "busy" column shows it); this is the
+   an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
    case that policies are for: searches that are hard for the pool they have.
-2. Placements. Eight GPUs with an H100's service times: the best split of each placement, with the greatest rate at
-   which 90% of the sent requests meet both SLOs.
+2. Targets. The same with other values of `pool.prefill_target_s` and of the flush timeouts.
+3. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
+   of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
+4. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
 
 Goodput is over *sent* requests: the rate times the share that met TTFT and TPOT. Every policy gets the same requests at
-the same times. The traces' own rates are scaled (RAGPulse's by far the most: it has 42 requests an hour).
+the same times, from several windows of each trace. The scheduler's rules were tried out on the windows that begin at
+requests 0 and 2400; the default windows are others. The traces' own rates are scaled (RAGPulse's by far the most: it
+has 42 requests an hour).
 """
 
 import argparse
-import platform
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from dataclasses import replace as moved
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from runtime.node.config import (
-    ControlSection,
-    DecodeSection,
-    HttpSection,
-    NodeConfig,
-    PoolSection,
-    PrefillSection,
-)
+from benchmarks.data import machine
+from benchmarks.policy_report import draw_goodput, draw_plans, markdown
+from benchmarks.policy_rows import FIXED, NAIVE, Day, Planned, Report, Row, Target
+from runtime.node.config import ControlSection, DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
 from runtime.simulator.capacity import capacity, demands
-from runtime.simulator.node import simulate
-from runtime.simulator.plan import Plan, plans
+from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.plan import PLACEMENTS, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.result import Result
@@ -50,57 +53,61 @@ TRACES = {
     "mooncake": ("mooncake-conversation.jsonl.gz", Slos(ttft_s=5.0, tpot_s=0.05)),
     "ragpulse": ("ragpulse/0_trace.jsonl.gz", Slos(ttft_s=1.0, tpot_s=0.025)),
 }
-NAIVE = ("prefill-first", "decode-first", "fifo")
-FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
 SPARE = 1.25  # how much more of the pool than of the next resource a request takes
+TARGETS = (0.0, 0.01, 0.05, 0.2)  # pool.prefill_target_s over TTFT's SLO; 0.05 in the first table
+FLUSHES_S = (0.0, 0.0005, 0.002)
+SEARCH_COSTS = (1, 30, 100, 300)
+HOURS = 24
+
+Window = list[Arrival]
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """One trace at one load: goodput by policy, in requests/s, and what the sent rate was."""
+class Job(msgspec.Struct, frozen=True):
+    """One run: a window of a trace at a load, under a policy, with some settings of the pool."""
 
     trace: str
+    window: int
     load: float
-    sent_per_s: float
-    goodput: dict[str, float]
-    attainment: dict[str, float]
-    changes: int
-    reserve: tuple[float, float]
-
-    @property
-    def best_naive(self) -> float:
-        return max(self.goodput[name] for name in NAIVE)
-
-    @property
-    def best_fixed(self) -> float:
-        return max(self.goodput[name] for name in FIXED)
+    policy: str
+    target: float = 0.05
+    flush_s: float = 0.0
 
 
-class Report(msgspec.Struct, kw_only=True):
-    machine: str
-    python: str
-    requests: int
-    seed: int
-    fixed_s: float
-    slot_s: dict[str, float]
-    slos: dict[str, Slos]
-    rows: list[Row]
-    plans: dict[str, list[Plan]]
-    took_s: float
+class Bench:
+    """Makes setups and windows from the options; a copy of it runs the jobs in each process."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @cache  # noqa: B019  (lives as long as the process)
+    def window(self, trace: str, begin: int) -> Window:
+        file, _ = TRACES[trace]
+        found = load_trace(self.options.data / file, begin + self.options.requests)[begin:]
+        return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
+
+    def run(self, job: Job) -> tuple[Result, list[bool]]:
+        """The result, and which requests met both SLOs, in the order of their arrival."""
+        slos, arrivals = TRACES[job.trace][1], self.window(job.trace, job.window)
+        config = node(slos, job.target * slos.ttft_s, job.flush_s)
+        setup = scarce_pool(Setup(config=config, slos=slos, seed=self.options.seed), arrivals, self.options.fixed)
+        setup = replace(setup, policy=PolicyChoice.parse(job.policy))
+        simulation = Simulation(setup, at_rate(arrivals, job.load * capacity(setup, arrivals)))
+        result = simulation.run()
+        return result, [request.met(slos.ttft_s, slos.tpot_s) for request in simulation.requests]
 
 
-def node(slos: Slos) -> NodeConfig:
-    """The first table's node. The loop's and the pool's target for prefill's waits: a twentieth of TTFT's SLO."""
-    target_s = slos.ttft_s / 20
+def node(slos: Slos, target_s: float, flush_s: float = 0.0) -> NodeConfig:
+    """The first table's node. The loop's target for prefill's waits is a twentieth of TTFT's SLO."""
     return NodeConfig(
         http=HttpSection(max_in_flight=100_000),
         prefill=PrefillSection(workers=3, slots=16, chunk_tokens=2048),
         decode=DecodeSection(workers=4, slots=64),
-        pool=PoolSection(workers=1, slots=32, prefill_target_s=target_s),
-        control=ControlSection(prefill_wait_target_s=target_s),
+        pool=PoolSection(workers=1, slots=32, prefill_target_s=target_s, flush_s=flush_s, flush_prefill_s=flush_s),
+        control=ControlSection(prefill_wait_target_s=slos.ttft_s / 20),
     )
 
 
-def scarce_pool(setup: Setup, arrivals: list[Arrival], fixed_s: float) -> Setup:
+def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
     """The same node with a pool that is its scarcest resource."""
     needs = demands(setup, arrivals)
     others = max(seconds for name, seconds in needs.items() if name != "pool")
@@ -111,153 +118,130 @@ def scarce_pool(setup: Setup, arrivals: list[Arrival], fixed_s: float) -> Setup:
     return replace(setup, times=replace(setup.times, extend_s=fixed_s, extend_slot_s=slot_s))
 
 
-def run(setup: Setup, arrivals: list[Arrival], policy: str) -> Result:
-    return simulate(replace(setup, policy=PolicyChoice.parse(policy)), arrivals)
+# ---- the tables
+
+
+def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
+    options = bench.options
+    names = ("adaptive", *NAIVE, *FIXED)
+    for trace in options.traces.split(","):
+        for load in options.loads:
+            jobs = [Job(trace, window, load, name) for name in names for window in options.windows]
+            found = list(pool.map(bench.run, jobs))
+            runs = {name: [run for job, run in zip(jobs, found, strict=True) if job.policy == name] for name in names}
+            row = Row.of(trace, load, runs)
+            print(row.line(), file=sys.stderr, flush=True)
+            if load == 1.0:
+                shown = [runs["adaptive"][0][0], runs["prefill-first"][0][0]]
+                draw(shown, options.out / f"policy-{trace}.png")
+            yield row
+
+
+def targets(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Target]:
+    """Of the adaptive policy: the mean over windows and loads, relative to the first table's settings."""
+    options = bench.options
+    choices = [(target, 0.0) for target in TARGETS] + [(0.05, flush_s) for flush_s in FLUSHES_S[1:]]
+    for trace in options.traces.split(","):
+        for load in (0.7, 1.0, 1.2):
+            jobs = [
+                Job(trace, window, load, "adaptive", target, flush_s)
+                for target, flush_s in choices
+                for window in options.windows
+            ]
+            found = list(pool.map(bench.run, jobs))
+            goodputs = [
+                sum(run[0].goodput for job, run in zip(jobs, found, strict=True) if (job.target, job.flush_s) == choice)
+                / len(options.windows)
+                for choice in choices
+            ]
+            yield Target(trace=trace, load=load, goodput=dict(zip(map(_choice, choices), goodputs, strict=True)))
+
+
+def _choice(choice: tuple[float, float]) -> str:
+    target, flush_s = choice
+    return f"τ {flush_s * 1e3:g} ms" if flush_s else f"{target:g}·TTFT" if target else "0"
+
+
+def placements(bench: Bench) -> Iterator[Planned]:
+    options = bench.options
+    for trace in options.traces.split(","):
+        slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
+        for cost in SEARCH_COSTS:
+            config = replace(node(slos, slos.ttft_s / 20), pool=PoolSection(slots=256, prefill_target_s=slos.ttft_s / 20))
+            times = ServiceTimes()
+            times = replace(times, extend_s=times.extend_s * cost, extend_slot_s=times.extend_slot_s * cost)
+            found = plans(Setup(config=config, times=times, slos=slos, seed=options.seed), arrivals, gpus=8, tried=1)
+            best = [next(plan for plan in found if plan.placement == placement) for placement in PLACEMENTS]
+            print(trace, cost, [f"{plan.placement} {plan.rate:.1f}" for plan in best], file=sys.stderr, flush=True)
+            yield Planned(trace=trace, cost=cost, best=best)
+
+
+def day(bench: Bench) -> Day:
+    """Azure's hour, 24 times over, through a node that it does not overload."""
+    hour = load_trace(bench.options.data / TRACES["azure"][0])
+    arrivals = [moved(arrival, at_s=arrival.at_s + 3600.0 * n) for n in range(HOURS) for arrival in hour]
+    slos = TRACES["azure"][1]
+    began = time.monotonic()
+    result = simulate(Setup(config=node(slos, slos.ttft_s / 20), slos=slos, seed=bench.options.seed), arrivals)
+    return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.monotonic() - began)
 
 
 def main() -> None:
     options = _options()
     began = time.monotonic()
-    rows: list[Row] = []
-    slots: dict[str, float] = {}
-    found: dict[str, list[Plan]] = {}
     options.out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(options.processes) as workers:
-        for name in options.traces.split(","):
-            file, slos = TRACES[name]
-            arrivals = load_trace(options.data / file, options.requests)
-            setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=options.seed), arrivals, options.fixed)
-            slots[name] = setup.times.extend_slot_s
-            most = capacity(setup, arrivals)
-            for load in options.loads:
-                sent = at_rate(arrivals, load * most)
-                names = ("adaptive", *NAIVE, *FIXED)
-                results = dict(zip(names, workers.map(partial(run, setup, sent), names), strict=True))
-                rows.append(_row(name, load, results))
-                print(_line(rows[-1]), file=sys.stderr, flush=True)
-                if load == 1.0:
-                    draw([results["adaptive"], results["prefill-first"]], options.out / f"policy-{name}.png")
-            if not options.no_plans:
-                roomy = replace(setup, times=ServiceTimes())
-                roomy = replace(roomy, config=replace(roomy.config, pool=PoolSection(slots=256)))
-                found[name] = plans(
-                    roomy, arrivals, gpus=8, tried=1, progress=lambda text: print(text, file=sys.stderr)
-                )
+    bench = Bench(options)
+    slot_s = {}
+    for trace in options.traces.split(","):
+        slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
+        setup = scarce_pool(Setup(config=node(slos, slos.ttft_s / 20), slos=slos), arrivals, options.fixed)
+        slot_s[trace] = setup.times.extend_slot_s
+    with ProcessPoolExecutor(options.processes) as pool:
+        rows = list(policies(bench, pool))
+        swept = list(targets(bench, pool)) if not options.quick else []
     report = Report(
-        machine=f"{platform.machine()}, {platform.system()}",
-        python=platform.python_version(),
+        machine=machine(),
+        versions={name: version(name) for name in ("trinity-runtime", "numpy", "msgspec") if _installed(name)},
         requests=options.requests,
+        windows=options.windows,
         seed=options.seed,
         fixed_s=options.fixed,
-        slot_s=slots,
+        slot_s=slot_s,
         slos={name: slos for name, (_, slos) in TRACES.items()},
         rows=rows,
-        plans=found,
+        targets=swept,
+        placements=list(placements(bench)) if not options.quick else [],
+        day=day(bench) if not options.quick else None,
         took_s=time.monotonic() - began,
     )
     (options.out / "policy.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     text = markdown(report)
     (options.out / "policy.md").write_text(text, encoding="utf-8")
+    draw_goodput(report, options.out / "policy.png")
+    if report.placements:
+        draw_plans(report, options.out / "policy-placements.png")
     print(text)
 
 
-def _row(trace: str, load: float, results: dict[str, Result]) -> Row:
-    adaptive = results["adaptive"]
-    reserves = [sample.reserve for sample in adaptive.samples]
-    return Row(
-        trace=trace,
-        load=load,
-        sent_per_s=adaptive.sent_per_s,
-        goodput={name: result.goodput for name, result in results.items()},
-        attainment={name: result.attainment for name, result in results.items()},
-        changes=int(adaptive.use["changes"]),
-        reserve=(min(reserves), max(reserves)),
-    )
-
-
-def _line(row: Row) -> str:
-    shown = ", ".join(f"{name} {share:.3f}" for name, share in row.attainment.items())
-    return f"{row.trace} {row.load:.0%}: {shown}; {row.changes} changes"
-
-
-def markdown(report: Report) -> str:
-    """The tables."""
-    lines = [
-        "# Policies and placements, simulated",
-        "",
-        f"`python -m benchmarks.policy`: {report.requests} requests of each trace, seed {report.seed}, "
-        f"{report.took_s:.0f} s on {report.machine}, Python {report.python}. Simulated, not measured: service times of "
-        "an H100 with an 8-billion-parameter Llama from data sheets (`runtime/simulator/service.py`).",
-        "",
-        "## Goodput (requests/s that met TTFT and TPOT, over sent requests)",
-        "",
-        "3 prefill and 4 decode GPUs; a pool that is busy all the time at 100% load: an extend costs "
-        + f"{report.fixed_s * 1e6:.0f} µs and "
-        + ", ".join(f"{slot * 1e6:.0f} µs a slot ({name})" for name, slot in report.slot_s.items())
-        + ". SLOs: "
-        + ", ".join(f"{name} TTFT {slo.ttft_s} s, TPOT {slo.tpot_s * 1e3:.0f} ms" for name, slo in report.slos.items())
-        + ".",
-        "",
-        "| trace | load | sent/s | adaptive | prefill-first | decode-first | FIFO | best fixed r "
-        "| / best naive | / best fixed | r |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report.rows:
-        fixed = max(FIXED, key=lambda name, row=row: row.goodput[name])  # type: ignore[misc]
-        adaptive = row.goodput["adaptive"]
-        lines.append(
-            f"| {row.trace} | {row.load:.0%} | {row.sent_per_s:.2f} | {adaptive:.2f} | "
-            + " | ".join(f"{row.goodput[name]:.2f}" for name in NAIVE)
-            + f" | {row.goodput[fixed]:.2f} ({fixed[6:]}) | {_ratio(adaptive, row.best_naive)} | "
-            f"{_ratio(adaptive, row.best_fixed)} | {row.reserve[0]:.2f}–{row.reserve[1]:.2f} |"
-        )
-    lines += ["", _verdict(report.rows), ""]
-    if report.plans:
-        lines += [
-            "## Placements of the index on 8 GPUs",
-            "",
-            "The greatest rate at which 90% of the sent requests met both SLOs; the best split of each placement. "
-            "`busiest` is the resource that the utilisation law says ends first.",
-            "",
-            "| trace | index | prefill | decode | pool | decode slots | busiest | capacity/s | rate/s |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for trace, found in report.plans.items():
-            for placement in ("pool", "with-prefill", "coupled"):
-                best = next((plan for plan in found if plan.placement == placement), None)
-                if best is not None:
-                    lines.append(
-                        f"| {trace} | {placement} | {best.prefill} | {best.decode} | {best.pool} "
-                        f"| {best.decode_slots} | {best.busiest} | {best.capacity:.2f} | {best.rate:.2f} |"
-                    )
-    return "\n".join(lines) + "\n"
-
-
-def _ratio(value: float, other: float) -> str:
-    return f"{value / other:.2f}" if other > 0 else "–"
-
-
-def _verdict(rows: list[Row]) -> str:
-    lost = [row for row in rows if row.goodput["adaptive"] < row.best_naive * 0.9995]
-    behind = [row for row in rows if row.goodput["adaptive"] < row.best_fixed * 0.95]
-    shown = ", ".join(f"{row.trace} {row.load:.0%} ({_ratio(row.goodput['adaptive'], row.best_naive)})" for row in lost)
-    return (
-        f"Adaptive is at least as good as every naive policy in {len(rows) - len(lost)} of {len(rows)} rows"
-        + (f"; it loses at {shown}" if lost else "")
-        + f". It has 0.95 of the best fixed r or more in {len(rows) - len(behind)} of {len(rows)}."
-    )
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except ModuleNotFoundError:  # PackageNotFoundError is one
+        return False
+    return True
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
     parser.add_argument("--traces", default=",".join(TRACES))
-    parser.add_argument("--requests", type=int, default=1200, help="the first so many of each trace")
+    parser.add_argument("--requests", type=int, default=1200, help="of each window")
+    parser.add_argument("--windows", type=int, nargs="+", default=[1200, 3600], help="first requests")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.9, 1.0, 1.1, 1.2])
     parser.add_argument("--fixed", type=float, default=20e-6, help="the fixed part of an extend, in s")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--no-plans", action="store_true", help="the first table only")
+    parser.add_argument("--quick", action="store_true", help="the first table only")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
 

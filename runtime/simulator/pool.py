@@ -29,6 +29,8 @@ class Search:
     deadline_ns: int
     reply: Callable[[str], None]
     left: int = 0  # extends, while it is paused
+    begun_ns: int = 0  # when it had a slot
+    ended_ns: int = 0  # when its answer was written
     pool: "SimPool | None" = None  # that it was sent to
 
 
@@ -79,6 +81,7 @@ class SimPool:
         for search in done:
             self.scheduler.finished(self._entries.pop(search), search.extends)
             self.served += 1
+            search.ended_ns = now
             self._answer(search, "ok")
         changes = self.scheduler.next(now)
         for entry in changes.late:
@@ -95,7 +98,8 @@ class SimPool:
         search = entry.query
         self._entries[search] = entry
         self.batch.join(search, search.extends)
-        wait_ns = self._events.now_ns - search.asked_ns
+        search.begun_ns = self._events.now_ns
+        wait_ns = search.begun_ns - search.asked_ns
         self.wait_ns += wait_ns
         if search.stage == "prefill":
             self.wait_counts[bisect.bisect_left(POOL_WAIT_PREFILL.buckets, wait_ns / 1e9)] += 1

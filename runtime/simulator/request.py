@@ -37,3 +37,7 @@ class SimRequest:
     def tpot_s(self) -> float:
         """As `stages.spans_seconds` has it; 0 for an answer of one token."""
         return (self.end_ns - self.first_token_ns) / 1e9 / max(self.arrival.output_tokens - 1, 1)
+
+    def met(self, ttft_s: float, tpot_s: float) -> bool:
+        """Whether it finished with its first token and the others within these limits."""
+        return self.outcome == FINISHED and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s

@@ -1,0 +1,172 @@
+"""Tables and plots of what `benchmarks.policy` found."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.policy_rows import FIXED, NAIVE, Report, Row
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    machine = report.machine
+    lines = [
+        "# Policies and placements, simulated",
+        "",
+        f"`python -m benchmarks.policy`: windows of {report.requests} requests of each trace that begin at requests "
+        f"{', '.join(map(str, report.windows))}; seed {report.seed}; {report.took_s:.0f} s on {machine['processor']}, "
+        f"{machine['cores']} cores, Python {machine['python']}. Simulated, not measured: service times of an H100 with "
+        "an 8-billion-parameter Llama from data sheets (`runtime/simulator/service.py`).",
+        "",
+        *_policies(report),
+    ]
+    if report.targets:
+        lines += ["", *_targets(report)]
+    if report.placements:
+        lines += ["", *_placements(report)]
+    if report.day is not None:
+        day = report.day
+        lines += [
+            "",
+            "## A day",
+            "",
+            f"Azure's hour 24 times over, {day.requests:,} requests, took {day.took_s / 60:.1f} minutes in one process; "
+            f"{day.attainment:.1%} of the requests met both SLOs.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _policies(report: Report) -> Iterator[str]:
+    yield "## Goodput (requests/s that met TTFT and TPOT, over sent requests)"
+    yield ""
+    yield (
+        "3 prefill and 4 decode GPUs; a pool that is busy all the time at 100% load: an extend costs "
+        f"{report.fixed_s * 1e6:.0f} µs and about "
+        + ", ".join(f"{slot * 1e6:.0f} µs a slot ({name})" for name, slot in report.slot_s.items())
+        + ". SLOs: "
+        + ", ".join(f"{name} TTFT {slo.ttft_s} s, TPOT {slo.tpot_s * 1e3:.0f} ms" for name, slo in report.slos.items())
+        + ". `±` is a standard error of the difference to the best naive policy, in the ratio's unit."
+    )
+    yield ""
+    yield (
+        "| trace | load | sent/s | adaptive | prefill-first | decode-first | FIFO | best fixed r "
+        "| / best naive | ± | / best fixed | r |"
+    )
+    yield "|---|" + "---:|" * 11
+    for row in report.rows:
+        ours = row.goodput["adaptive"]
+        yield (
+            f"| {row.trace} | {row.load:.0%} | {row.sent_per_s:.2f} | {ours:.2f} | "
+            + " | ".join(f"{row.goodput[name]:.2f}" for name in NAIVE)
+            + f" | {row.goodput[row.best_fixed]:.2f} ({row.best_fixed[6:]}) | {_ratio(ours, row.best_naive)} "
+            f"| {_ratio(row.error, row.best_naive)} | {_ratio(ours, row.goodput[row.best_fixed])} "
+            f"| {row.reserve[0]:.2f}–{row.reserve[1]:.2f} |"
+        )
+    yield ""
+    yield _verdict(report.rows)
+
+
+def _verdict(rows: list[Row]) -> str:
+    def named(standing: str) -> str:
+        found = [row for row in rows if row.standing == standing]
+        shown = (f"{row.trace} {row.load:.0%} {_ratio(row.goodput['adaptive'], row.best_naive, 3)}" for row in found)
+        return f"{len(found)}" + (f" ({', '.join(shown)})" if found else "")
+
+    least = min(rows, key=lambda row: row.goodput["adaptive"] / max(row.goodput[row.best_fixed], 1e-9))
+    ahead = sum(row.standing == "ahead" for row in rows)
+    return (
+        f"Of {len(rows)} rows adaptive is at least as good as every naive policy in {ahead}; it is behind the best of "
+        f"them by less than two standard errors in {named('even')}, and by more in {named('behind')}. Of the best fixed "
+        f"r it has {_ratio(least.goodput['adaptive'], least.goodput[least.best_fixed])} at least."
+    )
+
+
+def _targets(report: Report) -> Iterator[str]:
+    names = list(report.targets[0].goodput)
+    yield "## Prefill's target and the flush timeouts"
+    yield ""
+    yield (
+        "Adaptive's goodput with other settings, over that of the first table (`prefill_target_s` 0.05·TTFT, no "
+        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; what any other "
+        "target does is within the noise, and so is waiting for company, which a busy pool never does."
+    )
+    yield ""
+    yield "| trace | load | " + " | ".join(names) + " |"
+    yield "|---|" + "---:|" * (len(names) + 1)
+    for row in report.targets:
+        base = row.goodput["0.05·TTFT"]
+        yield f"| {row.trace} | {row.load:.0%} | " + " | ".join(_ratio(row.goodput[n], base) for n in names) + " |"
+
+
+def _placements(report: Report) -> Iterator[str]:
+    yield "## Placements of the index on 8 GPUs"
+    yield ""
+    yield (
+        "The greatest rate at which 90% of the sent requests met both SLOs, for the best split of each placement "
+        "(prefill + decode + pool GPUs). `search` is the cost of an extend over an H100's for 10 million vectors of 768 "
+        "float16; `pool's work` is what the searches of a request take of one GPU that does nothing else, by the "
+        "roofline, over what the model takes of all eight."
+    )
+    yield ""
+    yield "| trace | search | pool of its own | with prefill | coupled | own / best other |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for row in report.placements:
+        cells = [
+            f"{plan.rate:.1f} ({plan.prefill}+{plan.decode}" + (f"+{plan.pool}" if plan.pool else "") + f", {plan.busiest})"
+            for plan in row.best
+        ]
+        others = max(plan.rate for plan in row.best[1:])
+        yield f"| {row.trace} | ×{row.cost} | " + " | ".join(cells) + f" | {_ratio(row.best[0].rate, others)} |"
+
+
+def _ratio(value: float, other: float, digits: int = 2) -> str:
+    return f"{value / other:.{digits}f}" if other > 0 else "–"
+
+
+def draw_goodput(report: Report, path: Path) -> None:
+    """Share of the sent requests that met both SLOs, by load, a panel for each trace."""
+    pyplot = _pyplot()
+    traces = list(report.slot_s)
+    figure, panels = pyplot.subplots(1, len(traces), figsize=(4.2 * len(traces), 3.4), squeeze=False)
+    for axes, trace in zip(panels[0], traces, strict=True):
+        rows = [row for row in report.rows if row.trace == trace]
+        loads = [row.load * 100 for row in rows]
+        best = [max(row.attainment[name] for name in FIXED) for row in rows]
+        axes.plot(loads, best, "0.6", lw=5, alpha=0.6, label="best fixed r")
+        for name, style in zip(NAIVE, ("C1--", "C2--", "C3--"), strict=True):
+            axes.plot(loads, [row.attainment[name] for row in rows], style, label=name)
+        axes.plot(loads, [row.attainment["adaptive"] for row in rows], "C0o-", ms=4, label="adaptive")
+        axes.set_title(trace)
+        axes.set_xlabel("load (% of the pool's capacity)")
+        axes.set_ylim(0, 1.05)
+    panels[0][0].set_ylabel("met TTFT and TPOT")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def draw_plans(report: Report, path: Path) -> None:
+    """The greatest rate of each placement over that of a pool of its own, by what a search costs."""
+    pyplot = _pyplot()
+    traces = list(report.slot_s)
+    figure, panels = pyplot.subplots(1, len(traces), figsize=(4.2 * len(traces), 3.2), squeeze=False)
+    for axes, trace in zip(panels[0], traces, strict=True):
+        rows = [row for row in report.placements if row.trace == trace]
+        for i, name in enumerate(("pool of its own", "with prefill", "coupled")):
+            at = [number + (i - 1) * 0.27 for number in range(len(rows))]
+            axes.bar(at, [row.best[i].rate for row in rows], 0.25, label=name)
+        axes.set_xticks(range(len(rows)), [f"×{row.cost}" for row in rows])
+        axes.set_title(trace)
+        axes.set_xlabel("cost of a search")
+    panels[0][0].set_ylabel("requests/s at 90% attainment")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def _pyplot():  # type: ignore[no-untyped-def]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

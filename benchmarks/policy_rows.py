@@ -1,0 +1,109 @@
+"""What `benchmarks.policy` found: one row a trace and load, and how sure a difference between two policies is."""
+
+import statistics
+
+import msgspec
+
+from runtime.simulator.plan import Plan
+from runtime.simulator.result import Result
+from runtime.simulator.workload import Slos
+
+NAIVE = ("prefill-first", "decode-first", "fifo")
+FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
+Runs = dict[str, list[tuple[Result, list[bool]]]]  # by policy, a window each: the result, and which requests were good
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One trace at one load, over all windows: goodput by policy in requests/s.
+
+    `error`: a standard error of adaptive's goodput less the best naive policy's, from the requests that only one of the
+    two served within its SLOs. (Requests of one trace are not independent: it is rather too small.)
+    """
+
+    trace: str
+    load: float
+    sent_per_s: float
+    goodput: dict[str, float]
+    attainment: dict[str, float]
+    error: float
+    changes: float
+    reserve: tuple[float, float]
+
+    @classmethod
+    def of(cls, trace: str, load: float, runs: Runs) -> "Row":
+        goodput = {name: statistics.mean(result.goodput for result, _ in found) for name, found in runs.items()}
+        best = max(NAIVE, key=lambda name: goodput[name])
+        pairs = [
+            pair
+            for (_, ours), (_, theirs) in zip(runs["adaptive"], runs[best], strict=True)
+            for pair in zip(ours, theirs, strict=True)
+        ]
+        differing = sum(one != other for one, other in pairs)
+        sent_per_s = statistics.mean(result.sent_per_s for result, _ in runs["adaptive"])
+        reserves = [sample.reserve for result, _ in runs["adaptive"] for sample in result.samples]
+        return cls(
+            trace=trace,
+            load=load,
+            sent_per_s=sent_per_s,
+            goodput=goodput,
+            attainment={name: statistics.mean(result.attainment for result, _ in found) for name, found in runs.items()},
+            error=differing**0.5 / len(pairs) * sent_per_s,
+            changes=statistics.mean(result.use["changes"] for result, _ in runs["adaptive"]),
+            reserve=(min(reserves), max(reserves)),
+        )
+
+    @property
+    def best_naive(self) -> float:
+        return max(self.goodput[name] for name in NAIVE)
+
+    @property
+    def best_fixed(self) -> str:
+        return max(FIXED, key=lambda name: self.goodput[name])
+
+    @property
+    def standing(self) -> str:
+        """Against the best naive policy: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
+        behind = self.best_naive - self.goodput["adaptive"]
+        return "ahead" if behind <= 1e-9 else "even" if behind <= 2 * self.error else "behind"
+
+    def line(self) -> str:
+        shown = ", ".join(f"{name} {share:.3f}" for name, share in self.attainment.items())
+        return f"{self.trace} {self.load:.0%}: {shown}; {self.standing}"
+
+
+class Target(msgspec.Struct, kw_only=True):
+    """One trace at one load: adaptive's goodput by setting."""
+
+    trace: str
+    load: float
+    goodput: dict[str, float]
+
+
+class Planned(msgspec.Struct, kw_only=True):
+    """The best split of each placement, with searches that cost `cost` times an H100's."""
+
+    trace: str
+    cost: int
+    best: list[Plan]
+
+
+class Day(msgspec.Struct, kw_only=True):
+    requests: int
+    attainment: float
+    took_s: float
+
+
+class Report(msgspec.Struct, kw_only=True):
+    machine: dict[str, str]
+    versions: dict[str, str]
+    requests: int
+    windows: list[int]
+    seed: int
+    fixed_s: float
+    slot_s: dict[str, float]
+    slos: dict[str, Slos]
+    rows: list[Row]
+    targets: list[Target]
+    placements: list[Planned]
+    day: Day | None
+    took_s: float

@@ -1,0 +1,58 @@
+"""A vector pool by itself on the virtual clock: queries that come at given times, whoever asks them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipc import Stage
+from runtime.node.config import PoolSection
+from runtime.pool.estimate import Kind
+from runtime.pool.process import policy_of
+from runtime.pool.scheduler import Scheduler
+from runtime.simulator.events import Events
+from runtime.simulator.gpu import Gpu
+from runtime.simulator.pool import Search, SimPool
+from runtime.simulator.service import ServiceTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query comes `at_ns`, and takes so many extends."""
+
+    at_ns: int
+    stage: Stage
+    extends: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How long a query waited for its slot, and how long it took until its answer was written; both from `at_ns`."""
+
+    stage: Stage
+    wait_ns: int
+    latency_ns: int
+
+
+def run_pool(queries: Sequence[Query], times: ServiceTimes, limits: PoolSection) -> list[Fate]:
+    """What becomes of `queries` (by time, all without deadlines), by production's scheduler; in the order given."""
+    events = Events()
+    pool = SimPool(
+        events,
+        times,
+        Scheduler(policy_of(limits)),
+        Kind("docs", limits.top_m, limits.search_width),
+        Gpu(),
+    )
+    fates: dict[int, Fate] = {}
+
+    def ask(number: int, query: Query) -> None:
+        def answered(status: str) -> None:
+            took_ns = search.ended_ns - query.at_ns
+            fates[number] = Fate(query.stage, search.begun_ns - query.at_ns, took_ns)
+
+        search = Search(query.stage, query.extends, query.at_ns, 1 << 62, answered)
+        pool.ask(search)
+
+    for number, query in enumerate(queries):
+        events.at(query.at_ns, lambda number=number, query=query: ask(number, query))  # type: ignore[misc]
+    events.run()
+    return [fates[number] for number in range(len(queries))]
