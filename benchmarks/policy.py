@@ -167,7 +167,9 @@ def placements(bench: Bench) -> Iterator[Planned]:
     for trace in options.traces.split(","):
         slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
         for cost in SEARCH_COSTS:
-            config = replace(node(slos, slos.ttft_s / 20), pool=PoolSection(slots=256, prefill_target_s=slos.ttft_s / 20))
+            config = replace(
+                node(slos, slos.ttft_s / 20), pool=PoolSection(slots=256, prefill_target_s=slos.ttft_s / 20)
+            )
             times = ServiceTimes()
             times = replace(times, extend_s=times.extend_s * cost, extend_slot_s=times.extend_slot_s * cost)
             found = plans(Setup(config=config, times=times, slos=slos, seed=options.seed), arrivals, gpus=8, tried=1)

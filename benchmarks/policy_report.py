@@ -29,8 +29,8 @@ def markdown(report: Report) -> str:
             "",
             "## A day",
             "",
-            f"Azure's hour 24 times over, {day.requests:,} requests, took {day.took_s / 60:.1f} minutes in one process; "
-            f"{day.attainment:.1%} of the requests met both SLOs.",
+            f"Azure's hour 24 times over, {day.requests:,} requests, took {day.took_s / 60:.1f} minutes in one "
+            f"process; {day.attainment:.1%} of the requests met both SLOs.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -75,8 +75,8 @@ def _verdict(rows: list[Row]) -> str:
     ahead = sum(row.standing == "ahead" for row in rows)
     return (
         f"Of {len(rows)} rows adaptive is at least as good as every naive policy in {ahead}; it is behind the best of "
-        f"them by less than two standard errors in {named('even')}, and by more in {named('behind')}. Of the best fixed "
-        f"r it has {_ratio(least.goodput['adaptive'], least.goodput[least.best_fixed])} at least."
+        f"them by less than two standard errors in {named('even')}, and by more in {named('behind')}. Of the best "
+        f"fixed r it has {_ratio(least.goodput['adaptive'], least.goodput[least.best_fixed])} at least."
     )
 
 
@@ -86,8 +86,8 @@ def _targets(report: Report) -> Iterator[str]:
     yield ""
     yield (
         "Adaptive's goodput with other settings, over that of the first table (`prefill_target_s` 0.05·TTFT, no "
-        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; what any other "
-        "target does is within the noise, and so is waiting for company, which a busy pool never does."
+        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; what any "
+        "other target does is within the noise, and so is waiting for company, which a busy pool never does."
     )
     yield ""
     yield "| trace | load | " + " | ".join(names) + " |"
@@ -102,16 +102,19 @@ def _placements(report: Report) -> Iterator[str]:
     yield ""
     yield (
         "The greatest rate at which 90% of the sent requests met both SLOs, for the best split of each placement "
-        "(prefill + decode + pool GPUs). `search` is the cost of an extend over an H100's for 10 million vectors of 768 "
-        "float16; `pool's work` is what the searches of a request take of one GPU that does nothing else, by the "
-        "roofline, over what the model takes of all eight."
+        "(prefill + decode + pool GPUs, and the resource that by the roofline ends first). `search` is the cost of an "
+        "extend over an H100's for 10 million vectors of 768 float16. With an H100's searches a pool of its own idles "
+        "nearly all the time, and a GPU that could run the model is gone. The dearer a search, the more it slows down "
+        "the model that it shares a GPU with, and the sooner a pool of its own pays."
     )
     yield ""
     yield "| trace | search | pool of its own | with prefill | coupled | own / best other |"
     yield "|---|---:|---:|---:|---:|---:|"
     for row in report.placements:
         cells = [
-            f"{plan.rate:.1f} ({plan.prefill}+{plan.decode}" + (f"+{plan.pool}" if plan.pool else "") + f", {plan.busiest})"
+            f"{plan.rate:.1f} ({plan.prefill}+{plan.decode}"
+            + (f"+{plan.pool}" if plan.pool else "")
+            + f", {plan.busiest})"
             for plan in row.best
         ]
         others = max(plan.rate for plan in row.best[1:])

@@ -46,7 +46,9 @@ class Row(msgspec.Struct, kw_only=True):
             load=load,
             sent_per_s=sent_per_s,
             goodput=goodput,
-            attainment={name: statistics.mean(result.attainment for result, _ in found) for name, found in runs.items()},
+            attainment={
+                name: statistics.mean(result.attainment for result, _ in found) for name, found in runs.items()
+            },
             error=differing**0.5 / len(pairs) * sent_per_s,
             changes=statistics.mean(result.use["changes"] for result, _ in runs["adaptive"]),
             reserve=(min(reserves), max(reserves)),

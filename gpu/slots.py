@@ -145,6 +145,7 @@ class SlotTable:
         self._state[slot] = SlotState.ACTIVE
 
     def _deactivate(self, slot: int) -> None:
-        position = int(np.flatnonzero(self.active[: self.active_count] == slot)[0])
-        self.active[position : self.active_count - 1] = self.active[position + 1 : self.active_count]
+        position = self.active[: self.active_count].tolist().index(slot)  # so few are found faster in a list
         self.active_count -= 1
+        if position < self.active_count:
+            self.active[position : self.active_count] = self.active[position + 1 : self.active_count + 1]

@@ -207,18 +207,21 @@ class Scheduler(Generic[T]):
             self._start("prefill", changes)
 
     def _fill(self, now_ns: int, width: int, changes: Round[T]) -> None:
-        batch = self._batch
+        batch, room = self._batch, self._decode_room(now_ns, width)
         while batch.active < width:
             stage = self._choose(now_ns, width)
-            if stage == "decode" and len(batch.decode) >= self._decode_room(now_ns, width):
+            if stage == "decode" and len(batch.decode) >= room:
                 stage = "prefill" if self._may_start("prefill") else None
             if stage is None:
                 return
             self._start(stage, changes)
+            if stage == "prefill":
+                room = self._decode_room(now_ns, width)
 
     def _make_room(self, now_ns: int, width: int, changes: Round[T]) -> None:
         """Pause decode queries until those that are left let prefill be in time."""
-        while len(self._batch.decode) > self._decode_room(now_ns, width):
+        room = self._decode_room(now_ns, width)
+        while len(self._batch.decode) > room:
             if not self._pause(changes):
                 return
 

@@ -1,4 +1,4 @@
-"""The simulated pool against the real loop: the same queries and the same cost of an extend, on a clock of the test's."""
+"""The simulated pool against the real loop: the same queries and the same cost of an extend, on the test's clock."""
 
 import os
 from collections.abc import Iterator
@@ -113,11 +113,13 @@ def table() -> Iterator[WorkerTable]:
     made.close()
 
 
-def real_loop(queries: list[Query], limits: dict[str, Any], table: WorkerTable, patch: pytest.MonkeyPatch) -> list[Fate]:
+def real_loop(
+    queries: list[Query], limits: dict[str, Any], table: WorkerTable, patch: pytest.MonkeyPatch
+) -> list[Fate]:
     machine = Machine(queries, limits["slots"] + limits["spare_slots"])
     index = SimpleNamespace(dim=1)
-    patch.setattr(process, "Collection", SimpleNamespace(open=lambda path: SimpleNamespace(index=index)))
-    patch.setattr(process, "CpuEngine", lambda *a, **k: machine)
+    patch.setattr(process, "_open_index", lambda *a: index)
+    patch.setattr(process, "_open", lambda *a: machine)
     patch.setattr(process, "RingServer", lambda *a, **k: machine)
     patch.setattr(process, "_direction", lambda dim, number: np.full(1, -1.0))
     patch.setattr(process, "time", SimpleNamespace(monotonic_ns=lambda: machine.now))
@@ -159,7 +161,9 @@ def test_waits_and_latencies_of_both_stages_agree_with_the_real_loops(
             slack = 0.05 * np.mean([fate.latency_ns for fate in real if fate.stage == stage])
             assert ours.mean() == pytest.approx(theirs.mean(), rel=0.15, abs=slack)
             for percent in (50, 95):
-                assert np.percentile(ours, percent) == pytest.approx(np.percentile(theirs, percent), rel=0.15, abs=slack)
+                assert np.percentile(ours, percent) == pytest.approx(
+                    np.percentile(theirs, percent), rel=0.15, abs=slack
+                )
 
 
 def parse_pool(limits: dict[str, Any]) -> PoolSection:
