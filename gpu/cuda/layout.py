@@ -348,7 +348,7 @@ def team_of(collections: Sequence[IndexData]) -> int:
 def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: int) -> int:
     """Blocks of compute_distances for a bucket: enough for all tasks at once, or to fill the device if that is less."""
     most = -(-bucket * shape.slot_tasks * team // DISTANCE_THREADS)
-    return max(1, min(most, 8 * multiprocessors))
+    return max(1, min(most, 4 * multiprocessors))
 
 
 def argument(record: npt.NDArray[Any]) -> Any:

@@ -40,6 +40,14 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS) gather_tasks(const Ba
     for (uint32 i = threadIdx.x; i < count; i += blockDim.x) tasks[i] = Task{blockIdx.x, nodes[i]};
 }
 
+// Blocks that a multiprocessor should run: with 64 registers a thread every load of a round is under way before the first is
+// used. The assembler for sm_100 would spill with so few.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr uint32 DISTANCE_BLOCKS = 2;
+#else
+constexpr uint32 DISTANCE_BLOCKS = 4;
+#endif
+
 template <uint32 TEAM>
 __device__ inline void compute_distances(const Batch& batch) {
     const uint32 count = at<const Counters>(batch.counters)->tasks, teams = gridDim.x * blockDim.x / TEAM;
@@ -52,13 +60,13 @@ __device__ inline void compute_distances(const Batch& batch) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS) compute_distances_8(const Batch batch) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_8(const Batch batch) {
     compute_distances<8>(batch);
 }
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS) compute_distances_16(const Batch batch) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_16(const Batch batch) {
     compute_distances<16>(batch);
 }
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS) compute_distances_32(const Batch batch) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_32(const Batch batch) {
     compute_distances<32>(batch);
 }
 

@@ -57,8 +57,10 @@ void launch(const Work& work, emulated::Block& block) {
     emulated::blocks.x = head.blocks;
     emulated::threads.x = head.threads;
     const std::function<void()> kernel = [&] { run_kernel(head.kernel, arguments.data()); };
-    for (emulated::block.x = 0; emulated::block.x < head.blocks; emulated::block.x++)
+    for (unsigned number : block.shuffled(head.blocks)) {
+        emulated::block.x = number;
         block.run(head.threads, head.shared_bytes, kernel);
+    }
 }
 
 void carry_out(const Work& work, emulated::Block& block) {

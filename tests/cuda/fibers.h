@@ -118,6 +118,14 @@ public:
         }
     }
 
+    // The blocks of a grid, in the order in which they are to run.
+    std::vector<unsigned> shuffled(unsigned blocks) {
+        std::vector<unsigned> order(blocks);
+        for (unsigned i = 0; i < blocks; i++) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random_);
+        return order;
+    }
+
     unsigned char* shared() { return shared_.get(); }
 
     int barrier(int value, int line) {

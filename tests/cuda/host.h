@@ -1,5 +1,5 @@
 // CUDA's C++ on a CPU: a block's threads are fibers, which yield at barriers and exchanges within a warp and are resumed
-// in a seeded random order; blocks run one after another. Included in front of the kernels' own text.
+// in a seeded random order; blocks run one after another, in random order too. Included in front of the kernels' own text.
 //
 // What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
 // barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size

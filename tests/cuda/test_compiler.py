@@ -20,9 +20,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 LIMITS = {
     "write_slots": (32, 0),
     "gather_tasks": (40, 0),
-    "compute_distances_8": (64, 16),
-    "compute_distances_16": (64, 16),
-    "compute_distances_32": (64, 16),
+    "compute_distances_8": (64, 0),
+    "compute_distances_16": (64, 0),
+    "compute_distances_32": (64, 0),
     "merge_top_m": (72, 32),
     "extend_fused": (128, 16),
 }
