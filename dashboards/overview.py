@@ -201,7 +201,7 @@ def _controller() -> Row:
 
 
 def _places() -> Row:
-    by = "by (node, role, worker, device)"
+    by = "by (node, role, worker, device, uuid)"
     placed = f"max {by} ({_s('trinity_worker_info')})"
 
     def column(metric: str, name: str) -> Query:

@@ -15,14 +15,18 @@ from gpu import GpuError
 from ipc import IpcError
 from launchers.dashboard_commands import dashboards_app
 from launchers.demo import demo
+from launchers.doctor import doctor
 from launchers.index_commands import index_app, search
+from launchers.placement_table import show_placement
 from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
 from runtime import preflight
 from runtime.errors import TrinityError
+from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import stop_node
-from runtime.node.placement import resolve
+from runtime.node.layout import lay_out
+from runtime.node.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
 from runtime.node.worker import die_with
@@ -37,6 +41,7 @@ app.add_typer(index_app, name="index")
 app.add_typer(dashboards_app, name="dashboards")
 app.command()(search)
 app.command()(demo)
+app.command()(doctor)
 app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
 
@@ -50,6 +55,12 @@ def serve(
     with_parent: Annotated[
         bool, typer.Option(help="Drain and stop when the process that started this one ends.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show where everything would run; exit with 1 if it does not fit.")
+    ] = False,
+    simulate_gpus: Annotated[
+        int, typer.Option(help="Run the layout of so many GPUs on the CPU, each GPU a name alone.", min=0)
+    ] = 0,
 ) -> None:
     """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
     logging.basicConfig(
@@ -66,7 +77,10 @@ def serve(
     def announce(info: NodeInfo) -> None:
         log.info("node %r serves at %s", info.name, info.url)
 
-    plan = resolve(load_config(config))
+    machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
+    plan = lay_out(load_config(config), machine)
+    if dry_run:
+        raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
     preflight.check(plan, _logged_once(log))
     raise typer.Exit(Supervisor(plan).run(announce))
 

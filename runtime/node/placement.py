@@ -12,17 +12,30 @@ from runtime.node.config import NodeConfig, Placed, Role
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """One process of the node. `cores` empty: the kernel places it."""
+    """One process of the node. `cores` empty: the kernel places it.
+
+    `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
+    machine, `device` what the process calls it. `numa_node` None: not known, or of no matter.
+    """
 
     role: Role
     index: int
     device: str
     cores: tuple[int, ...]
     threads: int
+    gpu: str = ""
+    gpu_index: str = ""
+    numa_node: int | None = None
+    spin: bool = True
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    @property
+    def visible_devices(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is."""
+        return "" if self.device == "cpu" else self.gpu or None
 
 
 class NodePlan(msgspec.Struct, frozen=True):

@@ -233,13 +233,14 @@ class Supervisor:
         )
         child.started, child.exit_code = self._clock(), None
         try:
-            child.process = self._spawn(spec, child.place.threads)
+            child.process = self._spawn(spec, child.place)
         except OSError as error:  # no memory or no process to be had just now
             self._ended(child, f"could not be started: {error}")
         else:
             child.phase = Phase.STARTING
 
-    def _spawn(self, spec: WorkerSpec, threads: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, spec: WorkerSpec, place: WorkerPlan) -> subprocess.Popen[bytes]:
+        visible, threads = place.visible_devices, str(place.threads)
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -247,9 +248,10 @@ class Supervisor:
             pass_fds=(spec.listen_fd,) if spec.listen_fd >= 0 else (),
             env={
                 **os.environ,
-                "OMP_NUM_THREADS": str(threads),
-                "NUMBA_NUM_THREADS": str(threads),
+                "OMP_NUM_THREADS": threads,
+                "NUMBA_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
+                **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
             },
         )
         assert process.stdin is not None
@@ -360,7 +362,7 @@ def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
         restarts=child.restarts,
         heartbeat_age_s=child.table.age_s(now_ns),
         resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
-        device=child.place.device,
+        device=f"cuda:{child.place.gpu_index}" if child.place.gpu else child.place.device,
         cores=child.place.cores,
     )
 

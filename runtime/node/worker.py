@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import platform
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import msgspec
 from ipc import MemoryReference
 from runtime.errors import CollectionError, ConfigError, ModelError, TrinityError
 from runtime.node.metrics import metrics_of
+from runtime.node.numa import prefer_memory_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.table import State, WorkerTable
 
@@ -100,6 +102,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains
     if worker.place.cores:
         os.sched_setaffinity(0, worker.place.cores)
+    node = worker.place.numa_node
+    if node is not None and not prefer_memory_of(node, platform.machine()):
+        worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
     try:
         importlib.import_module(_LOOPS[worker.place.role]).run(worker)
     except (ConfigError, ModelError, CollectionError) as error:

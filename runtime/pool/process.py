@@ -24,6 +24,7 @@ from runtime.retrieval.collection import Collection
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _ROUND_NS = 100_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
 _TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
+_SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
 _CALIBRATED = (8, 1, 16, 4)  # active slots of warm-up batches, after those that compile
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
@@ -58,6 +59,7 @@ class Pool:
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
+            spin_us=_SPIN_US if worker.place.spin else 0.0,
         )
         self._engine.interrupt_when(self._server.has_news)
         self._table.begin_knob("reserve", limits.reserve)

@@ -24,19 +24,19 @@ START_S = 90.0
 class RunningNode:
     """A started node. `close` stops it and says what it left behind."""
 
-    def __init__(self, config: Path, run_dir: Path) -> None:
+    def __init__(self, config: Path, run_dir: Path, arguments: tuple[str, ...] = (), start_s: float = START_S) -> None:
         self.config = config
         self.run_dir = run_dir
         self.log = config.with_suffix(".log")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)],
+                [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *arguments],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
             )
         try:
-            eventually(self._is_ready, START_S, f"the node to be ready; log:\n{self.log.read_text()}")
+            eventually(self._is_ready, start_s, f"the node to be ready; log:\n{self.log.read_text()}")
         except BaseException:
             self.process.kill()
             self.process.wait(timeout=30)

@@ -1,0 +1,88 @@
+"""`trinity doctor` finds what is wrong before a node does, and says what to do about it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launchers.main import app
+from runtime.diagnosis import Finding, cuda_ipc, diagnose
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.gpus import Gpu, Gpus
+from tests.node.fake_nvml import Card, FakeNvml
+
+CARDS = [Card("GPU-aaaaaaaa", used=1 << 30), Card("GPU-bbbbbbbb", bus="00000000:2A:00.0", used=79 << 30)]
+
+
+def works(one: Gpu, other: Gpu) -> str:
+    return ""
+
+
+def findings(config: NodeConfig | None = None, nvml: FakeNvml | None = None, probe=works) -> dict[str, Finding]:  # type: ignore[no-untyped-def]
+    gpus = Gpus(nvml or FakeNvml([], broken="Driver Not Loaded"))
+    return {finding.what: finding for finding in diagnose(config, gpus, probe)}
+
+
+def test_every_finding_that_is_not_well_says_what_to_do() -> None:
+    for finding in [*findings().values(), *findings(nvml=FakeNvml(CARDS)).values()]:
+        assert (finding.level == "ok") == (finding.advice == ""), finding
+
+
+def test_without_a_driver_a_node_on_cpus_is_warned_and_one_on_gpus_is_in_error(tmp_path: Path) -> None:
+    assert findings()["driver"].level == "warning"
+    config = parse_config({"pool": {"devices": ["cuda:0"]}, "collections": [{"name": "d", "path": str(tmp_path)}]})
+    found = findings(config)
+    assert found["driver"].level == "error"
+    assert "Driver Not Loaded" in found["driver"].text
+    assert "cuda:0" in found["model, index and placement"].text
+
+
+def test_gpus_their_memory_their_pairs_and_their_numa_nodes_are_told() -> None:
+    found = findings(nvml=FakeNvml(CARDS, peers={(0, 1)}))
+    assert found["GPU 0"].level == "ok"
+    assert found["GPU 1"].level == "warning"  # nearly full
+    assert found["GPU 0 NUMA"].level == "warning"  # this machine does not know that bus
+    assert found["GPU 0 ↔ 1 peers"].text == "direct"
+    assert found["GPU 0 → 1 CUDA IPC"].level == found["GPU 1 → 0 CUDA IPC"].level == "ok"
+
+
+def test_a_pair_without_peer_access_or_cuda_ipc_is_warned_with_the_reason() -> None:
+    found = findings(nvml=FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
+    assert found["GPU 0 ↔ 1 peers"].level == "warning"
+    assert found["GPU 0 → 1 CUDA IPC"].text == "invalid device context"
+
+
+def test_mig_instances_have_no_cuda_ipc() -> None:
+    found = findings(nvml=FakeNvml([Card("GPU-aaaaaaaa", instances=["MIG-11111111"])]))
+    assert found["CUDA IPC"].level == "warning"
+
+
+@pytest.mark.skipif(not Gpus().missing, reason="this machine has a driver")
+def test_cuda_ipc_that_cannot_be_tried_gives_its_reason() -> None:
+    gpu = Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1)
+    assert cuda_ipc(gpu, gpu) != ""
+
+
+def test_a_port_in_use_and_a_missing_index_are_errors(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = parse_config(
+            {"http": {"port": port}, "collections": [{"name": "docs", "path": str(tmp_path / "none")}]}
+        )
+        found = findings(config)
+    assert found[f"port 127.0.0.1:{port}"].level == "error"
+    assert "none" in found["model, index and placement"].text
+
+
+def test_the_command_exits_with_1_only_for_errors(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["doctor"])
+    assert run.exit_code == 0, run.output
+    assert "open files" in run.output
+    config = tmp_path / "node.toml"
+    config.write_text('[http]\nport = 0\n[[collections]]\nname = "d"\npath = "none"\n')
+    run = CliRunner().invoke(app, ["doctor", "--config", str(config)])
+    assert run.exit_code == 1
+    assert "error" in run.output

@@ -1,0 +1,182 @@
+"""Workers on GPUs: found by index, UUID or MIG id, near their GPU's cores, and each with its own GPU alone."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launchers.placement_table import show_placement
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig, load_config, parse_config
+from runtime.node.gpus import Gpu
+from runtime.node.layout import lay_out
+from runtime.node.machine import Machine, parse_cores
+from runtime.node.placement import NodePlan, WorkerPlan
+
+NODE8 = Path(__file__).parents[2] / "launchers" / "node8.toml"
+GIB = 1 << 30
+
+
+def gpu(number: int, node: int | None = None) -> Gpu:
+    uuid = f"GPU-{number:08x}-0000-0000-0000-000000000000"
+    return Gpu(str(number), uuid, "NVIDIA H100", f"0000:{number:02x}:00.0", 80 * GIB, 70 * GIB, node)
+
+
+def machine(gpus: int = 8, cores: int = 32, nodes: int = 2) -> Machine:
+    """GPUs and cores spread evenly over NUMA nodes; nodes = 0: the system does not say."""
+    node_cores = {n: tuple(range(n * cores // nodes, (n + 1) * cores // nodes)) for n in range(nodes)}
+    found = tuple(gpu(n, n * nodes // gpus if nodes else None) for n in range(gpus))
+    return Machine(found, tuple(range(cores)), 64 * GIB, node_cores)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> NodeConfig:
+    """Two pool workers."""
+    return parse_config(
+        {
+            "pool": {"workers": 2, "devices": ["cuda:6", "cuda:7"]},
+            "collections": [{"name": "docs", "path": str(tmp_path)}],
+        }
+    )
+
+
+def pools(plan: NodePlan) -> list[WorkerPlan]:
+    return list(plan.of_role("pool"))
+
+
+def test_a_worker_sees_its_own_gpu_alone_under_its_uuid_and_calls_it_the_first(config: NodeConfig) -> None:
+    first, second = pools(lay_out(config, machine()))
+    assert (first.gpu, first.gpu_index, first.device) == (gpu(6).uuid, "6", "cuda:0")
+    assert (second.visible_devices, second.device) == (gpu(7).uuid, "cuda:0")
+
+
+def test_a_worker_on_the_cpu_sees_no_gpu(config: NodeConfig) -> None:
+    plan = lay_out(config, machine())
+    assert plan.of_role("frontend")[0].visible_devices == ""
+
+
+@pytest.mark.parametrize("name", [gpu(6).uuid, gpu(6).uuid[:12], "cuda:6", "6"])
+def test_gpus_are_chosen_by_index_or_uuid(tmp_path: Path, name: str) -> None:
+    raw = {"pool": {"devices": [name]}, "collections": [{"name": "docs", "path": str(tmp_path)}]}
+    assert pools(lay_out(parse_config(raw), machine()))[0].gpu == gpu(6).uuid
+
+
+def test_a_gpu_that_is_not_there_is_named_with_those_that_are(config: NodeConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pool\.devices: 'cuda:6' is none of this machine's GPUs: 0 \(GPU-0"
+    ) as caught:
+        lay_out(config, machine(gpus=2))
+    assert gpu(1).uuid in caught.value.message
+
+
+def test_without_a_driver_the_reason_is_given(config: NodeConfig) -> None:
+    bare = Machine((), (0, 1), GIB, missing="NVML: Driver Not Loaded")
+    with pytest.raises(ConfigError, match="NVML: Driver Not Loaded"):
+        lay_out(config, bare)
+
+
+def test_a_gpu_that_is_cut_into_mig_instances_must_be_named_by_one(config: NodeConfig) -> None:
+    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
+    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
+    with pytest.raises(ConfigError, match="name one: MIG-11111111"):
+        lay_out(config, cut)
+
+
+def test_spinning_workers_get_cores_of_their_own_on_their_gpus_numa_node(config: NodeConfig) -> None:
+    plan = lay_out(config, machine())
+    first, second = pools(plan)
+    assert (first.numa_node, second.numa_node) == (1, 1)
+    assert set(first.cores) | set(second.cores) <= set(range(16, 32))
+    assert not set(first.cores) & set(second.cores)
+    assert first.spin
+    assert second.spin
+
+
+def test_where_no_core_is_to_spare_a_pool_does_not_spin(config: NodeConfig) -> None:
+    first, second = pools(lay_out(config, machine(cores=4, nodes=2)))  # two cores near both GPUs
+    assert (first.spin, len(first.cores)) == (True, 1)
+    assert (second.spin, second.cores) == (False, ())
+
+
+def test_an_unknown_numa_node_is_not_guessed(config: NodeConfig) -> None:
+    first, _ = pools(lay_out(config, machine(nodes=0)))
+    assert first.numa_node is None
+    assert first.spin
+
+
+def test_configured_cores_stay_as_they_are(tmp_path: Path) -> None:
+    mine = Machine.read().cores[0]
+    raw = {
+        "pool": {"devices": ["cuda:0"], "cores": [[mine]]},
+        "collections": [{"name": "docs", "path": str(tmp_path)}],
+    }
+    assert pools(lay_out(parse_config(raw), machine()))[0].cores == (mine,)
+
+
+def node8(tmp_path: Path) -> NodeConfig:
+    (tmp_path / "my-docs").mkdir()
+    path = tmp_path / "node8.toml"
+    path.write_text(NODE8.read_text())
+    return load_config(path)
+
+
+def test_the_whole_eight_gpu_layout_can_be_simulated(tmp_path: Path) -> None:
+    plan = lay_out(node8(tmp_path), Machine.with_simulated_gpus(8))
+    placed = {worker.name: worker.gpu for worker in plan.workers if worker.gpu}
+    assert sorted(placed.values()) == [f"SIM-{n}" for n in range(8)]
+    assert placed["prefill-0"] == "SIM-0"
+    assert placed["pool-1"] == "SIM-7"
+    assert all(worker.device == "cpu" and worker.visible_devices == "" for worker in plan.workers)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_more_gpus_than_a_node_has_cannot_be_simulated(count: int) -> None:
+    with pytest.raises(ConfigError, match="cannot simulate"):
+        Machine.with_simulated_gpus(count)
+
+
+def test_the_table_says_where_everything_runs_and_what_does_not_fit(config: NodeConfig) -> None:
+    plan, here = lay_out(config, machine()), machine()
+    console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    wide = Console(width=160, record=True, file=console.file, force_terminal=True, color_system=None)
+    assert show_placement(plan, here, {"pool-0": GIB, "pool-1": GIB}, wide)
+    text = wide.export_text()
+    for words in ("pool-0", gpu(6).uuid, "0000:06:00.0", "1,024 MiB", "71,680 MiB"):
+        assert words in text, text
+    assert not show_placement(plan, here, {"pool-0": 71 * GIB, "pool-1": GIB}, wide)
+    console.file.close()
+
+
+def test_two_workers_on_one_gpu_must_fit_together(tmp_path: Path) -> None:
+    raw = {
+        "pool": {"workers": 2, "devices": ["cuda:0"]},
+        "collections": [{"name": "docs", "path": str(tmp_path)}],
+    }
+    plan = lay_out(parse_config(raw), machine(gpus=1))
+    with open("/dev/null", "w") as null:
+        console = Console(width=160, file=null, force_terminal=True)
+        assert show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB}, console)
+        assert not show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB, "pool-1": 40 * GIB}, console)
+
+
+@pytest.mark.parametrize(("text", "cores"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set())])
+def test_the_kernels_lists_of_cores_are_read(text: str, cores: set[int]) -> None:
+    assert parse_cores(text) == cores
+
+
+def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: Path) -> None:
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-4095\n")
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text("5000\n")
+    read = Machine.read(system=tmp_path)
+    assert read.node_cores == {0: read.cores}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
+def test_memory_can_prefer_the_first_numa_node_or_the_refusal_is_told() -> None:
+    from runtime.node.numa import prefer_memory_of
+
+    assert prefer_memory_of(0, "m68k") is False
+    assert prefer_memory_of(-1, "x86_64") is False
