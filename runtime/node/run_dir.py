@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,8 @@ import msgspec
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement import default_run_dir, nodes_dir
 
-_TRIES = 100  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
+_PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
+_TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class RunDir:
                 os.close(fd)
                 raise
             os.close(fd)
+            time.sleep(_PAUSE_S)
         raise ConfigError(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
 
     def write(self, info: NodeInfo) -> None:
