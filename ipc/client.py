@@ -207,7 +207,8 @@ class RingClient:
         end = time.monotonic_ns() + int(block_ms * 1e6)
         while (left := end - time.monotonic_ns()) > 0:
             self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots: look often
-            self._absorb()
+            if self._lost is None:
+                self._read_ring()
             if self._lost is not None:
                 raise PeerLost(self._lost)
             if self._has_room():
@@ -236,7 +237,10 @@ class RingClient:
         Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for one no
         correct pool writes (the session is over then, outstanding requests are 'lost').
         """
-        self._absorb()
+        if self._unsent_cancels:
+            self._flush_cancels()
+        if self._lost is None:
+            self._read_ring()
         results = self._ended
         if not results:
             now = time.monotonic_ns()
@@ -248,14 +252,8 @@ class RingClient:
         self._returned += len(results)
         return results
 
-    def _absorb(self) -> None:
-        """Move what the pool has published from the ring to `_ended`."""
-        if self._unsent_cancels:
-            self._flush_cancels()
-        if self._lost is None:
-            self._read_ring()
-
     def _read_ring(self) -> None:
+        """Move what the pool has published from the ring to `_ended`."""
         try:
             read_results(self._session.results, self.epoch, self.max_k, self._outstanding, self._ended)
         except StaleEpoch:

@@ -84,12 +84,6 @@ class ClientPlace:
             bell=bell,
         )
 
-    def end(self, request_id: int) -> None:
-        """An outstanding request has its result."""
-        del self.outstanding[request_id]
-        if self.cancelled:
-            self.cancelled.discard(request_id)
-
     def traffic(self) -> dict[str, int]:
         """Requests received and results published so far."""
         return {"received": self.received, "published": self.results.position}

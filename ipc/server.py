@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from ipc import atomics
 from ipc.descriptors import (
     CANCEL,
     LOST,
@@ -13,7 +14,6 @@ from ipc.descriptors import (
     REQUEST_HEADER,
     SEARCH,
     STATUS_CODES,
-    STATUSES,
     Cancel,
     Request,
 )
@@ -33,6 +33,7 @@ LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 _MAX_NAME = 100
 _MAX_EXTENDS = (1 << 31) - 1
+_PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 
@@ -82,6 +83,7 @@ class RingServer:
         self._cancelled: list[Cancel] = []
         self._next_handle = 1
         self._draining = False
+        self._rung = 0
         self._next_housekeeping = 0
         self._counts = dict.fromkeys(ServerStatistics.__struct_fields__, 0)
         self._reception = Reception(endpoint)
@@ -140,8 +142,9 @@ class RingServer:
                     raise ProtocolViolation(f"request {request_id}, kind {kind}, after request {client.last_id}")
                 client.last_id = request_id
                 if parameters is None or deadline < 0:
-                    self._refuse(client, request_id, refusal or "invalid_request", now)
-                    continue
+                    if self._refuse(client, request_id, refusal or "invalid_request", now):
+                        continue
+                    return  # evicted
                 outstanding[request_id] = now
                 vector = client.vectors[slot].copy()
                 if dim != self._max_dim:
@@ -151,9 +154,10 @@ class RingServer:
             ring.release(done)
             client.received += len(requests) - before
 
-    def _refuse(self, client: ClientPlace, request_id: int, status: str, now: int) -> None:
+    def _refuse(self, client: ClientPlace, request_id: int, status: str, now: int) -> bool:
         self._counts["stale" if status == "stale_epoch" else "invalid"] += 1
-        self._write(client, request_id, STATUS_CODES[status], now, _NO_IDS, _NO_DISTANCES, 0, 0)
+        client.outstanding[request_id] = now
+        return self.publish(client.handle, request_id, status)
 
     def cancellations(self) -> list[Cancel]:
         """Outstanding requests whose client cancelled them, or is gone, since the last call.
@@ -197,47 +201,33 @@ class RingServer:
         receive_ns = found.outstanding.get(request_id)
         if receive_ns is None:
             raise UnknownRequest(f"request {request_id} of client {client} is not outstanding")
-        code = STATUS_CODES.get(status)
-        if code is None or status == LOST:
-            raise InvalidArgument(f"status must be one of {STATUSES} and not {LOST!r}, got {status!r}")
+        code = _PUBLISHABLE.get(status)
+        if code is None:
+            raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
         some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
         some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
-        try:
-            if some_ids.ndim != 1 or some_distances.ndim != 1:
-                raise InvalidArgument("more than one dimension")
-            self._write(found, request_id, code, receive_ns, some_ids, some_distances, extends, begin_ns)
-        except InvalidArgument as error:
+        sent = atomics.TOO_LARGE
+        if some_ids.ndim + some_distances.ndim == 2:
+            sent = found.results.send_pairs(
+                some_ids, some_distances,
+                request_id, self.epoch | code << 32, min(extends, _MAX_EXTENDS) << 32, receive_ns, begin_ns,
+            )  # fmt: skip
+        if sent == atomics.TOO_LARGE:
             raise InvalidArgument(
                 f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to "
                 f"{self._limits.max_k}"
-            ) from error
-        except IpcError:  # the client wrote over what is not its own
-            found.end(request_id)
+            )
+        del found.outstanding[request_id]
+        if found.cancelled:
+            found.cancelled.discard(request_id)
+        if sent == 0:
+            return True
+        if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
             self._evict(found)
             return False
-        found.end(request_id)
+        self._rung += 1
+        found.bell.ring()
         return True
-
-    def _write(
-        self,
-        client: ClientPlace,
-        request_id: int,
-        code: int,
-        receive_ns: int,
-        ids: npt.NDArray[np.int64],
-        distances: npt.NDArray[np.float32],
-        extends: int,
-        begin_ns: int,
-    ) -> None:
-        counts = min(extends, _MAX_EXTENDS) << 32  # `send_pairs` puts the number of ids into the low half
-        epoch_and_status = self.epoch | code << 32
-        sent = client.results.send_pairs(ids, distances, request_id, epoch_and_status, counts, receive_ns, begin_ns)
-        if sent == 0:
-            return
-        if sent < 0:  # not for want of a slot: there is one for every request that was accepted
-            raise client.results.refused(sent)
-        self._counts["rung"] += 1
-        client.bell.ring()
 
     # ---- sleeping and sessions
 
@@ -390,7 +380,7 @@ class RingServer:
 
     def statistics(self) -> ServerStatistics:
         """Counters; cheap."""
-        counts = self._counts | {"clients": len(self._turns)}
+        counts = self._counts | {"clients": len(self._turns), "rung": self._rung}
         for client in self._turns:
             counts["outstanding"] += len(client.outstanding)
             for name, count in client.traffic().items():

@@ -30,8 +30,8 @@ from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import attached, plan_of, until
 
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
-CLIENT_ROUNDS = 100
-POOL_ROUNDS = 50
+CLIENT_ROUNDS = 60
+POOL_ROUNDS = 40
 
 
 @pytest.fixture(scope="module", autouse=True)

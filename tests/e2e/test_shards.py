@@ -1,0 +1,67 @@
+"""A node that serves a split collection from two pool workers: answers are whole, also when a worker dies."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime import AsyncSearchClient, SearchClient
+from runtime.retrieval.collection import Collection
+from tests.e2e.node import RunningNode
+
+CONFIG = """
+[node]
+name = "split"
+run_dir = "{home}/run"
+
+[http]
+port = 0
+
+[pool]
+workers = 2
+
+[[collections]]
+name = "docs"
+path = "{home}/docs"
+shards = {shards}
+"""
+
+VECTORS = np.random.default_rng(0).normal(size=(300, 12)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("split")
+    Collection.build(VECTORS, home / "docs", metric="l2", degree=8, shards=2)
+    return home
+
+
+def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_dies(home: Path) -> None:
+    (home / "node.toml").write_text(CONFIG.format(home=home, shards=2))
+    node = RunningNode(home / "node.toml", home / "run")
+    try:
+        with SearchClient.connect(node.run_dir) as client:
+            for victim in (None, "pool-1"):
+                if victim:
+                    node.kill(victim)
+                batch = client.search_batch(VECTORS[:40], 1, top_m=100, deadline_ms=60_000).checked()
+                assert batch.ids[:, 0].tolist() == list(range(40))
+        status, answer = node.post("/v1/retrieval", {"vector": VECTORS[7].tolist(), "collection": "docs", "k": 3})
+        assert status == 200
+        assert answer["passages"][0]["id"] == "7"
+
+        async def main() -> list[int]:
+            async with await AsyncSearchClient.connect(node.run_dir) as client:
+                found = await asyncio.gather(*(client.search(vector, 1, top_m=100) for vector in VECTORS[:20]))
+                return [int(result.ids[0]) for result in found]
+
+        assert asyncio.run(main()) == list(range(20))
+    finally:
+        assert node.stop() == 0
+
+
+def test_a_node_whose_configuration_says_another_number_of_shards_does_not_start(home: Path) -> None:
+    (home / "other.toml").write_text(CONFIG.format(home=home, shards=1))
+    with pytest.raises(AssertionError, match=r"shards = 1, but .* was built with 2: say so here"):
+        RunningNode(home / "other.toml", home / "elsewhere")
