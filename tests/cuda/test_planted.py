@@ -10,7 +10,7 @@ from gpu.cuda.compiler import kernel_source
 from gpu.errors import DeviceError
 from gpu.reference import search_reference
 from tests.cuda.conftest import NewDriver
-from tests.cuda.emulation import EmulatedDriver, build, emulator
+from tests.cuda.emulation import EmulatedDriver, build, emulator, require_compiler
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import exact_vectors, random_index
 
@@ -129,3 +129,13 @@ def test_a_fault_is_told_by_the_next_call_that_waits(tmp_path: Path, new_driver:
     driver.fill(driver.create_stream(), 64, 0, 1)  # an address that nobody gave out
     with pytest.raises(DeviceError, match="the emulated device ended"):
         driver.synchronise(0)
+
+
+def test_without_a_compiler_tests_are_skipped_but_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"g\+\+ is not installed"):
+        require_compiler()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="in CI the kernels must run"):
+        require_compiler()
