@@ -65,9 +65,14 @@ def compile_kernels(arch: str, cache: Path | None = None) -> bytes:
         return path.read_bytes()
     image, _ = compile_source(source, arch)
     handle, temporary = tempfile.mkstemp(dir=directory, suffix=".part")
-    with os.fdopen(handle, "wb") as file:
-        file.write(image)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(image)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # a full disk, say: the image is there all the same
+        os.unlink(temporary)
     return image
 
 
@@ -75,12 +80,9 @@ def compile_source(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
     """Compile a text → the cubin, and what its kernels take. Raises as `compile_kernels` does."""
     if not _ARCH.match(arch):
         raise DeviceError(f"architecture {arch!r} is not of the form sm_90")
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise DeviceUnavailable(
-            f"compiling kernels needs the extra [cuda] ({error}): pip install 'trinity-runtime[cuda]'"
-        ) from None
+    nvrtc_version()
+    from cuda.core import Program, ProgramOptions
+
     log = io.StringIO()
     try:
         code = Program(source, "c++", ProgramOptions(arch=arch, **_OPTIONS)).compile("cubin", logs=log)
@@ -102,15 +104,26 @@ def usage_of(report: str) -> dict[str, Usage]:
     return found
 
 
+def nvrtc_version() -> str:
+    """The compiler's version. Raises DeviceUnavailable where there is none."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise DeviceUnavailable(
+            f"compiling kernels needs the extra [cuda] ({error}): pip install 'trinity-runtime[cuda]'"
+        ) from None
+    return f"{major}.{minor}"
+
+
 def default_cache() -> Path:
     """Where images are kept: `trinity/kernels` in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "kernels"
 
 
 def _digest(source: str, arch: str) -> str:
-    from importlib.metadata import version
-
-    parts = (source, arch, repr(sorted(_OPTIONS.items())), version("nvidia-cuda-nvrtc"))
+    parts = (source, arch, repr(sorted(_OPTIONS.items())), nvrtc_version())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from gpu.cuda import compiler, layout
 from gpu.cuda.compiler import Usage, compile_kernels, compile_source, kernel_source, usage_of
-from gpu.errors import DeviceError
+from gpu.errors import DeviceError, DeviceUnavailable
 from tests.cuda.emulation import require_compiler
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -93,6 +94,30 @@ def test_an_image_is_compiled_once_for_each_source_and_architecture(
     monkeypatch.setattr(compiler, "kernel_source", lambda: "another text")
     assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 3"
     assert len(list((tmp_path / "cache").iterdir())) == 3  # and nothing half-written
+
+
+def test_another_compiler_compiles_again(tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_kernels("sm_90", tmp_path / "cache")
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "14.0")
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 2"
+
+
+def test_a_disk_that_takes_no_image_costs_time_and_nothing_else(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 1"
+    assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 2"
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_a_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(DeviceUnavailable, match=r"pip install 'trinity-runtime\[cuda\]'"):
+        compile_source("", "sm_90")
 
 
 def test_the_cache_is_this_user_s_alone(tmp_path: Path, counted: list[str]) -> None:
