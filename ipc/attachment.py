@@ -32,7 +32,7 @@ SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 class Attachment:
     """Rings, doorbells and the pidfd of one life of the pool. Made whole or not at all; raises as `RingClient` says."""
 
-    def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float) -> None:
+    def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float, arena: bool) -> None:
         deadline = time.monotonic_ns() + int(timeout_ms * 1e6)
         with contextlib.ExitStack() as undo:
             mailbox: FdMailbox | None = None
@@ -44,7 +44,7 @@ class Attachment:
                 bell = f"{endpoint[:60]}-{new_token()}"
                 self.sleeper: Sleeper = ZmqSleeper(bell)
                 undo.callback(self.sleeper.close)
-            answer = _ask(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell), deadline)
+            answer = _ask(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell, arena), deadline)
             self.answer = answer
             self.ringer: Ringer
             if mailbox is not None:

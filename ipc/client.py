@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.attachment import Attachment
-from ipc.descriptors import LOST, REQUEST_HEADER, Result
+from ipc.descriptors import LOST, REQUEST_HEADER, SEARCH_ARENA, Result
+from ipc.device_arena import LeasedSlots
+from ipc.device_memory import DeviceSpan, open_memory
 from ipc.errors import Draining, InvalidArgument, IpcError, PeerLost, ProtocolViolation, RingFull, StaleEpoch
 from ipc.memo import Memo
 from ipc.parameters import Choice, Limits, Packed, pack, pack_cancel
@@ -29,7 +31,9 @@ class RingClient:
 
     Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
     `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
-    the ring, at most, before it sleeps (`SpinBudget` learns how long it is worth).
+    the ring, at most, before it sleeps (`SpinBudget` learns how long it is worth). `device`: from there ("cuda:N", or
+    "cpu" for an arena in host memory) the vectors of `submit` go into the pool's arena, if it has slots for us; else,
+    and without `device`, they go into the ring.
 
     Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
     was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
@@ -47,12 +51,15 @@ class RingClient:
         doorbell: str = EVENTFD,
         spin_us: float = 200.0,
         timeout_ms: float = 5000.0,
+        device: str | None = None,
     ) -> None:
         if doorbell not in DOORBELLS:
             raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
         self.endpoint = endpoint
         self.name = name
         self._doorbell = doorbell
+        self._device = device
+        self._arena: LeasedSlots | None = None
         self._spin = SpinBudget(int(spin_us * 1000))
         self._outstanding: dict[int, int] = {}  # request id → enqueue_ns
         self._ended: list[Result] = []  # read or lost, not yet returned
@@ -66,7 +73,7 @@ class RingClient:
         self._attach(timeout_ms)
 
     def _attach(self, timeout_ms: float) -> None:
-        self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms)
+        self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._device is not None)
         answer = self._session.answer
         self.epoch = answer.epoch
         self.collections = {served.name: served.dim for served in answer.collections}
@@ -76,6 +83,9 @@ class RingClient:
         limits = Limits(self.collections, self.max_k, self.max_top_m)
         self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
         self.slots = answer.results.slots
+        if self._device is not None and answer.arena is not None and self._session.requests.layout.payload_bytes >= 8:
+            self._arena = LeasedSlots(open_memory(answer.arena.memory, self._device), answer.arena.lease)
+            self._places: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits, SEARCH_ARENA))
         self._lost = None
         self._counts["attached"] += 1
 
@@ -83,7 +93,7 @@ class RingClient:
 
     def submit(
         self,
-        vector: npt.ArrayLike,
+        vector: npt.ArrayLike | DeviceSpan,
         *,
         collection: str,
         stage: str,
@@ -96,6 +106,7 @@ class RingClient:
     ) -> int:
         """Ask for the `k` nearest of `vector` [dim] (copied as float32); returns the request id, rising from 1.
 
+        A `DeviceSpan` is dim float32 in the memory of `device`; it must stay as it is until the request has ended.
         `stage` 'prefill' or 'decode'; `deadline_ns` in `time.monotonic_ns()`, 0 for none. When as many requests are
         outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`; nothing was
         accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range), `Draining`,
@@ -103,7 +114,7 @@ class RingClient:
         """
         choice = (collection, stage, k, top_m, search_width, patience)
         words, dim = self._packed[choice]
-        row = as_float32(vector)
+        row = vector if isinstance(vector, DeviceSpan) else as_float32(vector)
         if row.shape != (dim,) or deadline_ns < 0:
             raise InvalidArgument(
                 f"a vector of {collection!r} has shape ({dim},), got {row.shape}; deadline_ns >= 0, got {deadline_ns}"
@@ -113,6 +124,11 @@ class RingClient:
         ring = self._session.requests
         if self._unsent_cancels or len(self._outstanding) >= self.slots or ring.room <= 0:
             self._make_room(block_ms)
+        if self._arena is not None:
+            words = self._places[choice].words
+            row = np.array(self._arena.write(row), np.uint32).view(np.float32)
+        elif isinstance(row, DeviceSpan):
+            raise InvalidArgument("a vector in a GPU's memory needs a slot of the pool's arena: this client has none")
         request_id, now = self._next_id, time.monotonic_ns()
         self._next_id = request_id + 1
         self._outstanding[request_id] = now
@@ -365,6 +381,7 @@ class RingClient:
         if self._lost is None:
             self._lose("the client reconnected")
         old = self._session
+        self._leave_arena()
         self._attach(timeout_ms)
         old.close()
 
@@ -374,7 +391,19 @@ class RingClient:
             self._open = False
             if self._lost is None:
                 self._lose("the client was closed")
+            self._leave_arena()
             self._session.close()
+
+    def _leave_arena(self) -> None:
+        """Before the pool can free it: it does so when the session is over."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def uses_arena(self) -> bool:
+        """Whether vectors go through the pool's arena."""
+        return self._arena is not None
 
     def __enter__(self) -> "RingClient":
         return self

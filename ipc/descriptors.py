@@ -1,7 +1,8 @@
 """What a session's slots hold: the 56 header bytes of a request and of a result, and the words for their codes.
 
 ```
-request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32
+request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32, or, for a
+            vector that lies in the pool's arena (`device_arena.py`), its place: I slot | I generation
 parameters  I epoch | B kind | B stage | H collection | I k | I top_m | H search_width | H patience (0: none) | I dim
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
@@ -22,7 +23,7 @@ RESULT_HEADER = struct.Struct("<qIB3xIIqqq8x")
 assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
 assert PARAMETERS.size == 24
 
-SEARCH, CANCEL = 0, 1  # kinds of request
+SEARCH, CANCEL, SEARCH_ARENA = 0, 1, 2  # kinds of request
 
 Stage = Literal["prefill", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode")

@@ -15,6 +15,7 @@ Generations go round 2³². A pool in its next life has another epoch and anothe
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,7 +46,7 @@ class Lease(msgspec.Struct, frozen=True):
         return len(self.generations)
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(NamedTuple):
     """One use of a slot: what a descriptor carries instead of a vector."""
 
     slot: int
@@ -94,21 +95,30 @@ class DeviceArena:
         free = self._owner.count(0)
         raise RingFull(f"{count} neighbouring slots are wanted, {free} of {self.slots} are free, in pieces")
 
+    def is_written(self, lease: int, place: Place) -> bool:
+        """Whether the client has written this place by now. Raises as `take` does."""
+        self._check(lease, place)
+        return reached(self.memory.word(_ready(place.slot)), place.generation)
+
     def take(self, lease: int, place: Place, target: Source) -> None:
         """Queue: wait until the client has written this place, copy its payload to `target`, give the slot back.
 
         Raises ProtocolViolation for a place outside of the client's lease or not its slot's next generation.
         """
+        self._check(lease, place)
+        slot, generation = place.slot, place.generation
+        self._taken[slot] = generation
+        self.memory.wait_word(_ready(slot), generation)
+        self.memory.read(self._offset + slot * self._stride, target)
+        self.memory.store_word(_ack(slot), generation)
+
+    def _check(self, lease: int, place: Place) -> None:
         slot, generation = place.slot, place.generation
         if not 0 <= slot < self.slots or self._owner[slot] != lease:
             raise ProtocolViolation(f"slot {slot} is not of lease {lease}")
         expected = _following(self._taken[slot])
         if generation != expected:
             raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
-        self._taken[slot] = generation
-        self.memory.wait_word(_ready(slot), generation)
-        self.memory.read(self._offset + slot * self._stride, target)
-        self.memory.store_word(_ack(slot), generation)
 
     def end_lease(self, lease: int) -> None:
         """The client is gone: what still waits for it goes on (with what the slot holds), and its slots are free.

@@ -47,6 +47,11 @@ class DeviceSpan(NamedTuple):
     address: int
     nbytes: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of a vector of float32."""
+        return (self.nbytes // 4,)
+
 
 Source = npt.NDArray[Any] | DeviceSpan
 

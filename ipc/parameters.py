@@ -12,6 +12,7 @@ from ipc.descriptors import (
     MAX_U16,
     PARAMETERS,
     SEARCH,
+    SEARCH_ARENA,
     STAGE_CODES,
     STAGES,
     Parameters,
@@ -55,8 +56,8 @@ class Unpacked(NamedTuple):
     dim: int
 
 
-def pack(choice: Choice, epoch: int, limits: Limits) -> Packed:
-    """For a client. Raises `InvalidArgument` that names the value and the limit."""
+def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Packed:
+    """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit."""
     collection, stage, k, top_m, search_width, patience = choice
     if collection not in limits.collections:
         raise InvalidArgument(f"no collection {collection!r}; there are {sorted(limits.collections)}")
@@ -73,7 +74,7 @@ def pack(choice: Choice, epoch: int, limits: Limits) -> Packed:
             f"{search_width} and patience {patience} within 1..{MAX_U16}"
         )
     code, dim = list(limits.collections).index(collection), limits.collections[collection]
-    return Packed(_words(epoch, SEARCH, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
+    return Packed(_words(epoch, kind, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
 
 
 def pack_cancel(epoch: int) -> bytes:
@@ -91,7 +92,7 @@ def unpack(packed: bytes, epoch: int, limits: Limits) -> Unpacked:
     found, kind, stage, collection, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
     if found != epoch:
         return Unpacked(kind, "stale_epoch", None, 0)
-    if kind != SEARCH:
+    if kind not in (SEARCH, SEARCH_ARENA):
         return Unpacked(kind, "", None, 0)
     names = list(limits.collections)
     if (

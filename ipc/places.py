@@ -10,7 +10,7 @@ from ipc.memory import SharedMemory
 from ipc.parameters import Limits
 from ipc.reception import Reception
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-from ipc.session import VERSION, Attach, Attached, Served, result_offset
+from ipc.session import VERSION, Attach, Attached, Grant, Served, result_offset
 
 
 class ClientPlace:
@@ -40,6 +40,7 @@ class ClientPlace:
         self.vectors = list(self.requests.payload(np.float32, 0, max_dim))
         self.outstanding: dict[int, int] = {}  # request id → receive_ns
         self.cancelled: set[int] = set()  # those of them that the client does not want any more
+        self.lease = 0  # of the pool's arena; 0: none
         self.last_id = 0
         self.received = 0
 
@@ -67,7 +68,9 @@ class ClientPlace:
             undo.pop_all()
         return place
 
-    def welcome(self, token: bytes, served: tuple[Served, ...], limits: Limits, bell: str) -> Attached:
+    def welcome(
+        self, token: bytes, served: tuple[Served, ...], limits: Limits, bell: str, arena: Grant | None
+    ) -> Attached:
         """What tells the client about its place."""
         return Attached(
             version=VERSION,
@@ -82,6 +85,7 @@ class ClientPlace:
             max_top_m=limits.max_top_m,
             token=token,
             bell=bell,
+            arena=arena,
         )
 
     def traffic(self) -> dict[str, int]:

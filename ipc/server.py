@@ -13,18 +13,21 @@ from ipc.descriptors import (
     MAX_REQUEST_ID,
     REQUEST_HEADER,
     SEARCH,
+    SEARCH_ARENA,
     STATUS_CODES,
     Cancel,
     Request,
 )
+from ipc.device_arena import DeviceArena, Place
 from ipc.endpoints import new_token
-from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, RingFull, UnknownRequest
 from ipc.memo import Memo
+from ipc.memory import MemoryReference
 from ipc.parameters import Limits, Unpacked, unpack
 from ipc.places import ClientPlace
 from ipc.reception import ASKED, Reception
 from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingLayout, Watch
-from ipc.session import VERSION, Attach, Attached, Refused, Served
+from ipc.session import VERSION, Attach, Attached, Grant, Refused, Served
 from ipc.spin import SpinBudget
 from ipc.statistics import ServerStatistics
 
@@ -45,7 +48,8 @@ class RingServer:
     dimension; `shards` name → (this pool's shard, number of shards), for collections that are split; `epoch` 0..2³²-1,
     another one in every life of this process; `ring_slots` requests a client may have outstanding; `max_k`, `max_top_m`
     limits of what a descriptor may ask (over them: status 'invalid_request'); `spin_us` how long `wait` looks at the
-    rings, at most, before it sleeps (`SpinBudget` learns how long it is worth).
+    rings, at most, before it sleeps (`SpinBudget` learns how long it is worth); `arena` where clients may put their
+    vectors instead of into their rings: who asks is granted `ring_slots` of its slots, as long as there are so many.
 
     A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
     client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
@@ -63,6 +67,7 @@ class RingServer:
         max_top_m: int = 1024,
         max_clients: int = 64,
         spin_us: float = 200.0,
+        arena: DeviceArena | None = None,
     ) -> None:
         self._limits = Limits.checked(collections, max_k, max_top_m)
         if max_clients < 1 or spin_us < 0:
@@ -72,6 +77,8 @@ class RingServer:
         split = shards or {}
         self._served = tuple(Served(name, dim, *split.get(name, (0, 1))) for name, dim in collections.items())
         self._max_clients = max_clients
+        self._arena = arena
+        self._arena_reference = None if arena is None else arena.memory.reference  # exported once
         self._max_dim = max(collections.values())
         self._layouts = (RingLayout(ring_slots, 4 * self._max_dim), RingLayout(ring_slots, 12 * max_k))
         self._spin = SpinBudget(int(spin_us * 1000))
@@ -136,9 +143,11 @@ class RingServer:
                 if room <= 0:
                     ring.pause()  # until housekeeping finds room for its result
                     break
+                if kind == SEARCH_ARENA and not self._is_written(client, slot):
+                    break  # the client's device is still at it: next time
                 room -= 1
                 done += 1
-                if not client.last_id < request_id <= MAX_REQUEST_ID or kind != SEARCH:
+                if not client.last_id < request_id <= MAX_REQUEST_ID or kind not in (SEARCH, SEARCH_ARENA):
                     raise ProtocolViolation(f"request {request_id}, kind {kind}, after request {client.last_id}")
                 client.last_id = request_id
                 if parameters is None or deadline < 0:
@@ -146,13 +155,30 @@ class RingServer:
                         continue
                     return  # evicted
                 outstanding[request_id] = now
-                vector = client.vectors[slot].copy()
-                if dim != self._max_dim:
-                    vector = vector[:dim]
+                if kind == SEARCH_ARENA:
+                    vector = self._from_arena(client, slot, dim)
+                else:
+                    vector = client.vectors[slot].copy()
+                    if dim != self._max_dim:
+                        vector = vector[:dim]
                 requests.append(Request(client.handle, request_id, parameters, deadline, enqueue, now, vector))
         finally:
             ring.release(done)
             client.received += len(requests) - before
+
+    def _is_written(self, client: ClientPlace, slot: int) -> bool:
+        """Whether the vector is in the arena by now; the queue of a dead client's device must not hold up the pool."""
+        if self._arena is None:
+            raise ProtocolViolation("a vector in the arena of a pool that has none")
+        return self._arena.is_written(client.lease, _place(client, slot))
+
+    def _from_arena(self, client: ClientPlace, slot: int, dim: int) -> npt.NDArray[np.float32]:
+        """Take a vector that is written out of the arena."""
+        assert self._arena is not None
+        vector = np.empty(dim, np.float32)
+        self._arena.take(client.lease, _place(client, slot), vector)
+        self._arena.memory.flush()
+        return vector
 
     def _refuse(self, client: ClientPlace, request_id: int, status: str, now: int) -> bool:
         self._counts["stale" if status == "stale_epoch" else "invalid"] += 1
@@ -334,7 +360,21 @@ class RingServer:
         self._clients[handle] = client
         self._turns.append(client)
         self._watch_all()
-        return client.welcome(token, self._served, self._limits, self._reception.bell_endpoint)
+        grant = self._grant(client) if attach.arena else None
+        return client.welcome(token, self._served, self._limits, self._reception.bell_endpoint, grant)
+
+    def _grant(self, client: ClientPlace) -> Grant | None:
+        """Slots of the arena for a new client; None where there is no arena, or none of its slots is left."""
+        reference = self._arena_reference
+        if self._arena is None or reference is None:
+            return None
+        try:
+            client.lease, lease = self._arena.lease(self._layouts[0].slots)
+        except (RingFull, InvalidArgument):
+            return None
+        if isinstance(reference, MemoryReference):
+            return Grant(lease, host=reference)
+        return Grant(lease, gpu=reference)
 
     def _evict(self, client: ClientPlace) -> None:
         self._counts["evicted"] += 1
@@ -351,6 +391,8 @@ class RingServer:
             self._counts[name] += count
         self._watch_all()
         self._reception.unwatch(client.pidfd)
+        if self._arena is not None and client.lease:
+            self._arena.end_lease(client.lease)
         client.close()
 
     def _watch_all(self) -> None:
@@ -386,3 +428,8 @@ class RingServer:
             for name, count in client.traffic().items():
                 counts[name] += count
         return ServerStatistics(**counts)
+
+
+def _place(client: ClientPlace, slot: int) -> Place:
+    """Where a request's vector lies, as its slot says."""
+    return Place(*client.vectors[slot][:2].view(np.uint32).tolist())

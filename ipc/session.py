@@ -2,10 +2,13 @@
 
 import msgspec
 
+from ipc.device_arena import Lease
+from ipc.device_memory import CudaReference, Reference
+from ipc.errors import InvalidArgument
 from ipc.memory import MemoryReference, Pid
 from ipc.ring import RingLayout
 
-VERSION = 2
+VERSION = 3
 _PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -14,13 +17,17 @@ DOORBELLS = (EVENTFD, ZEROMQ)
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """A client asks for rings. `bell` is its FdMailbox's name (eventfd) or its doorbell's endpoint (zeromq)."""
+    """A client asks for rings, and maybe for slots of the arena of query vectors.
+
+    `bell` is its FdMailbox's name (eventfd) or its doorbell's endpoint (zeromq).
+    """
 
     version: int
     name: str
     pid: Pid
     doorbell: str
     bell: str
+    arena: bool = False
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -30,6 +37,25 @@ class Served(msgspec.Struct, frozen=True):
     dim: int
     shard: int = 0
     shards: int = 1
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Slots of the pool's arena of query vectors for this client. The arena lies in `host` or in `gpu` memory."""
+
+    lease: Lease
+    host: MemoryReference | None = None
+    gpu: CudaReference | None = None
+
+    def __post_init__(self) -> None:
+        if (self.host is None) == (self.gpu is None):
+            raise InvalidArgument("an arena lies in host memory or in a GPU's: one of both")
+
+    @property
+    def memory(self) -> Reference:
+        """Where the arena lies."""
+        found = self.host or self.gpu
+        assert found is not None
+        return found
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +73,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     max_top_m: int
     token: bytes
     bell: str
+    arena: Grant | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -124,11 +124,12 @@ class PoolSection(Placed, frozen=True):
     them for `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before
     younger prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an
     idle pool. `extends_per_launch`: on a GPU, the most extends in one launch; it ends early when a query is finished or
-    arrives.
+    arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory; each is lent `ring_slots`.
     """
 
     slots: Annotated[int, Meta(ge=1, le=4096)] = 32
     extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1
+    arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     ring_slots: Annotated[int, Meta(ge=2, le=65_536)] = 256
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3

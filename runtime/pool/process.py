@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
 from gpu.slots import MAX_SLOTS
-from ipc import Memo, Parameters, Request, RingServer, Stage
+from ipc import IpcError, Memo, Parameters, Request, RingServer, Stage
+from ipc.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Overloaded
 from runtime.node.config import CollectionSection, PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
@@ -51,6 +52,7 @@ class Pool:
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
         self._advanced = (0, 0)  # active queries and extends of this round
         self._table_ns = 0  # when gauges are written next
+        self._arena = _arena(worker, max(self._engine.dims.values()))
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
             {name: index.dim for name, index in indexes.items()},
@@ -60,6 +62,7 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
             spin_us=_SPIN_US if worker.place.spin else 0.0,
+            arena=self._arena,
         )
         self._engine.interrupt_when(self._server.has_news)
         self._table.begin_knob("reserve", limits.reserve)
@@ -258,7 +261,26 @@ class Pool:
 
     def close(self) -> None:
         self._server.close()
+        if self._arena is not None:
+            self._arena.close()
         self._engine.close()
+
+
+def _arena(worker: Worker, dim: int) -> DeviceArena | None:
+    """Where clients on GPUs may put their vectors: in the memory of this worker's GPU, if it has one."""
+    slots, device = worker.plan.config.pool.arena_slots, worker.place.device
+    if device == "cpu" or not slots:
+        return None
+    from gpu.cuda.cuda_driver import find_device
+    from ipc.cuda_memory import CudaMemory
+
+    try:
+        memory = CudaMemory.create(arena_bytes(slots, 4 * dim), find_device(device))
+        _ = memory.reference
+    except IpcError as error:  # a MIG device has no CUDA IPC, say
+        worker.log.warning("no arena for vectors from GPUs: %s", error)
+        return None
+    return DeviceArena(memory, slots, 4 * dim, worker.epoch)
 
 
 def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engine:

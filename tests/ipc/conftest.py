@@ -9,6 +9,8 @@ from ipc import (
     RingClient,
     RingServer,
 )
+from ipc.device_arena import DeviceArena, arena_bytes
+from ipc.device_memory import HostMemory
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import DIM, SLOTS
 
@@ -21,11 +23,20 @@ def _forkserver_is_running() -> None:
 
 @pytest.fixture
 def server() -> Iterator[RingServer]:
-    with RingServer(endpoint(), {"docs": DIM, "code": 3}, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=3) as made:
+    arena = DeviceArena(HostMemory.create(arena_bytes(3 * SLOTS, 4 * DIM)), 3 * SLOTS, 4 * DIM, epoch=5)
+    dims = {"docs": DIM, "code": 3}
+    with RingServer(endpoint(), dims, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=3, arena=arena) as made:
         yield made
+    assert arena.free_slots == 3 * SLOTS
+    arena.close()
 
 
-@pytest.fixture(params=["eventfd", "zeromq"])
+WAYS = {"eventfd": {"doorbell": "eventfd"}, "zeromq": {"doorbell": "zeromq"}, "arena": {"device": "cpu"}}
+
+
+@pytest.fixture(params=list(WAYS))
 def client(request: pytest.FixtureRequest, server: RingServer) -> Iterator[RingClient]:
-    with attach(server, doorbell=request.param) as made:
+    """Over each doorbell, and with vectors that go through the pool's arena instead of the ring."""
+    with attach(server, **WAYS[request.param]) as made:
+        assert made.uses_arena == (request.param == "arena")
         yield made
