@@ -37,13 +37,19 @@ class NodeSection(_Section, frozen=True):
 
 
 class HttpSection(_Section, frozen=True):
-    """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port."""
+    """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
+
+    A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
+    no other worker, it waits for one for `restart_wait_s`.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8080
     api_keys_file: str = ""
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0
+    restarts: Annotated[int, Meta(ge=0, le=100)] = 3
+    restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
 
 
 class ModelSection(_Section, frozen=True):

@@ -23,6 +23,7 @@ from runtime.errors import (
 from runtime.serving.frontend import worker_link
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import (
     Cancel,
@@ -41,12 +42,15 @@ from tests.frontend.fakes import PASSAGES, Clock, Worker, endpoint, run
 
 EPOCH = 77
 LOST_AFTER = 10.0
+RESTART_WAIT = 30.0
 
 
 class Stand:
     """A link under a clock that stands still, and the workers that a test connects to it."""
 
-    def __init__(self, max_in_flight: int = 64, at: str = "", kind: type[WorkerLink] = WorkerLink) -> None:
+    def __init__(
+        self, max_in_flight: int = 64, at: str = "", kind: type[WorkerLink] = WorkerLink, restarts: int = 0
+    ) -> None:
         self.clock = Clock()
         self.ended: list[Ended] = []
         self.router = Router(max_in_flight=max_in_flight, seed=1)
@@ -57,6 +61,7 @@ class Stand:
             clock=self.clock,
             lost_after_ns=int(LOST_AFTER * 1e9),
             on_end=self.ended.append,
+            restarts=RestartLimits(restarts, int(RESTART_WAIT * 1e9)),
         )
         self.workers: list[Worker] = []
 
@@ -112,8 +117,9 @@ def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
             assert sent.deadline_ns - sent.received_ns == 60 * 10**9
             pieces: list[Piece] = [Retrieved("r1", PASSAGES)]
             await prefill.say(pieces[0])  # type: ignore[arg-type]
-            assert await request.next() == pieces[0]
+            await prefill.settle()
             await decode.say(Tokens("r1", "a", (5,)))
+            assert await request.next() == pieces[0]
             assert await request.next() == Tokens("r1", "a", (5,))
             await decode.say(Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9}))
             assert (await request.next()).finish_reason == "stop"  # type: ignore[union-attr]
@@ -528,11 +534,11 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.lists(EVENTS, min_size=10, max_size=60))
+@given(st.lists(EVENTS, min_size=10, max_size=60), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
-def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]]) -> None:
+def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]], restarts: int) -> None:
     async def test() -> None:
-        stand = Stand(max_in_flight=6, kind=Wired)
+        stand = Stand(max_in_flight=6, kind=Wired, restarts=restarts)
         link, names = stand.link, ("p0", "p1", "d0", "d1")
         assert isinstance(link, Wired)
 
@@ -544,7 +550,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
             if back >= len(requests):
                 return "unknown", "d0"
             request = requests[-1 - back]
-            return request.id, getattr(request.placement, sender, sender)
+            return request.attempt_id, getattr(request.placement, sender, sender)
 
         requests: list[Request] = []
         try:
@@ -578,7 +584,9 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                         link.tick()
                 held: Counter[str] = Counter()
                 for request in requests:
-                    if not request.ended:
+                    assert request.attempts <= restarts
+                    if request.placed:
+                        assert not request.ended
                         held.update([request.placement.decode] + [request.placement.prefill] * (not request.prefilled))
                 answering = {worker.hello.worker: worker.assigned for worker in stand.router.workers()}
                 assert held == Counter(answering)
@@ -586,7 +594,8 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                 ended = Counter(ended.request_id for ended in stand.ended)
                 assert set(ended) == {request.id for request in requests} - open_ids
                 assert set(ended.values()) <= {1}
-                assert len(link.requests) == stand.router.in_flight == len(open_ids)
+                assert len(link.requests) == len(open_ids)
+                assert stand.router.in_flight == sum(request.placed for request in requests)
             stand.clock.forward(1000)
             link.tick()
             assert len(link.requests) == stand.router.in_flight == 0
@@ -595,7 +604,10 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
             for request in requests:
                 code = next(ended.code for ended in stand.ended if ended.request_id == request.id)
                 if code in ("client_closed_request", "deadline_exceeded"):
-                    assert {(request.placement.prefill, request.id), (request.placement.decode, request.id)} <= told
+                    # The last attempt that was sent: one that waited for workers in the end has a later number.
+                    at = (request.placement.prefill, request.placement.decode)
+                    ids = [request.id, *(f"{request.id}~{number}" for number in range(1, request.attempts + 1))]
+                    assert any({(name, attempt) for name in at} <= told for attempt in ids[-2:])
         finally:
             link.close()
 

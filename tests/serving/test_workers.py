@@ -194,3 +194,78 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
         if decode._bridge.pulling:
             seen.add(len(workers.told["short"].tokens) - before)
     assert seen == {1}, "each round of the pull was a step of the batch too"
+
+
+def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened(
+    start: Start, reference: Reference
+) -> None:
+    workers = start(decodes=2, context=1024)
+    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
+    retrieval = Retrieval("docs", 2, every_tokens=8)
+    prompts = ragged(5, seed=4)
+    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, 40)
+    workers.submit("injected", [5, 6, 7], 40, retrieval=retrieval)
+    workers.submit("sampled", [8, 9], 40, sampling=sampled)
+    workers.submit("undisturbed", [8, 9], 40, sampling=sampled, decode="decode-1")
+    while len(workers.told["injected"].tokens) < 20:
+        workers.round()
+    text = workers.told["sampled"].text
+    assert text
+    workers.lose("decode-0")
+    lost = [name for name, told in workers.told.items() if not told.ended and name != "undisturbed"]
+    assert "injected" in lost
+    for name in lost:
+        workers.restart(name, "decode-1")
+    workers.run()
+    told = workers.told
+    assert [told[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
+    assert (told["sampled"].tokens, told["sampled"].text) == (told["undisturbed"].tokens, told["undisturbed"].text)
+    injected = told["injected"]
+    assert len(injected.tokens) == 40
+    assert len(injected.passages) == len(set(injected.passages))
+    places = sorted(injected.inserted)
+    for begin, end in zip([0, *places], [*places, 40], strict=True):
+        assert injected.tokens[begin:end] == reference.generate(injected.sequence(begin), end - begin)
+    assert injected.last is not None
+    assert injected.last.prompt_tokens == len(injected.prompt)
+    nothing_is_held(workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
+    start: Start, reference: Reference, order: str
+) -> None:
+    """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, swap, recompute, a lost worker."""
+    random = np.random.default_rng(6)
+    workers = start(
+        decodes=2,
+        context=320,
+        prefill={"slots": 4, "chunk_tokens": 64, "kv_blocks": 80},
+        decode={"slots": 8, "kv_blocks": 44, "swap_blocks": 6, "chunk_tokens": 48},
+        handover={"order": order, "waiting_share": 0.3, "slice_s": 1e-5},
+    )
+    prompts = ragged(100, seed=5)
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, 24, decode=f"decode-{number % 2}")
+        for _ in range(int(random.integers(0, 4))):
+            workers.round()
+    preemptions = workers.decodes["decode-0"]._batch.preemptions
+    for _ in range(400):
+        if preemptions.swapped and preemptions.recomputed:
+            break
+        workers.round()
+    assert preemptions.swapped
+    assert preemptions.recomputed
+    workers.lose("decode-0")
+    lost = [f"r{number}" for number in range(0, 100, 2) if not workers.told[f"r{number}"].ended]
+    assert any(workers.told[name].tokens for name in lost), "some were in the middle of their answer"
+    for name in lost:
+        workers.restart(name, "decode-1")
+    workers.run()
+    assert workers.prefill._blocks.statistics().hit_tokens > 0
+    found = [workers.told[f"r{number}"].tokens for number in range(100)]
+    assert found == [reference.generate(prompt, 24) for prompt in prompts]
+    nothing_is_held(workers)

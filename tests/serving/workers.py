@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from ipc import bind
 from runtime.node.config import parse_config
@@ -21,6 +22,7 @@ from runtime.node.table import WorkerTable
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
 from runtime.serving.decode.process import DecodeWorker
+from runtime.serving.frontend.requests import Progress
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -100,10 +102,18 @@ class Told:
     def ended(self) -> bool:
         return self.last is not None or self.failed is not None
 
+    @property
+    def inserted(self) -> dict[int, tuple[int, ...]]:
+        return {search.at_token: search.inserted for search in self.searches if search.inserted}
+
+    @property
+    def passages(self) -> list[str]:
+        return [passage.id for search in self.searches for passage in search.passages]
+
     def sequence(self, generated: int) -> list[int]:
         """The context from which token number `generated` (from 0) was drawn: prompt, answer, and what probes
         inserted before the then last token."""
-        context, inserted = list(self.prompt), {s.at_token: s.inserted for s in self.searches if s.inserted}
+        context, inserted = list(self.prompt), self.inserted
         for number, token in enumerate(self.tokens[:generated], start=1):
             context += [*inserted.get(number, ()), token]
         return context
@@ -118,7 +128,9 @@ class Workers:
         self.plan = resolve(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
-        self._send_later: list[tuple[str, Any]] = []
+        self._sent: dict[str, Prefill] = {}
+        self._names: dict[str, str] = {}  # of later attempts → of the request
+        self._attempts = 0
         self.told: dict[str, Told] = {}
         self.decodes: dict[str, DecodeWorker] = {}
         self.prefill = PrefillWorker(FakeWorker(self.plan, "prefill-0"))  # type: ignore[arg-type]
@@ -158,11 +170,27 @@ class Workers:
             request_id, EPOCH, sampling, decode, self.plan.endpoint(decode), 1, deadline_ns,
             prompt=tuple(prompt), retrieval=retrieval, **more,
         )  # fmt: skip
-        self.told.setdefault(request_id, Told())
+        self.told[request_id], self._sent[request_id] = Told(), message
         self.send("prefill-0", message)
 
+    def restart(self, request_id: str, decode: str) -> None:
+        """Its decode worker died: go on with another, from what was told."""
+        told, message = self.told[request_id], self._sent[request_id]
+        self.cancel(request_id)
+        self._attempts += 1
+        resume = None
+        if told.tokens:
+            progress = Progress(told.prompt, told.tokens, told.inserted, told.passages)
+            resume = progress.resume(first_token_ns=1)
+        else:
+            told.searches.clear()
+        name = f"{request_id}~{self._attempts}"
+        self._names[name] = request_id
+        to = {"decode_worker": decode, "decode_endpoint": self.plan.endpoint(decode)}
+        self.send("prefill-0", replace(message, request_id=name, resume=resume, **to))
+
     def cancel(self, request_id: str) -> None:
-        for name in self._identities:
+        for name in ("prefill-0", *self.decodes):
             self.send(name, Cancel(request_id))
 
     def send(self, name: str, message: Any) -> None:
@@ -198,7 +226,8 @@ class Workers:
         if name is not None and name not in self._identities:
             self._identities[name] = identity
             self.send(name, Welcome(EPOCH))
-        told = self.told.get(getattr(message, "request_id", ""))
+        attempt = getattr(message, "request_id", "")
+        told = self.told.get(self._names.get(attempt, attempt))
         if told is None:
             return
         if isinstance(message, Failed):

@@ -22,6 +22,7 @@ from runtime.retrieval.retriever import Library
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.model.model_info import ModelInfo
 
@@ -81,6 +82,7 @@ async def _serve(worker: Worker) -> None:
         epoch=worker.epoch,
         on_end=measures.ended,
         on_refused=measures.refused,
+        restarts=RestartLimits(config.http.restarts, int(config.http.restart_wait_s * 1e9)),
     )
     library = Library(plan)
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None

@@ -1,12 +1,14 @@
-"""The requests in flight. Each ends exactly once: finished, failed, cancelled, late, or lost with its worker."""
+"""The requests in flight. Each ends exactly once: finished, failed, cancelled, late, or lost with its workers."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from runtime.errors import TrinityError
 from runtime.serving.frontend.router import Placement
-from runtime.serving.messages import Retrieved, Tokens
+from runtime.serving.messages import Prefill, Resume, Retrieved, Tokens
 
 Piece = Retrieved | Tokens
 
@@ -29,24 +31,84 @@ class Ended:
     stages: dict[str, int]
 
 
+@dataclass(slots=True)
+class Progress:
+    """What of an answer is with its consumer: enough to go on elsewhere, with no token twice and none left out."""
+
+    prompt: tuple[int, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after how many tokens → what a probe brought
+    passages: list[str] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        """Take note of a piece."""
+        if isinstance(piece, Tokens):
+            self.prompt = piece.prompt_token_ids or self.prompt
+            self.tokens += piece.token_ids
+        else:
+            self.passages += [passage.id for passage in piece.passages]
+            if piece.inserted:
+                self.inserted[piece.at_token] = piece.inserted
+
+    def resume(self, first_token_ns: int) -> Resume:
+        """The sequence so far. What a probe brought went in before the token that was the last one then."""
+        sequence = list(self.prompt)
+        for number, token in enumerate(self.tokens, start=1):
+            sequence += [*self.inserted.get(number, ()), token]
+        return Resume(tuple(sequence), len(self.prompt), tuple(self.tokens), tuple(self.passages), first_token_ns)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request in flight, as its consumer sees it: pieces in order, then its end.
 
     What waits here is bounded by the request's own max_tokens, so a slow reader needs no other limit. A request with
-    retrieval `awaits_passages`: the prefill worker sends them before the hand-over, but over a connection of its own,
-    so the decode worker's first pieces can be here sooner; they are `held` until then.
+    retrieval has its passages from the prefill worker, over a connection of its own, so the decode worker's first
+    pieces can be here sooner: all are `held` until both are there. Until then it can be started again as if nothing
+    had happened; after that (`opened`) it can be resumed, from what it `told`.
+
+    `message` is what its first prefill worker was told, `placement` where it runs, or ran last (then it is not
+    `placed`). `attempts` counts how often it was started again.
     """
 
-    id: str
+    message: Prefill
     placement: Placement
-    deadline_ns: int
-    awaits_passages: bool = False
-    completion_tokens: int = 0
+    placed: bool = False
+    attempts: int = 0
     prefilled: bool = False
+    opened: bool = False
     ended: bool = False
+    first_token_ns: int = 0
+    told: Progress = field(default_factory=Progress)
     held: list[Piece] = field(default_factory=list)
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def attempt_id(self) -> str:
+        """Its id for the workers: a new one with every start, so that no piece of an old one can be taken for it."""
+        return f"{self.id}~{self.attempts}" if self.attempts else self.id
+
+    @property
+    def deadline_ns(self) -> int:
+        return self.message.deadline_ns
+
+    def runs_on(self, worker: str) -> bool:
+        """Whether it would be lost with this worker (a prefill worker's part ends when decode has it)."""
+        if not self.placed:
+            return False
+        part = self.placement.prefill == worker and not (self.prefilled and self.opened)
+        return part or self.placement.decode == worker
+
+    def next_message(self) -> Prefill:
+        """What the next prefill worker is told; where decode goes on is yet to be filled in."""
+        message = replace(self.message, request_id=self.attempt_id)
+        if not self.opened:
+            return message
+        return replace(message, messages=(), prompt="", resume=self.told.resume(self.first_token_ns))
 
     async def next(self) -> Piece:
         """The next piece, in order; the last is a `Tokens` with a `finish_reason`. Raises what ended the request."""
@@ -62,7 +124,7 @@ class Request:
 
 
 class RequestTable:
-    """Requests in flight, by id and by worker. `on_end` is called once for each, after it has left the table."""
+    """Requests in flight, by their ids for the workers. `on_end` is called once for each, when it has left."""
 
     def __init__(self, on_end: Callable[[Ended, Request], None]) -> None:
         self._requests: dict[str, Request] = {}
@@ -73,54 +135,58 @@ class RequestTable:
 
     def open(self, request: Request) -> None:
         """Add a request; its id must be new."""
-        if request.id in self._requests:
+        if request.attempt_id in self._requests:
             raise ValueError(f"request id {request.id!r} is in flight already")
-        self._requests[request.id] = request
+        self._requests[request.attempt_id] = request
 
-    def get(self, request_id: str) -> Request | None:
-        """The request in flight with this id, or None when it never was or has ended."""
-        return self._requests.get(request_id)
+    def get(self, attempt_id: str) -> Request | None:
+        """The request in flight with this id for the workers, or None when it never was or has ended."""
+        return self._requests.get(attempt_id)
+
+    def renew(self, request: Request) -> None:
+        """The request is to be started again: what still comes of the last attempt is not its own any more."""
+        del self._requests[request.attempt_id]
+        request.attempts += 1
+        request.prefilled = False
+        request.held.clear()
+        if not request.opened:
+            request.first_token_ns = 0
+        self._requests[request.attempt_id] = request
 
     def deliver(self, piece: Piece) -> bool:
         """Pass a piece to its request; a `finish_reason` ends it. False when the request is not in flight."""
         request = self._requests.get(piece.request_id)
         if request is None:
             return False
-        if not request.awaits_passages:
+        if request.opened:
             self._pass_on(request, piece)
-        elif isinstance(piece, Retrieved) and piece.at_token == 0:
-            request.awaits_passages = False
-            for waiting in (piece, *request.held):
-                self._pass_on(request, waiting)
-            request.held.clear()
-        else:
-            request.held.append(piece)
+            return True
+        request.held.append(piece)
+        found = [piece for piece in request.held if isinstance(piece, Retrieved) and piece.at_token == 0]
+        if (found or request.message.retrieval is None) and any(isinstance(piece, Tokens) for piece in request.held):
+            request.opened = True
+            pieces, request.held = request.held, []
+            for piece in (*found, *(piece for piece in pieces if piece not in found)):
+                self._pass_on(request, piece)
         return True
 
     def _pass_on(self, request: Request, piece: Piece) -> None:
-        if isinstance(piece, Tokens):
-            request.completion_tokens += len(piece.token_ids)
+        request.told.add(piece)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
             self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
 
-    def fail(self, request_id: str, error: TrinityError) -> bool:
+    def fail(self, request: Request, error: TrinityError) -> bool:
         """End a request with an error. False, and nothing happens, when it has ended before."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if request.ended:
             return False
         request.put(error)
         self._end(request, error.code, 0, {})
         return True
 
     def of_worker(self, name: str) -> list[Request]:
-        """The requests that would be lost with this worker (a prefill worker's part ends when decode has it)."""
-        return [
-            request
-            for request in self._requests.values()
-            if name == request.placement.decode
-            or (name == request.placement.prefill and (request.awaits_passages or not request.prefilled))
-        ]
+        """The requests that would be lost with this worker."""
+        return [request for request in self._requests.values() if request.runs_on(name)]
 
     def late(self, now_ns: int) -> list[Request]:
         """The requests whose deadline has passed."""
@@ -131,6 +197,6 @@ class RequestTable:
         return list(self._requests.values())
 
     def _end(self, request: Request, code: str, prompt_tokens: int, stages: dict[str, int]) -> None:
-        del self._requests[request.id]
+        del self._requests[request.attempt_id]
         request.ended = True
-        self._on_end(Ended(request.id, code, prompt_tokens, request.completion_tokens, stages), request)
+        self._on_end(Ended(request.id, code, prompt_tokens, len(request.told.tokens), stages), request)

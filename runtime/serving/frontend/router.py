@@ -1,8 +1,10 @@
 """Which prefill worker and which decode worker take a request. Pure code: no sockets, no clock, seeded ties.
 
 - **Prefill**: the fewest requests waiting or running, less the share of the prompt's leading blocks that the worker has
-  lately seen. A full overlap is worth one request of queue, no more: a hot prefix cannot starve the other workers.
-- **Decode**: a worker with a free slot before one without, then the smallest share of slots in use.
+  lately seen, one more for a worker without enough free KV blocks. A full overlap is worth one request of queue, no
+  more: a hot prefix cannot starve the other workers.
+- **Decode**: a worker with a free slot and enough free KV blocks before one without, then the smallest share of slots
+  in use; a full overlap is worth one slot.
 
 Reports lag behind by up to half a second, so a worker's load is the larger of what it reports and what this router
 has given it. Draining workers get nothing new; the number of requests in flight is bounded.
@@ -61,6 +63,7 @@ class Worker:
     queued: int = 0
     running: int = 0
     free_slots: int = 0
+    free_blocks: int = 0
     draining: bool = False
     assigned: int = 0
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -74,6 +77,10 @@ class Worker:
     def has_free_slot(self) -> bool:
         return self.free_slots > 0 and self.load < self.hello.slots
 
+    def has_free_blocks(self, tokens: int) -> bool:
+        """Whether its last report had KV blocks for so many tokens (a worker that does not tell has)."""
+        return not self.hello.blocks or self.free_blocks * self.hello.block_tokens >= tokens
+
     def overlap(self, prefix: Sequence[int]) -> float:
         """The share of `prefix` that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it)."""
         seen = 0
@@ -84,7 +91,9 @@ class Worker:
         return seen / len(prefix) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int) -> None:
-        """Note a prompt's blocks, forgetting the longest unused beyond `limit`."""
+        """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
+        if self.hello.blocks:
+            limit = min(limit, max(1, self.hello.blocks * self.hello.block_tokens // BLOCK_TOKENS))
         for block in reversed(prefix):  # the first block last: a chain is forgotten from its far end
             self.prefixes[block] = None
             self.prefixes.move_to_end(block)
@@ -107,7 +116,7 @@ class Router:
 
     def add(self, hello: Hello) -> None:
         """A worker is ready. One of the same name is replaced: it is a new process that holds nothing."""
-        self._workers[hello.worker] = Worker(hello, free_slots=hello.slots)
+        self._workers[hello.worker] = Worker(hello, free_slots=hello.slots, free_blocks=hello.blocks)
 
     def remove(self, name: str) -> None:
         """A worker is gone; unknown names are ignored."""
@@ -119,6 +128,7 @@ class Router:
         if worker is not None:
             worker.queued, worker.running = report.queued, report.running
             worker.free_slots, worker.draining = report.free_slots, report.draining
+            worker.free_blocks = report.free_blocks
 
     def workers(self) -> list[Worker]:
         """All workers known, draining ones included, in the order in which they came."""
@@ -128,20 +138,33 @@ class Router:
         """The roles for which no worker takes requests; empty when the node is ready."""
         return [role for role in ROLES if not self._ready(role)]
 
-    def place(self, prefix: Sequence[int], tokens: int = 0) -> Placement:
+    def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "") -> Placement:
         """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context.
 
-        Raises Overloaded (too many in flight), Unavailable (a role has no worker) or ContextLengthExceeded.
+        The worker `avoid` is taken only if there is no other. Raises Overloaded (too many in flight), Unavailable (a
+        role has no worker) or ContextLengthExceeded.
         """
         if self.in_flight >= self.max_in_flight:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
             )
-        prefill = self._pick(self._fitting("prefill", tokens), lambda worker: worker.load - worker.overlap(prefix))
-        decode = self._pick(
-            self._fitting("decode", tokens), lambda worker: (not worker.has_free_slot, worker.load / worker.hello.slots)
+        prefill = self._pick(
+            self._fitting("prefill", tokens),
+            lambda worker: (
+                worker.hello.worker == avoid,
+                worker.load - worker.overlap(prefix) + (not worker.has_free_blocks(tokens)),
+            ),
         )
-        prefill.remember(prefix, self._remembered_blocks)
+        decode = self._pick(
+            self._fitting("decode", tokens),
+            lambda worker: (
+                worker.hello.worker == avoid,
+                not (worker.has_free_slot and worker.has_free_blocks(tokens)),
+                (worker.load - worker.overlap(prefix)) / worker.hello.slots,
+            ),
+        )
+        for worker in (prefill, decode):
+            worker.remember(prefix, self._remembered_blocks)
         prefill.assigned += 1
         decode.assigned += 1
         self.in_flight += 1
@@ -178,7 +201,7 @@ class Router:
             )
         return fitting
 
-    def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], float | tuple[bool, float]]) -> Worker:
+    def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> Worker:
         costs = [(cost(worker), worker) for worker in workers]
         least = min(value for value, _ in costs)
         return self._random.choice([worker for value, worker in costs if value == least])

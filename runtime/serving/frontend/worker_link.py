@@ -2,8 +2,8 @@
 
 One ROUTER socket. Workers introduce themselves (`Hello`), are welcomed with the frontend's epoch, and report their
 load. A worker is gone when it has been silent for `lost_after_ns`, when its connection is, or when another process
-says `Hello` under its name: its requests end with WorkerLost, once, and their other worker is told to forget them.
-A worker that was only slow comes back with its next report.
+says `Hello` under its name: its requests are started again elsewhere (`starts.py`), or end with WorkerLost, once, and
+their other worker is told to forget them. A worker that was only slow comes back with its next report.
 
 Everything but the socket's receive loop is synchronous and reads the time from the injected clock, so that tests
 decide what time it is (`tick`).
@@ -24,7 +24,8 @@ import zmq.asyncio
 from ipc.endpoints import bind
 from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
-from runtime.serving.frontend.router import Router, prefix_blocks
+from runtime.serving.frontend.router import Placement, Router
+from runtime.serving.frontend.starts import RestartLimits, Starts
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -93,6 +94,7 @@ class WorkerLink:
         lost_after_ns: int = 10_000_000_000,
         on_end: Callable[[Ended], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
+        restarts: RestartLimits = RestartLimits(),  # noqa: B008
     ) -> None:
         self.epoch = epoch
         self.router = router
@@ -101,6 +103,9 @@ class WorkerLink:
         self._lost_after_ns = lost_after_ns
         self._on_end = on_end
         self._on_refused = on_refused
+        self._starts = Starts(
+            router, self.requests, restarts, clock=clock, send=self._send, lost=self.lost, end=self._fail
+        )
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
         self._lost_workers = self._stale = self._malformed = 0
@@ -135,33 +140,27 @@ class WorkerLink:
 
         Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
         """
-        prefix = prefix_blocks(messages or prompt)
-        tokens = sampling.max_tokens + (len(prompt) if isinstance(prompt, tuple) else 1)
-        while True:
-            try:
-                placement = self.router.place(prefix, tokens)
-            except TrinityError as error:
-                if self._on_refused is not None:
-                    self._on_refused(error)
-                raise
-            prefill = Prefill(
-                request_id=request_id,
-                frontend_epoch=self.epoch,
-                sampling=sampling,
-                decode_worker=placement.decode,
-                decode_endpoint=placement.decode_endpoint,
-                received_ns=received_ns,
-                deadline_ns=deadline_ns,
-                messages=tuple(messages),
-                prompt=prompt,
-                retrieval=retrieval,
-            )
-            if self._send(placement.prefill, prefill):
-                request = Request(request_id, placement, deadline_ns, awaits_passages=retrieval is not None)
-                self.requests.open(request)
-                return request
-            self.router.finished(placement, prefilled=False)
-            self.lost(placement.prefill, "its connection is gone")  # so the next round has one worker less to try
+        message = Prefill(
+            request_id=request_id,
+            frontend_epoch=self.epoch,
+            sampling=sampling,
+            decode_worker="",
+            decode_endpoint="",
+            received_ns=received_ns,
+            deadline_ns=deadline_ns,
+            messages=tuple(messages),
+            prompt=prompt,
+            retrieval=retrieval,
+        )
+        request = Request(message, Placement("", "", ""))
+        try:
+            self._starts.start(request)
+        except TrinityError as error:
+            if self._on_refused is not None:
+                self._on_refused(error)
+            raise
+        self.requests.open(request)
+        return request
 
     def cancel(self, request: Request) -> None:
         """The consumer is gone: forget the request everywhere. Does nothing when it has ended."""
@@ -177,7 +176,8 @@ class WorkerLink:
         self._lost_workers += 1
         self.router.remove(name)
         for request in self.requests.of_worker(name):
-            self._fail(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
+            if request.runs_on(name):  # and was not moved meanwhile
+                self._start_again(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
 
     def statistics(self) -> LinkStatistics:
         """A snapshot of the link's counters."""
@@ -215,11 +215,12 @@ class WorkerLink:
                 self.lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s")
             elif not peer.lost and silent > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
                 self.lost(name, "its connection is gone")
+        self._starts.retry()
         for request in self.requests.late(now):
             where = "decode" if request.prefilled else "prefill"
             self._fail(
                 request,
-                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.completion_tokens} tokens"),
+                DeadlineExceeded(f"the request's deadline passed in {where}, after {len(request.told.tokens)} tokens"),
             )
 
     def close(self) -> None:
@@ -297,15 +298,20 @@ class WorkerLink:
         peer = self._peers[name]
         peer.heard_ns = self._clock()
         request = self.requests.get(message.request_id)
-        if request is None or name not in (request.placement.prefill, request.placement.decode):
+        if request is None or not request.placed or name not in (request.placement.prefill, request.placement.decode):
             self._stale += 1
             if not isinstance(message, Failed) and not (isinstance(message, Tokens) and message.finish_reason):
                 self._send(name, Cancel(message.request_id))  # it goes on with what has ended: say it again
         elif isinstance(message, Failed):
-            self._fail(request, error_of(message.code, message.message, message.param), reported_by=name)
+            error = error_of(message.code, message.message, message.param)
+            if isinstance(error, WorkerLost):
+                self._start_again(request, error, reported_by=name)
+            else:
+                self._fail(request, error, reported_by=name)
         else:
             if isinstance(message, Tokens) and not request.prefilled:
                 request.prefilled = True
+                request.first_token_ns = request.first_token_ns or self._clock()
                 self.router.prefilled(request.placement)
             self.requests.deliver(message)
 
@@ -324,13 +330,22 @@ class WorkerLink:
 
     def _fail(self, request: Request, error: TrinityError, reported_by: str = "") -> None:
         """End a request with an error, and have both its workers forget it."""
-        if not self.requests.fail(request.id, error):
-            return
-        for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
-            self._send(name, Cancel(request.id))
+        self._call_off(request, reported_by)
+        self.requests.fail(request, error)
+
+    def _start_again(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
+        """Have both its workers forget a request, and start it anew."""
+        self._call_off(request, reported_by)
+        # Prefill tells of decode workers that it cannot reach before they are known to be lost.
+        self._starts.again(request, error, avoid=request.placement.decode if reported_by else "")
+
+    def _call_off(self, request: Request, reported_by: str) -> None:
+        if request.placed:
+            for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
+                self._send(name, Cancel(request.attempt_id))
 
     def _ended(self, ended: Ended, request: Request) -> None:
-        self.router.finished(request.placement, prefilled=request.prefilled)
+        self._starts.leave(request)
         if self._on_end is not None:
             self._on_end(ended)
 

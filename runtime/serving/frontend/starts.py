@@ -1,0 +1,107 @@
+"""Starting requests, and starting them again when a worker of theirs has died.
+
+A request that has given its consumer nothing yet starts as if for the first time. One that has goes on elsewhere from
+the tokens that were told: they run through a prefill worker as a prompt does (whose cached blocks often know most of
+them), and a decode worker draws the next one. While no worker is ready a request waits for one, for a bounded time.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
+from runtime.serving.frontend.requests import Request, RequestTable
+from runtime.serving.frontend.router import Router, prefix_blocks
+from runtime.serving.messages import Prefill
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimits:
+    """How often a request is started again, and how long it waits for workers each time. 0 times: never."""
+
+    times: int = 0
+    wait_ns: int = 0
+
+
+class Starts:
+    """Places requests on workers. `send` tells a worker (False: it is not there), `lost` is told of such a worker,
+    `end` of a request that cannot be started again."""
+
+    def __init__(
+        self,
+        router: Router,
+        requests: RequestTable,
+        limits: RestartLimits,
+        *,
+        clock: Callable[[], int],
+        send: Callable[[str, Prefill], bool],
+        lost: Callable[[str, str], None],
+        end: Callable[[Request, TrinityError], None],
+    ) -> None:
+        self._router, self._requests, self._limits = router, requests, limits
+        self._clock, self._send, self._lost, self._end = clock, send, lost, end
+        self._waiting: dict[Request, tuple[int, WorkerLost]] = {}  # until when, and why
+        self.restarts = 0
+
+    def start(self, request: Request, avoid: str = "") -> None:
+        """Choose workers and send the request off; not to the worker `avoid` if there is another.
+
+        Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was sent.
+        """
+        message = request.next_message()
+        resume = message.resume
+        prompt = resume.tokens if resume else message.prompt
+        tokens = message.sampling.max_tokens - (len(resume.generated) if resume else 0)
+        tokens += len(prompt) if isinstance(prompt, tuple) else 1
+        prefix = prefix_blocks(message.messages or prompt)
+        while True:
+            placement = self._router.place(prefix, tokens, avoid=avoid)
+            to = replace(message, decode_worker=placement.decode, decode_endpoint=placement.decode_endpoint)
+            if self._send(placement.prefill, to):
+                request.placement, request.placed = placement, True
+                return
+            self._router.finished(placement, prefilled=False)
+            self._lost(placement.prefill, "its connection is gone")  # so the next round has one worker less to try
+
+    def leave(self, request: Request) -> None:
+        """The request is not on its workers any more, nor does it wait for others."""
+        self._waiting.pop(request, None)
+        if request.placed:
+            request.placed = False
+            self._router.finished(request.placement, prefilled=request.prefilled)
+
+    def again(self, request: Request, error: WorkerLost, avoid: str = "") -> None:
+        """A worker of the request was lost: start it again, or end it with the error."""
+        self.leave(request)
+        if request.attempts >= self._limits.times:
+            if self._limits.times:
+                error = WorkerLost(f"{error.message}; the limit of {self._limits.times} new starts is reached")
+            self._end(request, error)
+            return
+        self._requests.renew(request)
+        self._waiting[request] = (min(request.deadline_ns, self._clock() + self._limits.wait_ns), error)
+        self._try(request, avoid)
+
+    def retry(self) -> None:
+        """Start what waits for workers, or end what has waited too long."""
+        for request in list(self._waiting):
+            if request in self._waiting:
+                self._try(request)
+
+    def _try(self, request: Request, avoid: str = "") -> None:
+        until_ns, error = self._waiting[request]
+        try:
+            self.start(request, avoid)
+        except (Unavailable, Overloaded) as reason:
+            if self._clock() >= until_ns:
+                self._end(request, WorkerLost(f"{error.message}, and no other has taken it: {reason.message}"))
+        except TrinityError as reason:
+            self._end(request, reason)
+        else:
+            del self._waiting[request]
+            self.restarts += 1
+            log.info("request %s starts again after %d tokens", request.id, len(request.told.tokens))

@@ -1,0 +1,181 @@
+"""What becomes of requests whose workers die: they go on elsewhere, no token comes twice, and there is an end to it."""
+
+from typing import Any
+
+from runtime.errors import WorkerLost
+from runtime.serving.frontend.requests import Request
+from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
+from tests.frontend.fakes import PASSAGES, Worker, run
+from tests.frontend.test_worker_link import RESTART_WAIT, Stand, ending, standing
+
+
+async def cast(stand: Stand) -> dict[str, Worker]:
+    """Two workers of each role."""
+    return {
+        name: await stand.worker("prefill" if name[0] == "p" else "decode", name) for name in ("p0", "p1", "d0", "d1")
+    }
+
+
+async def sent(workers: dict[str, Worker], request: Request) -> Prefill:
+    """What the prefill worker of the request's last placement was told; words to forget others are passed over."""
+    while True:
+        message = await workers[request.placement.prefill].hear()
+        if isinstance(message, Prefill):
+            return message
+
+
+async def pieces(request: Request, count: int) -> list[Any]:
+    return [await request.next() for _ in range(count)]
+
+
+def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            workers = await cast(stand)
+            request = stand.submit(sampling=Sampling(max_tokens=8, seed=4), retrieval=Retrieval("docs", every_tokens=2))
+            first = await sent(workers, request)
+            prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
+            await workers[request.placement.prefill].say(Retrieved("r1", PASSAGES[:1]))
+            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3)))
+            await decode.say(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
+            await decode.say(Tokens("r1", "c", (12,)))
+            await pieces(request, 4)
+            dead = first.decode_worker
+            stand.link.lost(dead, "killed")
+            again = await sent(workers, request)
+            assert again.decode_worker != dead
+            assert (again.request_id, again.sampling, again.retrieval) == ("r1~1", first.sampling, first.retrieval)
+            assert again.deadline_ns == first.deadline_ns
+            assert again.resume == Resume(
+                tokens=(1, 2, 3, 10, 90, 91, 11, 12),  # the probe's tokens went in before the last token of then
+                prompt_tokens=3,
+                generated=(10, 11, 12),
+                seen_passages=tuple(passage.id for passage in PASSAGES),
+                first_token_ns=stand.clock(),
+            )
+            await prefill.say(Tokens("r1", "c again", (12,)))  # the dead one, late
+            await workers[again.decode_worker].say(Tokens("r1~1", "d", (13,), "length", 3))
+            assert await request.next() == Tokens("r1~1", "d", (13,), "length", 3)
+            assert (stand.codes, stand.ended[0].completion_tokens) == (["length"], 4)
+            assert stand.router.in_flight == 0
+
+    run(test())
+
+
+def test_before_its_first_token_a_request_starts_as_if_for_the_first_time() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            workers = await cast(stand)
+            request = stand.submit(retrieval=Retrieval("docs"))
+            first = await sent(workers, request)
+            dead = request.placement.prefill
+            await workers[dead].say(Retrieved("r1", PASSAGES[:1]))
+            await workers[dead].settle()
+            stand.link.lost(dead, "killed")
+            again = await sent(workers, request)
+            assert request.placement.prefill != dead
+            assert (again.request_id, again.resume, again.prompt) == ("r1~1", None, first.prompt)
+            await workers[request.placement.prefill].say(Retrieved("r1~1", PASSAGES[1:]))
+            await workers[again.decode_worker].say(Tokens("r1~1", "a", (5,), "stop", 1))
+            found = await pieces(request, 2)
+            assert [type(piece) for piece in found] == [Retrieved, Tokens], "the passages come once"
+            assert found[0].passages == PASSAGES[1:]
+            assert stand.codes == ["stop"]
+
+    run(test())
+
+
+def test_a_hand_over_that_failed_is_tried_with_another_decode_worker() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            workers = await cast(stand)
+            request = stand.submit()
+            first = await sent(workers, request)
+            await workers[request.placement.prefill].say(Failed("r1", "worker_lost", "decode did not take it"))
+            assert await workers[first.decode_worker].hear() == Cancel("r1")
+            again = await sent(workers, request)
+            assert again.decode_worker != first.decode_worker
+
+    run(test())
+
+
+def test_without_another_worker_a_request_waits_for_one() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            prefill = await stand.worker("prefill", "p0")
+            await stand.worker("decode", "d0")
+            request = stand.submit()
+            await prefill.hear_prefill()
+            stand.link.lost("d0", "killed")
+            stand.clock.forward(RESTART_WAIT / 2)
+            await prefill.report(77)
+            await prefill.settle()
+            assert not request.ended
+            assert stand.router.in_flight == 0
+            await stand.worker("decode", "d0", epoch=2)
+            stand.link.tick()
+            assert (await prefill.hear_prefill()).request_id == "r1~1"
+
+    run(test())
+
+
+def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            await stand.worker("prefill", "p0")
+            await stand.worker("decode", "d0")
+            request = stand.submit(timeout_s=600)
+            stand.link.lost("d0", "killed")
+            stand.clock.forward(RESTART_WAIT)
+            stand.link.tick()
+            error = await ending(request)
+            assert isinstance(error, WorkerLost)
+            assert error.message.startswith("decode worker 'd0' was lost: killed, and no other has taken it: no ")
+            assert stand.codes == ["worker_lost"]
+
+    run(test())
+
+
+def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            await stand.worker("prefill", "p0")
+            await stand.worker("decode", "d0")
+            late, gone = stand.submit("r1", timeout_s=5), stand.submit("r2")
+            stand.link.lost("d0", "killed")
+            stand.link.cancel(gone)
+            stand.clock.forward(5)
+            stand.link.tick()
+            assert await ending(late)
+            assert sorted(stand.codes) == ["client_closed_request", "worker_lost"]
+            assert (len(stand.link.requests), stand.router.in_flight) == (0, 0)
+
+    run(test())
+
+
+def test_there_is_a_limit_to_new_starts() -> None:
+    async def test() -> None:
+        async with standing(restarts=2) as stand:
+            workers = await cast(stand)
+            request = stand.submit()
+            for _ in range(2):
+                await workers[request.placement.prefill].say(Failed(request.attempt_id, "worker_lost", "again"))
+                await workers[request.placement.prefill].settle()
+            assert not request.ended
+            await workers[request.placement.prefill].say(Failed(request.attempt_id, "worker_lost", "again"))
+            error = await ending(request)
+            assert isinstance(error, WorkerLost)
+            assert error.message == "again; the limit of 2 new starts is reached"
+
+    run(test())
+
+
+def test_an_error_of_the_requests_own_starts_nothing_again() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            workers = await cast(stand)
+            request = stand.submit()
+            await workers[request.placement.prefill].say(Failed("r1", "context_length_exceeded", "too long"))
+            assert (await ending(request)).code == "context_length_exceeded"
+
+    run(test())
