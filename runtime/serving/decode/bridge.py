@@ -6,7 +6,7 @@ blocks are pulled in slices, only those that are not here already. A prompt that
 "decode first") is given room at once by the same rule; its offer only has to be pulled.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,8 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.connector import KvSink
 from runtime.serving.kv.transfer import KvArray, Transfer
 from runtime.serving.messages import Decode, Reserve, decode_handover
+
+_REMEMBERED = 4096  # ids of cancelled requests
 
 
 @dataclass(eq=False)
@@ -39,6 +41,9 @@ class Bridge:
         self._offered: deque[Arrival] = deque()
         self._reserved: dict[str, Arrival] = {}
         self._pulling: deque[Arrival] = deque()
+        # A word to forget a request can overtake its announcement and its offer. Ids come once: remembering the last
+        # ones is enough.
+        self._dropped: OrderedDict[str, None] = OrderedDict()
         self.busy_ns = 0  # spent copying
         self.pulled_bytes = 0
 
@@ -65,6 +70,8 @@ class Bridge:
                 continue
             if request.frontend_epoch != frontend_epoch:
                 self._sink.reject(offer, f"its frontend (epoch {request.frontend_epoch}) is gone")
+            elif request.request_id in self._dropped:
+                self._sink.reject(offer, "cancelled")
             elif isinstance(request, Decode) and request.model != self._identity:
                 self._sink.reject(offer, "its KV is of another model, or in blocks of another size")
             else:
@@ -154,7 +161,10 @@ class Bridge:
         return True
 
     def drop(self, request_id: str) -> None:
-        """A request was cancelled."""
+        """A request was cancelled: what is here of it goes, and what is yet to come is refused."""
+        self._dropped[request_id] = None
+        if len(self._dropped) > _REMEMBERED:
+            self._dropped.popitem(last=False)
         for arrival in [a for a in (*self._offered, *self._pulling) if a.request.request_id == request_id]:
             for queue in (self._offered, self._pulling):
                 if arrival in queue:
