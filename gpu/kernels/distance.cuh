@@ -1,10 +1,10 @@
 // Distances of a query to rows, by teams of 8, 16 or 32 threads.
 //
-// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread has four 16-byte loads in flight
-// before it uses the first; the query stays in the first-level cache, which rows pass by.
+// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread asks for four times 16 bytes
+// at once, as far as registers go; the query stays in the first-level cache, which rows pass by.
 //
-// A row is summed in 32 lanes, chunk c in lane c % 32, and the lanes are folded in halves: 16, 8, 4, 2, 1. A smaller team
-// holds several lanes a thread, so the sum, to the last bit, is the same for every team. Products are fused with
+// A row is summed in 32 lanes, chunk c in lane c % 32, and the lanes are folded in halves: 16, 8, 4, 2, 1. A smaller
+// team holds several lanes a thread, so the sum, to the last bit, is the same for every team. Products are fused with
 // their sums only where fmaf says so. The integer sums of int8 rows are exact.
 #pragma once
 #include "device.cuh"
@@ -92,8 +92,8 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
     return sums[0];
 }
 
-// Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the constant
-// |q - c|² or c · q (gpu/rows.py). In every member of the team.
+// Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the
+// constant |q - c|² or c · q (gpu/rows.py). In every member of the team.
 template <uint32 TEAM>
 __device__ inline float row_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.row_chunks;

@@ -13,10 +13,11 @@ __device__ inline uint64 exact_key(const Slot* slot, const Collection& collectio
     return key_of(full_distance<SLOT_TEAM>(collection, slot, node_of(key)), node_of(key));
 }
 
-// Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The rule
-// is the CPU's (gpu/cpu/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an entry
-// behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
-__device__ __noinline__ void rescore(const Slot* slot, const Collection& collection, uint64* keys, MergeScratch* scratch) {
+// Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The
+// rule is the CPU's (gpu/cpu/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an
+// entry behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
+__device__ __noinline__ void rescore(const Slot* slot, const Collection& collection, uint64* keys,
+                                     MergeScratch* scratch) {
     const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
     const uint32 team = threadIdx.x / SLOT_TEAM, teams = blockDim.x / SLOT_TEAM;
     const bool leads = threadIdx.x % SLOT_TEAM == 0;
@@ -69,7 +70,8 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
     if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);
 }
 
-// Count the extend and decide whether the query is done; if it is, publish its result. Returns the same to every thread.
+// Count the extend and decide whether the query is done; if it is, publish its result. Returns the same to every
+// thread.
 __device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slot* slot, const Collection& collection,
                                      uint64* keys, bool changed, MergeScratch* scratch) {
     const uint32 cursor = find_cursor(keys, slot->top_m, scratch);
@@ -90,8 +92,8 @@ __device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slo
     return done;
 }
 
-// Leave the launch with what ends it for all (slots that are done, a doorbell that rang). True in one thread of the last
-// block to leave. SYNC POINT: what the other blocks wrote before they left is there for that thread.
+// Leave the launch with what ends it for all (slots that are done, a doorbell that rang). True in one thread of the
+// last block to leave. SYNC POINT: what the other blocks wrote before they left is there for that thread.
 __device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
     __syncthreads();
     if (threadIdx.x != 0) return false;

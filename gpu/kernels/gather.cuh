@@ -1,8 +1,8 @@
-// From a slot's top_m to the nodes whose distances are wanted: select_parents, expand_neighbors, mark_visited. A block a
-// slot.
+// From a slot's top_m to the nodes whose distances are wanted: select_parents, expand_neighbors, mark_visited. A block
+// a slot.
 //
-// Floor: graph rows, search_width · degree · 4 bytes a slot, and a 32-byte sector of the visited table for each neighbour,
-// read and, for a node that is new, written.
+// Floor: graph rows, search_width · degree · 4 bytes a slot, and a 32-byte sector of the visited table for each
+// neighbour, read and, for a node that is new, written.
 //
 // The visited table is a cache of sets of 8 words, one sector. It answers "seen" only for a node that was seen. When a
 // set is full, a word of it is forgotten; a forgotten node costs a second distance and changes no result (keys.cuh,
@@ -28,7 +28,8 @@ __device__ inline void clear_visited(uint32* visited, uint32 bits) {
         sectors[i] = make_uint4(NO_NODE, NO_NODE, NO_NODE, NO_NODE);
 }
 
-// The `search_width` nearest entries from the cursor on that have not been parents, which they are from now on. One warp.
+// The `search_width` nearest entries from the cursor on that have not been parents, which they are from now on. One
+// warp.
 __device__ inline void select_parents(const Slot* slot, uint64* keys, GatherScratch* scratch) {
     const uint32 lane = threadIdx.x % WARP, width = slot->search_width;
     uint32 found = 0;

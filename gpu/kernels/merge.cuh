@@ -2,7 +2,8 @@
 //
 // Floor: 12 bytes a task and 8 · top_m bytes a slot, read and written; all else is in shared memory. Most new keys are
 // farther than the worst of a full top_m and are dropped before anything is sorted; the rest, a power of two of them,
-// are sorted and merged by bitonic networks. Steps whose pairs lie within a warp's 64 keys need no barrier of the block.
+// are sorted and merged by bitonic networks. Steps whose pairs lie within a warp's 64 keys need no barrier of the
+// block.
 #pragma once
 #include "keys.cuh"
 
@@ -55,8 +56,8 @@ __device__ inline void fill_keys(uint64* keys, uint32 begin, uint32 end) {
     for (uint32 i = begin + threadIdx.x; i < end; i += blockDim.x) keys[i] = NO_KEY;
 }
 
-// Sort `count` keys, which a table that forgets may have let through twice, and drop doubles. Returns the size, a power of
-// two, of the sorted array.
+// Sort `count` keys, which a table that forgets may have let through twice, and drop doubles. Returns the size, a power
+// of two, of the sorted array.
 __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
     const uint32 size = power_of_two(count);
     fill_keys(fresh, count, size);
@@ -76,8 +77,8 @@ __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
 }
 
 // Merge `tasks` keys, key_of_task(0..), into keys[top_m]; behind these there is room for MERGE_KEYS and a power of two,
-// filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks. Returns whether top_m
-// changed.
+// filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks. Returns whether
+// top_m changed.
 template <class KeyOfTask>
 __device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
                              MergeScratch* scratch) {

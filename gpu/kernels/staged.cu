@@ -1,7 +1,7 @@
 // The stages of an extend over a whole running batch, and what writes slots between extends.
 //
-// Three launches an extend: gathering and merging have a block a slot, distances have whatever fills the device, since one
-// slot's tasks are few and their number varies. Blocks of slots that are not running leave at once, so one captured
+// Three launches an extend: gathering and merging have a block a slot, distances have whatever fills the device, since
+// one slot's tasks are few and their number varies. Blocks of slots that are not running leave at once, so one captured
 // graph serves every set of slots.
 #include "distance.cuh"
 #include "finish.cuh"
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS) gather_tasks(const Ba
     for (uint32 i = threadIdx.x; i < count; i += blockDim.x) tasks[i] = Task{blockIdx.x, nodes[i]};
 }
 
-// Blocks that a multiprocessor should run: with 64 registers a thread every load of a round is under way before the first is
-// used. The assembler for sm_100 would spill with so few.
+// Blocks that a multiprocessor should run: with 64 registers a thread every load of a round is under way before the
+// first is used. The assembler for sm_100 would spill with so few.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr uint32 DISTANCE_BLOCKS = 2;
 #else
@@ -63,10 +63,12 @@ __device__ inline void compute_distances(const Batch& batch) {
 extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_8(const Batch batch) {
     compute_distances<8>(batch);
 }
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_16(const Batch batch) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)
+    compute_distances_16(const Batch batch) {
     compute_distances<16>(batch);
 }
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_32(const Batch batch) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)
+    compute_distances_32(const Batch batch) {
     compute_distances<32>(batch);
 }
 
@@ -90,8 +92,8 @@ __device__ inline bool merge_slot(const Batch& batch, Slot* slot, unsigned char*
 }
 
 // The last block ends the extend, and the launch if it is time.
-extern "C" __global__ void __launch_bounds__(SLOT_THREADS) merge_top_m(const Batch batch, uint32 limit,
-                                                                       uint64 condition) {
+extern "C" __global__ void __launch_bounds__(SLOT_THREADS)
+    merge_top_m(const Batch batch, uint32 limit, uint64 condition) {
     DYNAMIC_SHARED(shared);
     Slot* slot = slot_at(batch, blockIdx.x);
     uint32 rang = 0;  // asked for early: the answer comes over the bus

@@ -11,7 +11,20 @@
 
 namespace {
 
-enum Kind : uint32_t { ALLOCATE, FREE_MEMORY, WRITE, READ, COPY, FILL, MAP, UNMAP, LAUNCH, LOOP, END_LOOP, SYNCHRONISE };
+enum Kind : uint32_t {
+    ALLOCATE,
+    FREE_MEMORY,
+    WRITE,
+    READ,
+    COPY,
+    FILL,
+    MAP,
+    UNMAP,
+    LAUNCH,
+    LOOP,
+    END_LOOP,
+    SYNCHRONISE
+};
 
 struct Order {
     uint32_t kind, bytes;
@@ -27,9 +40,7 @@ struct LaunchHead {
     uint32_t kernel, blocks, threads, shared_bytes;
 };
 
-bool read_all(void* target, size_t bytes) {
-    return bytes == 0 || std::fread(target, 1, bytes, stdin) == bytes;
-}
+bool read_all(void* target, size_t bytes) { return bytes == 0 || std::fread(target, 1, bytes, stdin) == bytes; }
 
 void answer(const void* source, size_t bytes) {
     std::fwrite(source, 1, bytes, stdout);

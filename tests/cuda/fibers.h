@@ -142,7 +142,8 @@ public:
         own.mask = mask;
         own.value = value;
         own.operand = operand;
-        if (!(mask >> (current_ % WARP_THREADS) & 1)) fault("a thread takes part in an exchange that its mask leaves out");
+        if (!(mask >> (current_ % WARP_THREADS) & 1))
+            fault("a thread takes part in an exchange that its mask leaves out");
         wait(State::at_warp);
         return own.value;
     }
@@ -233,7 +234,8 @@ private:
             if (!(last.mask >> lane & 1)) continue;
             Fiber& fiber = *fibers_[first + lane];
             const unsigned other = lane ^ static_cast<unsigned>(fiber.operand);
-            if (last.kind == Exchange::shuffle_xor && !(last.mask >> other & 1)) fault("a shuffle reads outside of its mask");
+            if (last.kind == Exchange::shuffle_xor && !(last.mask >> other & 1))
+                fault("a shuffle reads outside of its mask");
             fiber.value = last.kind == Exchange::ballot ? ballot : values[other % WARP_THREADS];
             make_ready(first + lane);
         }

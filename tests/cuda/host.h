@@ -1,5 +1,6 @@
-// CUDA's C++ on a CPU: a block's threads are fibers, which yield at barriers and exchanges within a warp and are resumed
-// in a seeded random order; blocks run one after another, in random order too. Included in front of the kernels' own text.
+// CUDA's C++ on a CPU: a block's threads are fibers, which yield at barriers and exchanges within a warp and are
+// resumed in a seeded random order; blocks run one after another, in random order too. Included in front of the
+// kernels' own text.
 //
 // What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
 // barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size
@@ -36,7 +37,7 @@ enum class Exchange { ballot, shuffle_xor, barrier };
 
 extern Index thread, block, threads, blocks;
 unsigned char* shared_memory();
-int block_barrier(int value, int line);                                        // returns the or of all values
+int block_barrier(int value, int line);  // returns the or of all values
 uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int operand);
 void maybe_yield();
 
@@ -129,7 +130,7 @@ inline float float_of_half(unsigned short bits) {
 
 inline uint4 load_row(const uint4* address) { return *address; }
 inline unsigned load_system(const unsigned* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
-inline void store_release_system(unsigned* address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
-inline void set_condition(unsigned long long handle, unsigned value) {
-    *reinterpret_cast<unsigned*>(handle) = value;
+inline void store_release_system(unsigned* address, unsigned value) {
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+inline void set_condition(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }
