@@ -59,11 +59,13 @@ class SearchClient:
         """A client of a running node, by its name or run directory. Raises `Unavailable` if no pool answers."""
         client = cls(find_node(node).pools, name)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
-        while not client._dispatcher.attach(timeout_s * 1e3):
-            if time.monotonic_ns() > end or not client._dispatcher.pools:
-                client.close()
-                raise Unavailable(f"no pool of node {str(node)!r} answered within {timeout_s:g} s")
-            time.sleep(0.05)
+        while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
+            if client._dispatcher.look_after(now) and not client._dispatcher.seeking:
+                return client
+            time.sleep(0.002)
+        if not client.live:
+            client.close()
+            raise Unavailable(f"no pool of node {str(node)!r} answered within {timeout_s:g} s")
         return client
 
     # ---- queries
@@ -191,7 +193,7 @@ class SearchClient:
         self._dispatcher.cancel(ticket)
 
     def poll(self) -> list[SearchResult]:
-        """What has ended since the last call. Never waits (but for a lost pool's return, 20 ms twice a second)."""
+        """What has ended since the last call. Never waits."""
         results = [*self._kept.values(), *self._dispatcher.collect()]
         self._kept.clear()
         return results

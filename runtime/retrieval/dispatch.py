@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.retrieval.gather import Gather
-from runtime.retrieval.pool_session import RETRY_MS, PoolSession, Question
+from runtime.retrieval.pool_session import PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.results import SearchResult, SearchStatistics, failed
 
@@ -27,7 +27,7 @@ _TOGETHER = 32  # questions of a batch that go to one pool before the next has i
 
 
 class Dispatcher:
-    """All sessions of one client, and its questions. One thread; never waits, but for a lost pool's return."""
+    """All sessions of one client, and its questions. One thread; never waits."""
 
     def __init__(self, endpoints: Iterable[str], name: str, top_m: int, policy: ReplicaPolicy | None) -> None:
         self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
@@ -40,20 +40,24 @@ class Dispatcher:
 
     # ---- pools
 
-    def attach(self, timeout_ms: float | None = None) -> bool:
-        """Try to have a session with every pool. Whether there is one with any."""
-        now = time.monotonic_ns()
-        for number in range(len(self.pools)):
-            self._look_after(number, RETRY_MS if timeout_ms is None else timeout_ms, now)
+    def look_after(self, now_ns: int) -> bool:
+        """Have sessions with as many pools as can be had. Whether there is one with any."""
+        for number, pool in enumerate(self.pools):
+            self._note(number, pool.look_after(now_ns))
         return any(self._up)
 
-    def _look_after(self, number: int, timeout_ms: float, now: int) -> None:
-        pool = self.pools[number]
-        was, self._up[number] = self._up[number], pool.live or pool.attach(timeout_ms, now)
-        if self._up[number] and not was:
+    @property
+    def seeking(self) -> bool:
+        """Whether a pool is being looked for at this moment."""
+        return any(pool.seeking for pool in self.pools)
+
+    def _note(self, number: int, up: bool) -> None:
+        if up == self._up[number]:
+            return
+        self._up[number] = up
+        if up:
             self._replicas.lost(number)  # what was known is of its last life
-        if self._up[number] != was:
-            self._find_routes()
+        self._find_routes()
 
     def clients(self) -> list[RingClient]:
         """The live sessions."""
@@ -86,8 +90,6 @@ class Dispatcher:
 
     def ask(self, question: Question) -> None:
         """Send a question, or keep what of it cannot be sent now. Raises `InvalidRequest`, `Overloaded`: not taken."""
-        if not any(self._up):
-            self.attach()
         parts = self._parts(question)
         if len(parts) > 1:
             self._check_room()
@@ -182,8 +184,7 @@ class Dispatcher:
             for question, result in pool.poll(now):
                 self._replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
                 self._end(question, result, now)
-            if not (self._up[number] and pool.live):
-                self._look_after(number, RETRY_MS, now)
+            self._note(number, pool.look_after(now))
         if self._parked:
             self._unpark(now)
         ended, self._ended = self._ended, []

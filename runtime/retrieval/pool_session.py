@@ -1,6 +1,8 @@
 """One pool worker as a client sees it: its endpoint, the session with it while there is one, what was asked there."""
 
+import threading
 from collections import Counter, deque
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,7 +14,7 @@ from runtime.retrieval.gather import Gather
 from runtime.retrieval.results import PoolState, PoolStatistics
 
 RETRY_NS = 500_000_000  # a lost pool is tried again this often …
-RETRY_MS = 20.0  # … and this long; a pool whose loop runs answers in about one
+RETRY_MS = 400.0  # … for so long; a pool whose loop runs answers in about one
 _ROUND_TRIPS = 1024
 
 
@@ -42,6 +44,8 @@ class PoolSession:
         self._name = name
         self._top_m = top_m  # of questions that name none
         self._retry_ns = 0
+        self._seeker: threading.Thread | None = None
+        self._found: list[RingClient] = []  # by the seeker
         self.client: RingClient | None = None
         self.asked: dict[int, Question] = {}  # request id → question
         self.sent = self.answered = 0
@@ -52,20 +56,34 @@ class PoolSession:
     def live(self) -> bool:
         return self.client is not None and self.client.lost is None
 
-    def attach(self, timeout_ms: float, now_ns: int) -> bool:
-        """Have a session, if that can be had within `timeout_ms`; tried twice a second at most."""
+    def look_after(self, now_ns: int) -> bool:
+        """Whether there is a session. What is lost is sought by a thread, twice a second: the caller never waits."""
         if self.live:
             return True
-        if now_ns < self._retry_ns:
-            return False
-        try:
-            if self.client is None:
-                self.client = RingClient(self.endpoint, self._name, timeout_ms=timeout_ms)
-            elif not self.asked:  # what it lost must have been read first
-                self.client.reconnect(timeout_ms)
-        except IpcError:  # nobody there, refused, or dead half way through
-            self._retry_ns = now_ns + RETRY_NS
+        if self._seeker is None:
+            if now_ns >= self._retry_ns:
+                self._retry_ns = now_ns + RETRY_NS
+                self._seeker = threading.Thread(target=self._seek, daemon=True)
+                self._seeker.start()
+        elif not self.seeking and not self.asked:  # what was lost must have been read first
+            self._seeker = None
+            self._adopt()
         return self.live
+
+    @property
+    def seeking(self) -> bool:
+        """Whether the thread is still at it."""
+        return self._seeker is not None and self._seeker.is_alive()
+
+    def _seek(self) -> None:
+        with suppress(IpcError):  # nobody there, refused, or dead half way through
+            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=RETRY_MS))
+
+    def _adopt(self) -> None:
+        while self._found:
+            if self.client is not None:
+                self.client.close()
+            self.client = self._found.pop()
 
     def submit(self, question: Question) -> None:
         """Raises what `RingClient.submit` raises; nothing was sent then."""
@@ -142,5 +160,8 @@ class PoolSession:
         )
 
     def close(self) -> None:
+        if self._seeker is not None:
+            self._seeker.join()  # it gives up by itself
+        self._adopt()
         if self.client is not None:
             self.client.close()

@@ -82,19 +82,28 @@ def test_batches_larger_than_the_rings_and_single_searches_share_a_client(
     run(body)
 
 
+async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+
+
 def test_a_cancelled_task_cancels_its_query(run: Run, pools: list[InProcessPool], queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         with pools[0].held(), pools[1].held():
             searches = [asyncio.ensure_future(client.search(query, 4)) for query in queries[:4]]
-            batch = asyncio.ensure_future(client.search_batch(queries, 4))
             await asyncio.sleep(0)
-            for task in (*searches, batch):
-                task.cancel()
-            ends = await asyncio.gather(*searches, batch, return_exceptions=True)
-            assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+            await cancelled(*searches)
         while any(pool.outstanding for pool in client.statistics().pools):
             await asyncio.sleep(0.001)
-        assert sum(pool.errors.get("cancelled", 0) for pool in client.statistics().pools) > 0
+        assert sum(pool.errors.get("cancelled", 0) for pool in client.statistics().pools) == 4
+        with pools[0].held(), pools[1].held():
+            batch = asyncio.ensure_future(client.search_batch(queries, 4))  # more than the rings hold
+            await asyncio.sleep(0)
+            await cancelled(batch)
+        while any(pool.outstanding for pool in client.statistics().pools):
+            await asyncio.sleep(0.001)
         assert len((await client.search(queries[0], 3)).ids) == 3
 
     run(body)

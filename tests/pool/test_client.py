@@ -1,6 +1,7 @@
 """The search client: pools in turn, a dead pool's queries asked elsewhere, every ticket's end exactly once."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
+from ipc import AttachTimeout
 from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import InvalidRequest, Overloaded, Unavailable, WorkerLost
 from runtime.node.placement import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval import dispatch
+from runtime.retrieval import dispatch, pool_session
 from runtime.retrieval.client import SearchClient
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, attached, collect, plan_of
+from tests.pool.pools import InProcessPool, attached, collect, plan_of, until
 
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -98,6 +100,33 @@ def test_what_waits_for_a_pool_waits_for_room_in_its_ring_too(
     found = collect(client, 20)
     assert sorted(found) == tickets
     assert all(result.error is None for result in found.values())
+
+
+def test_a_client_never_waits_for_a_pool_that_is_gone(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(collection, workers=2)
+    pools = [make_pool(plan, f"pool-{number}").start() for number in range(2)]
+    client = attached(make_client(plan))
+    asked, answer = threading.Event(), threading.Event()
+
+    class Unanswered:
+        """An attempt to attach that lasts as long as the test wants."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            asked.set()
+            answer.wait(60)
+            raise AttachTimeout("nobody answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_session, "RingClient", Unanswered)
+        pools[0].die()
+        until(asked.is_set, client.poll)
+        assert [len(client.search(query, 3).ids) for query in queries[:5]] == [3] * 5
+        assert client.statistics().pools[0].state == "lost"
+    answer.set()
+    make_pool(plan, "pool-0", epoch=2).start()
+    assert attached(client).statistics().pools[0].epoch == 2
 
 
 def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
