@@ -22,6 +22,7 @@ from runtime.simulator.roofline import PassRoofline
 from runtime.simulator.service import ServiceTimes
 
 _REPEAT = 3
+_QUERIES = 256  # timed from their admission to their result
 
 Progress = Callable[[str], None]
 
@@ -53,9 +54,10 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         progress(f"extends of collection {collection.name!r}")
         with Collection.open(Path(collection.path)) as opened:
             search = search_times(opened.index, config.pool)
-        line = Line.fit([one.active for one in search.measured], [one.seconds for one in search.measured])
+            line = Line.fit([one.active for one in search.measured], [one.seconds for one in search.measured])
+            query_s = query_time(opened.index, config.pool, line)
         roofline = replace(found.roofline, search=(search,))
-        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline)
+        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, query_s=query_s, roofline=roofline)
         parts.append(f"extends of {collection.name}")
     if config.model is not None:
         progress(f"passes of model {config.model.name!r}")
@@ -80,6 +82,33 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
         return search_roofline(device, copy_bytes_s(device), measured)
     finally:
         engine.close()
+
+
+def query_time(index: GraphIndex, pool: PoolSection, extend: Line) -> float:
+    """Seconds that a query takes of a full engine beside its extends: whole queries, one after another in each slot."""
+    random = np.random.default_rng(0)
+    device, params = pool.devices[0], SearchParams(1, pool.top_m, pool.search_width)
+    engine = open_engine(
+        device, {"docs": index}, slots=pool.slots, max_top_m=pool.top_m, max_k=1, max_search_width=pool.search_width
+    )
+    queries = random.standard_normal((_QUERIES, index.dim), np.float32)
+    best, asked = float("inf"), 0
+    try:
+        for _ in range(_REPEAT):
+            begin, done, expected = time.perf_counter(), 0, 0.0
+            while done < _QUERIES:
+                while engine.active_slots < pool.slots:
+                    engine.admit(queries[asked % _QUERIES], params, "docs")
+                    asked += 1
+                expected += extend.fixed + extend.each * engine.active_slots
+                for slot in engine.extend().tolist():
+                    engine.result(slot)
+                    engine.release(slot)
+                    done += 1
+            best = min(best, (time.perf_counter() - begin - expected) / done)
+    finally:
+        engine.close()
+    return max(0.0, best)
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:

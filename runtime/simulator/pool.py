@@ -48,7 +48,8 @@ class SimPool:
         self._events, self._times, self._kind, self._gpu = events, times, kind, gpu
         self.scheduler = scheduler
         self._entries: dict[Search, Entry[Search]] = {}  # in the batch
-        self.batch: StepBatch[Search] = StepBatch(events, self._between, self._extend_ns)
+        self.batch: StepBatch[Search] = StepBatch(events, self._between, self._extend_ns, self._loop_ns)
+        self._came = 0  # queries that this round gave a slot
         self._each_ns = 0
         self._pace = 1.0
         self._wake_ns = -1
@@ -96,6 +97,7 @@ class SimPool:
 
     def _admit(self, entry: Entry[Search]) -> None:
         search = entry.query
+        self._came += 1
         self._entries[search] = entry
         self.batch.join(search, search.extends)
         search.begun_ns = self._events.now_ns
@@ -116,6 +118,11 @@ class SimPool:
         self._pace = self._gpu.pace
         self._each_ns = ns(self._times.extend_time_s(len(self.batch)) * self._pace)
         return self._each_ns
+
+    def _loop_ns(self) -> int:
+        """What the queries that came cost beside their extends."""
+        came, self._came = self._came, 0
+        return ns(came * self._times.query_s)
 
     def _answer(self, search: Search, status: str) -> None:
         self._events.after(ns(self._times.ring_s), lambda: search.reply(status))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,12 @@ class Machine:
 
     # the engine
 
+    dims = MappingProxyType({"docs": 1})
+    extends_made = 1  # by the last call of `extend`
+
+    def interrupt_when(self, arrived: Any) -> None:
+        """One extend a call cannot be interrupted."""
+
     @property
     def active_slots(self) -> int:
         return len(self.left) - len(self.paused)
@@ -78,6 +84,9 @@ class Machine:
         del self.left[slot]
 
     # the ring
+
+    def has_news(self) -> bool:
+        return self.next < len(self.queries) and self.queries[self.next].at_ns <= self.now
 
     def receive(self, limit: int) -> list[Request]:
         found = []

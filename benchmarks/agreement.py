@@ -1,0 +1,128 @@
+"""Does the simulated pool wait as the real one does? One list of arrivals through both.
+
+    python -m benchmarks.agreement --data ../shared/data/ann [--collection DIR] [--out benchmarks/results/agreement]
+
+A client asks a real pool process (`benchmarks/pool_processes.py`) at random times, 30% prefill and 70% decode queries,
+at half and at 80% of what the pool can do by its service times. The simulator gets the same queries at the times at
+which the clients enqueued them, each with the extends that it really took, and the costs that `trinity calibrate` found
+on this machine just before. Compared: queries/s, the mean wait for a slot, and latency to the answer, by stage. What
+else runs on the machine only lengthens the real ones: of several repetitions the one with the least median latency
+counts.
+"""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.data import machine
+from benchmarks.pool import data_of, parser_of, write
+from benchmarks.pool_processes import Bench, Load
+from ipc import Stage
+from runtime.node.config import CollectionSection, NodeConfig, PoolSection
+from runtime.simulator.calibrate import calibrate
+from runtime.simulator.pool_alone import Query, run_pool
+from runtime.simulator.service import ServiceTimes
+
+_LOADS = (0.5, 0.8)
+_PREFILL = 0.3  # of the queries
+_STAGES: tuple[Stage, Stage] = ("prefill", "decode")
+_AGREE = 0.15
+Figures = dict[str, float]
+Times = NDArray[np.int64]
+
+
+def figures(stage: Stage, at: Times, wait: Times, latency: Times) -> Figures:
+    """Of one stage's queries: when they came and how long they waited and took, in ns."""
+    return {
+        f"{stage} queries/s": len(at) / float((at + latency).max() - at.min()) * 1e9,
+        f"{stage} mean wait (µs)": float(wait.mean()) / 1e3,
+        f"{stage} p50 latency (µs)": float(np.percentile(latency, 50)) / 1e3,
+        f"{stage} p95 latency (µs)": float(np.percentile(latency, 95)) / 1e3,
+    }
+
+
+def compared(bench: Bench, times: ServiceTimes, limits: PoolSection, rate: float, seconds: float, seed: int) -> Any:
+    """One run: the real figures, the simulated ones, and the share of its core that the pool had."""
+    parts = zip(_STAGES, (_PREFILL, 1 - _PREFILL), strict=True)
+    loads = [Load(stage, seconds, (bench.usual,), rate=rate * part, seed=seed + len(stage)) for stage, part in parts]
+    outcomes = bench.ask("trinity", *loads)
+    rows = np.concatenate([outcome.answers[0] for outcome in outcomes])
+    stages = [stage for stage, outcome in zip(_STAGES, outcomes, strict=True) for _ in outcome.answers[0]]
+    at = rows[:, 0] - rows[:, 0].min()
+    order = np.argsort(at, kind="stable").tolist()
+    fates = run_pool([Query(int(at[i]), stages[i], int(rows[i, 3])) for i in order], times, limits)
+    simulated = np.zeros((len(rows), 2), np.int64)
+    simulated[order] = [(fate.wait_ns, fate.latency_ns) for fate in fates]
+    found: dict[str, Any] = {"real": {}, "simulated": {}, "pool_cpu": bench.cpu}
+    for stage in _STAGES:
+        its = np.array([other == stage for other in stages])
+        real = rows[its]
+        found["real"] |= figures(stage, at[its], real[:, 1] - real[:, 0], real[:, 2] - real[:, 0])
+        found["simulated"] |= figures(stage, at[its], simulated[its, 0], simulated[its, 1])
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    told = report["machine"]
+    lines = [
+        f"# The simulated pool against the real one: {report['data']}",
+        "",
+        f"{told['processor']}, {told['cores']} cores, {told['system']}, Python {told['python']}; "
+        + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+        + f"; seed {report['seed']}; an extend costs {report['extend_s'] * 1e6:.1f} µs and "
+        f"{report['extend_slot_s'] * 1e6:.2f} µs a slot, a query {report['query_s'] * 1e6:.1f} µs more.",
+    ]
+    for load, run in report["runs"].items():
+        had = f"{run['pool_cpu']:.0%} of its core was the pool's"
+        lines += ["", f"At {float(load):.0%} of the pool's capacity ({had}):"]
+        lines += ["", "| | real | simulated | simulated / real |", "|---|---:|---:|---:|"]
+        for name, real in run["real"].items():
+            ratio = run["simulated"][name] / max(real, 1e-9)
+            off = "" if abs(ratio - 1) <= _AGREE else " (off)"
+            lines.append(f"| {name} | {real:,.1f} | {run['simulated'][name]:,.1f} | {ratio:.2f}{off} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    options = parser_of(__doc__).parse_args()
+    repeats = options.rounds or (1 if options.quick else 5)
+    seconds = options.seconds or (1.0 if options.quick else 4.0)
+    runs = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        name, collection, queries, recall = data_of(options, Path(folder))
+        limits = PoolSection(
+            slots=options.slots, spare_slots=options.slots, top_m=options.top_m, search_width=options.search_width,
+            prefill_target_s=options.prefill_target_ms / 1e3,
+        )  # fmt: skip
+        config = NodeConfig(pool=limits, collections=(CollectionSection("docs", str(collection)),))
+        times = calibrate(config, ServiceTimes())
+        bench = Bench(options, collection, queries, stack, pools=("trinity",))
+        extends = options.top_m / options.search_width + 3
+        capacity = 1 / (extends * times.extend_time_s(options.slots) / options.slots + times.query_s)
+        for load in _LOADS:
+            found = [
+                compared(bench, times, limits, load * capacity, seconds, options.seed + 10 * n) for n in range(repeats)
+            ]
+            runs[str(load)] = min(found, key=lambda run: float(run["real"]["decode p50 latency (µs)"]))
+            print(f"{load:.0%}: {runs[str(load)]}", file=sys.stderr)
+    report = {
+        "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}",
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("numpy", "numba", "pyzmq")},
+        "seed": options.seed,
+        "extend_s": times.extend_s,
+        "extend_slot_s": times.extend_slot_s,
+        "query_s": times.query_s,
+        "runs": runs,
+    }
+    write(report, markdown(report), options.out)
+
+
+if __name__ == "__main__":
+    main()

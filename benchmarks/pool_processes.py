@@ -1,0 +1,250 @@
+"""The processes of the pool's benchmarks: pools without the rest of a node, clients, and the bare engine.
+
+Pools are real pool processes over one collection, each pinned to the first core; two client processes are pinned to the
+last. Those compared (ours, one FIFO queue, static batches) are the same loop and engine with another scheduler
+(`benchmarks/pool_schedulers.py`).
+"""
+
+import argparse
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.pool_schedulers import POOLS
+from gpu import CpuEngine, SearchParams
+from ipc import RingClient, RingFull
+from runtime.node.config import parse_config
+from runtime.node.metrics import METRICS
+from runtime.node.placement import NodePlan, resolve
+from runtime.node.table import WorkerTable
+from runtime.node.worker import Worker, WorkerSpec
+from runtime.retrieval.collection import Collection
+
+Vectors = NDArray[np.float32]
+_context = multiprocessing.get_context("spawn")
+
+
+class Load(NamedTuple):
+    """What one client asks for `seconds`: `rate` a second at random times, or as fast as `window` outstanding allow."""
+
+    stage: str
+    seconds: float
+    kinds: tuple[tuple[float, int, int, int], ...]  # part of the queries, k, top_m, search_width
+    rate: float = 0.0
+    window: int = 0
+    seed: int = 0
+
+
+class Outcome(NamedTuple):
+    """`answers` int64 [n, 4] by kind: when each query was enqueued, begun and answered (ns), and its extends.
+
+    Only those answered within `seconds` are there. `dropped`: what the ring did not take; `failed`: answered with an
+    error.
+    """
+
+    answers: list[NDArray[np.int64]]
+    dropped: int
+    failed: int
+    seconds: float
+
+    def per_second(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+    def latencies_us(self, kind: int = 0) -> NDArray[np.float64]:
+        return (self.answers[kind][:, 2] - self.answers[kind][:, 0]) / 1e3
+
+    def p(self, percent: float, kind: int = 0) -> float:
+        """In µs."""
+        return float(np.percentile(self.latencies_us(kind), percent))
+
+
+# ---- processes
+
+
+def _pool_main(plan: NodePlan, name: str, core: int, pipe: Connection) -> None:
+    _pin(core)
+    table = WorkerTable.create("pool", "pool-0")
+    pool = POOLS[name](Worker(WorkerSpec(plan, "pool-0", 1, table.reference, os.getppid())))
+    gc.collect()
+    gc.freeze()
+    pipe.send(os.getpid())
+    while not pipe.poll():
+        for _ in range(200):
+            pool.step()
+    pool.close()
+    pipe.send({metric.name: table.read(metric)[0] for metric in METRICS["pool"] if metric.kind == "counter"})
+
+
+def _client_main(queries: Vectors, core: int, pipe: Connection) -> None:
+    _pin(core)
+    gc.freeze()
+    while (order := pipe.recv()) is not None:
+        endpoint, load, begin_ns = order
+        with RingClient(endpoint, "benchmark") as client:
+            pipe.send(_offer(client, queries, load, begin_ns))
+
+
+def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> Outcome:
+    random = np.random.default_rng(load.seed)
+    kinds = random.choice(len(load.kinds), 1 << 16, p=[kind[0] for kind in load.kinds]).tolist()
+    end = begin_ns + int(load.seconds * 1e9)
+    gaps = random.exponential(1e9 / load.rate, int(load.rate * load.seconds * 1.5) + 100) if load.rate else np.zeros(0)
+    times = (begin_ns + np.cumsum(gaps)).astype(np.int64).tolist()
+    answers: list[list[tuple[int, int, int, int]]] = [[] for _ in load.kinds]
+    asked: dict[int, int] = {}
+    count = dropped = failed = 0
+
+    def submit() -> bool:
+        nonlocal count, dropped
+        kind = kinds[count % len(kinds)]
+        _, k, top_m, width = load.kinds[kind]
+        count += 1
+        try:
+            request = client.submit(
+                queries[count * 7919 % len(queries)],
+                collection="docs", stage=load.stage, k=k, top_m=top_m, search_width=width,
+            )  # fmt: skip
+        except RingFull:
+            dropped += 1
+            return False
+        asked[request] = kind
+        return True
+
+    while (now := time.monotonic_ns()) < end or asked:
+        if now < end and now >= begin_ns:
+            if load.window:
+                while len(asked) < load.window:
+                    submit()
+            else:
+                while times[count] <= now:
+                    submit()
+        news = client.poll()
+        for result in news:
+            kind = asked.pop(result.request_id)
+            if result.status != "ok":
+                failed += 1
+            elif result.end_ns <= end:
+                answers[kind].append((result.enqueue_ns, result.begin_ns, result.end_ns, result.extends))
+        if not news:
+            due = (times[count] - now) / 1e6 if load.rate and now < end else 1.0
+            if due > 0.1 and asked:
+                client.wait(min(due - 0.05, 1.0))
+            else:
+                os.sched_yield()
+    return Outcome([np.array(kind, np.int64).reshape(-1, 4) for kind in answers], dropped, failed, load.seconds)
+
+
+def _engine_main(collection: Path, queries: Vectors, load: Load, slots: int, core: int, pipe: Connection) -> None:
+    """The engine by itself: slots filled as they come free."""
+    _pin(core)
+    engine = CpuEngine({"docs": Collection.open(collection).index}, slots=slots, max_k=128)
+    _, k, top_m, width = load.kinds[0]
+    params = SearchParams(k, top_m, width)
+    slot = engine.admit(queries[0], params, "docs")
+    while slot not in engine.extend():  # compiles
+        pass
+    engine.result(slot)
+    engine.release(slot)
+    gc.freeze()
+    pipe.send("ready")
+    while pipe.recv() is not None:
+        done = count = 0
+        end, cpu = time.monotonic_ns() + int(load.seconds * 1e9), time.process_time()
+        while time.monotonic_ns() < end:
+            while engine.free_slots:
+                engine.admit(queries[count * 7919 % len(queries)], params, "docs")
+                count += 1
+            for slot in engine.extend().tolist():
+                engine.result(slot)
+                engine.release(slot)
+                done += 1
+        pipe.send(done / (time.process_time() - cpu))
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of a process's CPU time, for `clock_gettime` (Linux's MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED)."""
+    return (~pid << 3) | 2
+
+
+def _pin(core: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.sched_setaffinity(0, {core})
+
+
+@contextmanager
+def process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """A child that is told to end (by anything in its pipe, None for loops that take orders), and joined."""
+    here, there = _context.Pipe()
+    child = _context.Process(target=target, args=(*args, there), daemon=True)
+    child.start()
+    try:
+        yield here
+        here.send(None)
+        child.join(timeout=30)
+    finally:
+        child.kill()
+        child.join()
+
+
+class Bench:
+    """Pools by name, two clients and the bare engine, all started once.
+
+    `cpu` is the share of its core that the pool had in the last `ask`.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        collection: Path,
+        queries: Vectors,
+        stack: ExitStack,
+        pools: tuple[str, ...] = tuple(POOLS),
+    ) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.cpu = 0.0
+        pool_core, client_core = cores[0], cores[-1]
+        self.usual = (1.0, 10, options.top_m, options.search_width)
+        self._endpoints: dict[str, str] = {}
+        self._clocks: dict[str, int] = {}
+        for name in pools:
+            settings = {
+                "slots": options.slots,
+                "spare_slots": options.slots,
+                "prefill_target_s": options.prefill_target_ms / 1e3,
+            }
+            plan = resolve(parse_config({"pool": settings, "collections": [{"name": "docs", "path": str(collection)}]}))
+            pipe = stack.enter_context(process(_pool_main, plan, name, pool_core))
+            self._clocks[name] = _cpu_clock(pipe.recv())
+            self._endpoints[name] = plan.endpoint("pool-0")
+        self._clients = [stack.enter_context(process(_client_main, queries, client_core)) for _ in range(2)]
+        load = Load("decode", options.seconds, (self.usual,))
+        self._engine = stack.enter_context(process(_engine_main, collection, queries, load, options.slots, pool_core))
+        self._engine.recv()
+
+    def engine(self) -> float:
+        """Queries a CPU second of the engine alone."""
+        self._engine.send("go")
+        return float(self._engine.recv())
+
+    def ask(self, pool: str, *loads: Load) -> list[Outcome]:
+        """Both clients (or the first) ask a pool at the same time."""
+        begin = time.monotonic_ns() + 200_000_000
+        end = begin + int(loads[0].seconds * 1e9)
+        clients = self._clients[: len(loads)]
+        for client, load in zip(clients, loads, strict=True):
+            client.send((self._endpoints[pool], load, begin))
+        times = []
+        for until in (begin, end):
+            time.sleep(max(0, until - time.monotonic_ns()) / 1e9)
+            times.append((time.monotonic_ns(), time.clock_gettime_ns(self._clocks[pool])))
+        self.cpu = (times[1][1] - times[0][1]) / (times[1][0] - times[0][0])
+        return [client.recv() for client in clients]
