@@ -203,6 +203,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         PROBE_STALL,
     ),
     "frontend": (
+        Counter("trinity_requests_restarted_total", "Times that a request was started again: a worker of its had died"),
         *_by(
             "outcome",
             "trinity_requests_total",

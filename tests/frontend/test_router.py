@@ -91,6 +91,56 @@ def test_of_decode_workers_with_free_slots_the_least_used_share_is_taken() -> No
     assert made.place(()).decode == "d0"
 
 
+def told(role: Role, name: str, blocks: int, slots: int = 4) -> Hello:
+    """A worker that tells of its KV blocks, of 32 tokens."""
+    return Hello(role, name, 1, 1, slots, 10_000, f"ipc://@{name}", block_tokens=32, blocks=blocks)
+
+
+def test_a_decode_worker_whose_free_blocks_hold_the_request_comes_before_one_whose_do_not() -> None:
+    made = router("p0")
+    made.add(told("decode", "d0", blocks=100))
+    made.add(told("decode", "d1", blocks=100))
+    made.report(Report("d0", 1, 1, 0, 0, 4, free_blocks=9))
+    made.report(Report("d1", 1, 1, 0, 2, 2, free_blocks=10))
+    assert made.place((), tokens=320).decode == "d1"
+    assert made.place((), tokens=288).decode == "d0"
+
+
+def test_a_prefill_worker_without_free_blocks_counts_one_request_more() -> None:
+    made = router("d0")
+    made.add(told("prefill", "p0", blocks=100))
+    made.add(told("prefill", "p1", blocks=100))
+    made.report(Report("p0", 1, 1, 0, 0, 4, free_blocks=1))
+    made.report(Report("p1", 1, 1, 1, 0, 4, free_blocks=50))
+    assert {made.place((), tokens=64).prefill for _ in range(2)} == {"p0", "p1"}
+    made.report(Report("p0", 1, 1, 5, 0, 4, free_blocks=1))
+    assert made.place((), tokens=64).prefill == "p1"
+
+
+def test_of_decode_workers_as_full_as_each_other_the_one_that_knows_the_prefix_is_taken() -> None:
+    for seed in range(8):
+        made = router("p0", "d0", "d1", "d2", seed=seed)
+        first = made.place(prefix_blocks(TEXT))
+        made.finished(first, prefilled=True)
+        assert made.place(prefix_blocks(TEXT + "and more")).decode == first.decode
+
+
+def test_a_worker_to_avoid_is_taken_only_when_there_is_no_other() -> None:
+    made = router("p0", "d0", "d1")
+    made.report(report("d1", running=3, free=1))
+    assert {made.place((), avoid="d0").decode for _ in range(3)} == {"d1"}
+    made.remove("d1")
+    assert made.place((), avoid="d0").decode == "d0"
+
+
+def test_no_more_of_a_prefix_is_remembered_than_the_workers_blocks_hold() -> None:
+    made = router("d0")
+    made.add(told("prefill", "p0", blocks=3))
+    made.place(prefix_blocks(tuple(range(BLOCK_TOKENS * 10))))
+    prefill = next(worker for worker in made.workers() if worker.hello.worker == "p0")
+    assert prefill.overlap(prefix_blocks(tuple(range(BLOCK_TOKENS * 10)))) == 0.3
+
+
 def test_the_placement_names_where_the_decode_worker_takes_hand_overs() -> None:
     assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0")
 

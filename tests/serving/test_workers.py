@@ -174,6 +174,13 @@ def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
     assert order == ["r3", "r1", "r2", "r0"]
 
 
+def test_the_chunk_size_can_be_measured_at_start(start: Start, reference: Reference) -> None:
+    workers = start(prefill={"chunk_tokens": "auto"})
+    assert 32 <= workers.prefill._chunk_tokens <= 512
+    prompts = ragged(4, seed=8)
+    assert answers(workers, prompts, 4) == [reference.generate(prompt, 4) for prompt in prompts]
+
+
 def test_an_answer_of_one_token_has_one_token(start: Start, reference: Reference) -> None:
     workers = start()
     assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]

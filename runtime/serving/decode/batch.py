@@ -33,14 +33,18 @@ class Batch:
 
     def __init__(self, slots: int, blocks: BlockManager, swap: SwapSpace, bridge: Bridge) -> None:
         self.rows: list[Row] = []
-        self.running: list[Row] = []
         self.preemptions = Preemptions()
         self._slots, self._blocks, self._swap, self._bridge = slots, blocks, swap, bridge
 
     @property
+    def running(self) -> int:
+        """How many rows have a place in the running batch."""
+        return sum(row.running for row in self.rows)
+
+    @property
     def waiting_blocks(self) -> int:
         """Blocks of rows that have no place in the batch yet."""
-        return sum(len(row.table.blocks) for row in self.rows if row.table is not None and row not in self.running)
+        return sum(len(row.table.blocks) for row in self.rows if row.table is not None and not row.running)
 
     @property
     def preempted(self) -> Iterator[Row]:
@@ -59,8 +63,7 @@ class Batch:
     def remove(self, row: Row) -> None:
         """A row has ended: its blocks and its place are free."""
         self.rows.remove(row)
-        if row in self.running:
-            self.running.remove(row)
+        row.running = False
         if row.table is not None:
             self._blocks.close(row.table)
         self._swap.drop(row.swapped)
@@ -71,11 +74,13 @@ class Batch:
         for row in self.preempted:
             if not self._bring_back(row):
                 break
+        places = self._slots - self.running
         for row in self.rows:
-            if len(self.running) == self._slots:
+            if not places:
                 break
-            if row.ready and row.finish is None and row not in self.running:
-                self.running.append(row)
+            if row.ready and row.finish is None and not row.running:
+                row.running = True
+                places -= 1
 
     def swap_in(self, for_ns: int | None) -> None:
         """Copy the oldest returning row's KV back, for about `for_ns` (None: all of it)."""
@@ -91,16 +96,12 @@ class Batch:
         """The next pass: every row that does not stand still, with a token, or with more of them, of which at most
         `chunk_tokens` go into one pass. Blocks for them are there; who had to make room is left out."""
         batch: list[tuple[Row, Chunk]] = []
-        for row in sorted(self.running, key=self.rows.index):
+        for row in self.rows:
+            if not row.running or row.stalled or row.finish is not None:
+                continue
             pending = len(row.context) - row.cached
             count = 1 if pending == 1 else min(pending, chunk_tokens)
-            if (
-                row.stalled
-                or row.finish is not None
-                or count == 0
-                or row not in self.running
-                or not self._secure(row, row.cached + count)
-            ):
+            if count == 0 or not self._secure(row, row.cached + count):
                 continue
             chunk_tokens -= count if pending > 1 else 0
             assert row.table is not None, "it has just been given blocks"
@@ -139,15 +140,14 @@ class Batch:
         row.returning = None
         self._blocks.close(row.table)
         row.table = None
-        if row in self.running:
-            self.running.remove(row)
+        row.running = False
 
     def _bring_back(self, row: Row) -> bool:
         """Give a preempted row blocks again; what is not in swap space or among cached blocks is computed again."""
         known, compute = (row.context[: row.cached], 0) if row.swapped else (row.context, 1)
         needed = self._blocks.missing(known, compute) + self._blocks.blocks_for(len(row.context))
         needed -= self._blocks.blocks_for(len(known))
-        if needed + len(self.running) > self._blocks.available:
+        if needed + self.running > self._blocks.available:
             return False
         row.table = self._blocks.open(known, compute)
         self._blocks.grow(row.table, len(row.context))

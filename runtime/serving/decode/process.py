@@ -126,7 +126,7 @@ class DecodeWorker:
         slice_ns = self._slice_ns if any(row.ready and not row.stalled for row in batch.rows) else None
         batch.swap_in(slice_ns)
         if not any(batch.preempted):  # who was here before comes first
-            self._bridge.give_room(time.monotonic_ns(), running=len(batch.running), waiting_blocks=batch.waiting_blocks)
+            self._bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
         for request, table in self._bridge.pull(slice_ns):
             self._join(request, table)
 
@@ -225,9 +225,9 @@ class DecodeWorker:
 
     def _report(self) -> None:
         batch, blocks, table = self._batch, self._blocks.statistics(), self._table
-        waiting = self._bridge.waiting + len(batch.rows) - len(batch.running)
+        waiting = self._bridge.waiting + len(batch.rows) - batch.running
         table.set("trinity_num_requests_waiting", waiting)
-        table.set("trinity_num_requests_running", len(batch.running))
+        table.set("trinity_num_requests_running", batch.running)
         table.set("trinity_kv_cache_usage_perc", blocks.held / blocks.total)
         table.set("trinity_decode_kv_blocks", blocks.total)
         table.set("trinity_decode_kv_blocks_held", blocks.held)
@@ -247,7 +247,7 @@ class DecodeWorker:
             table.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
-        self._link.report(waiting, len(batch.running), free_slots, self._worker.stopping, self._blocks.available)
+        self._link.report(waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available)
 
     def _record(self, row: Row) -> None:
         spans = stages.spans_seconds(row.request.stages, row.generated)

@@ -26,6 +26,7 @@ class Row:
     table: BlockTable | None
     generated: int
     token_ns: int  # when its last token was there
+    running: bool = False  # it has a place in the running batch
     swapped: list[int] = field(default_factory=list)
     returning: Transfer | None = None
     fresh: list[int] = field(default_factory=list)  # sampled, not yet told to the frontend

@@ -126,6 +126,7 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
+    restarts = 0
     while True:
         worker.table.beat()
         if worker.stopping:
@@ -133,7 +134,10 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
                 link.end_all(Unavailable("the node has stopped before the answer was whole"))
-        worker.table.set("trinity_requests_in_flight", link.statistics().in_flight)
+        found = link.statistics()
+        worker.table.set("trinity_requests_in_flight", found.in_flight)
+        worker.table.add("trinity_requests_restarted_total", found.restarts - restarts)
+        restarts = found.restarts
         await asyncio.sleep(_BEAT_S)
 
 

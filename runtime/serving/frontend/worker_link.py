@@ -67,11 +67,15 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """`workers` by role, those that answer; `stale` counts messages dropped, `malformed` those that were none."""
+    """`workers` by role, those that answer; `stale` counts messages dropped, `malformed` those that were none.
+
+    `restarts` counts how often requests were started again.
+    """
 
     workers: dict[Role, int]
     in_flight: int
     lost_workers: int
+    restarts: int
     stale: int
     malformed: int
 
@@ -183,7 +187,9 @@ class WorkerLink:
         """A snapshot of the link's counters."""
         answering = [worker.hello.role for worker in self.router.workers()]
         workers: dict[Role, int] = {"prefill": answering.count("prefill"), "decode": answering.count("decode")}
-        return LinkStatistics(workers, len(self.requests), self._lost_workers, self._stale, self._malformed)
+        return LinkStatistics(
+            workers, len(self.requests), self._lost_workers, self._starts.restarts, self._stale, self._malformed
+        )
 
     # ---- the loop
 
