@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import Stage
@@ -67,6 +67,7 @@ def test_of_equal_deadlines_the_query_that_takes_longer_goes_first() -> None:
     assert names(made.next(0).admitted) == [2]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.floats(0.0, 1.0))
 def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slots: int, reserve: float) -> None:
     made = scheduler(slots, reserve, queue=1000)
@@ -76,6 +77,7 @@ def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slot
     assert made.running == {"prefill": math.ceil(reserve * slots), "decode": slots - math.ceil(reserve * slots)}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.floats(0.0, 0.9), STAGES)
 def test_a_share_that_one_stage_cannot_use_goes_to_the_other(slots: int, reserve: float, stage: Stage) -> None:
     made = filled(scheduler(slots, reserve), *(entry(stage, name) for name in range(slots + 5)))
