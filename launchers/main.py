@@ -24,7 +24,7 @@ from runtime import preflight
 from runtime.errors import TrinityError
 from runtime.needs import needed_bytes
 from runtime.node.config import load_config
-from runtime.node.control import stop_node
+from runtime.node.control import restart_node, stop_node
 from runtime.node.layout import lay_out
 from runtime.node.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
@@ -115,6 +115,17 @@ def top(
     address = url or find_node(node).url
     fetch_metrics(address)  # what is wrong with the address is said in one line, not on a screen
     Top(lambda: fetch_metrics(address), every).run()
+
+
+@app.command()
+def restart(
+    node: NodeName = "trinity",
+    worker: Annotated[str, typer.Option(help="Restart this worker alone, such as prefill-0.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for all to be back.")] = 1800.0,
+) -> None:
+    """Restart a node's workers one after the other, each after its drain; returns when all are back."""
+    restart_node(find_node(node), worker, timeout)
+    print(f"{worker or 'every worker'} restarted")
 
 
 @app.command()

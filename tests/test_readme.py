@@ -36,6 +36,13 @@ def test_its_commands_exist() -> None:
     assert {"serve", "status", "stop", "index", "search"} <= used <= known
 
 
+def test_the_runbooks_commands_exist() -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    text = (ROOT / "dashboards/RUNBOOK.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"`trinity (\w+)", text))
+    assert {"status", "top", "restart"} <= used <= known
+
+
 def test_its_benchmarks_exist() -> None:
     named = set(re.findall(r"python -m (benchmarks\.\w+)", README))
     paths = {name: ROOT / name.replace(".", "/") for name in named}

@@ -1,18 +1,20 @@
-"""The supervisor's control socket: status, metrics, stop. Asked by the command line and the frontend."""
+"""The supervisor's control socket: status, metrics, stop, restart. Asked by the command line and the frontend."""
 
 import os
 import select
+import time
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 import zmq
 
 from ipc.endpoints import bind, connect
-from runtime.errors import DeadlineExceeded, Unavailable
+from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.run_dir import NodeInfo
 
-Question = Literal["status", "metrics", "stop"]
+_MAX_QUESTION_BYTES = 128
+_LOOK_S = 0.1
 _MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
 
 
@@ -46,7 +48,7 @@ class ControlServer:
     """The answering side, in the supervisor's loop."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=64)
+        self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=_MAX_QUESTION_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -61,14 +63,24 @@ class ControlServer:
         """Whether a question waits: ZeroMQ's fd is edge-triggered, so this is asked before sleeping on it."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def serve(self, status: Callable[[], NodeStatus], metrics: Callable[[], str], stop: Callable[[], None]) -> None:
-        """Answer every question that waits; what is not a question is dropped."""
+    def serve(
+        self,
+        status: Callable[[], NodeStatus],
+        metrics: Callable[[], str],
+        stop: Callable[[], None],
+        restart: Callable[[str], str],
+    ) -> None:
+        """Answer every question that waits; what is not a question is dropped.
+
+        `restart` is given a worker's name, or "" for all, and returns what is wrong with that.
+        """
         while self.pending():
             frames = self._socket.recv_multipart()
             if len(frames) != 2:
                 continue
             identity, question = frames
-            match question:
+            what, _, name = question.partition(b" ")
+            match what:
                 case b"status":
                     answer = msgspec.json.encode(status())
                 case b"metrics":
@@ -76,13 +88,18 @@ class ControlServer:
                 case b"stop":
                     stop()
                     answer = b"{}"
+                case b"restart":
+                    answer = restart(name.decode(errors="replace")).encode()
                 case _:
                     continue
             self._socket.send_multipart([identity, answer], flags=zmq.DONTWAIT)
 
 
-def ask(endpoint: str, question: Question, timeout_s: float = 5.0) -> bytes:
-    """Ask the supervisor at a control endpoint. Raises `Unavailable` if it does not answer in time."""
+def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
+    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart" or "restart WORKER".
+
+    Raises `Unavailable` if it does not answer in time.
+    """
     with connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_ANSWER_BYTES) as socket:
         socket.send(question.encode())
         if not socket.poll(int(timeout_s * 1000)):
@@ -112,3 +129,23 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
             raise DeadlineExceeded(f"node {info.name!r} (pid {info.pid}) still runs after {timeout_s:.0f} s")
     finally:
         os.close(pidfd)
+
+
+def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """Restart one worker, or with "" all, one after the other; returns when all have come back.
+
+    Raises `InvalidRequest` for a worker that does not exist, `DeadlineExceeded` after `timeout_s` seconds.
+    """
+    before = {found.name: found.epoch for found in node_status(info).workers}
+    if trouble := ask(info.control, f"restart {worker}".strip()).decode():
+        raise InvalidRequest(trouble)
+    end = clock() + timeout_s
+    while True:
+        status = node_status(info)
+        wanted = [found for found in status.workers if not worker or found.name == worker]
+        if status.ready and all(found.epoch > before[found.name] for found in wanted):
+            return
+        if clock() > end:
+            left = ", ".join(found.name for found in wanted if found.epoch == before[found.name])
+            raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {left or 'the last one is not ready'}")
+        select.select([], [], [], _LOOK_S)

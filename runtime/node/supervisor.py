@@ -1,6 +1,6 @@
 """The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
 
-Its loop: serve the control socket → reap the dead → start what is due → stop what hangs → tune the pools.
+Its loop: serve the control socket → reap the dead → stop what hangs → roll → start what is due → tune the pools.
 Workers are its children and die with it; nothing of a node outlives its supervisor.
 """
 
@@ -10,18 +10,13 @@ import random
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
 from runtime.node.backoff import Backoff
+from runtime.node.child import COMMAND, Child, Phase, how, kill_group, spawn
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
 from runtime.node.control_loop import ControlLoop
 from runtime.node.exporter import NodeCollector, render
@@ -29,52 +24,18 @@ from runtime.node.figures import NodeFigures, node_version, usage_of
 from runtime.node.gpus import Gpus
 from runtime.node.listen import listen
 from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.placement import NodePlan
+from runtime.node.rolling import Rolling
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.node.table import State, WorkerTable
+from runtime.node.table import WorkerTable
 from runtime.node.worker import EXIT_CONFIG, WorkerSpec
 
 _STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
 _POLL_S = 0.1
 _FAILED_STARTS = 3  # a worker that never got ready is not tried more often; one that was once, for as long as it takes
-_COMMAND = (sys.executable, "-m", "runtime.node.worker")
+_LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed
 
 log = logging.getLogger("supervisor")
-
-
-class Phase(Enum):
-    """What the supervisor knows of a worker."""
-
-    STARTING = "starting"
-    READY = "ready"
-    KILLED = "killed"
-    DRAINING = "draining"
-    BACKOFF = "backoff"
-    STOPPED = "stopped"
-    FATAL = "fatal"
-
-
-@dataclass
-class Child:
-    """A worker of the plan and the process that is it now, if one is."""
-
-    place: WorkerPlan
-    table: WorkerTable
-    backoff: Backoff
-    phase: Phase = Phase.STOPPED
-    process: subprocess.Popen[bytes] | None = None
-    epoch: int = 0
-    restarts: int = 0
-    started: float = 0.0
-    due: float = 0.0
-    was_ready: bool = False  # in any of its lives
-    exit_code: int | None = None
-    failed_starts: int = 0
-
-    @property
-    def says_ready(self) -> bool:
-        """Whether its process of now has got ready; what the table says is that of the last one until it takes over."""
-        return self.table.epoch == self.epoch and self.table.state is not State.STARTING
 
 
 class Supervisor:
@@ -88,7 +49,7 @@ class Supervisor:
         plan: NodePlan,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
-        command: Sequence[str] = _COMMAND,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         self._plan = plan
         self._command = list(command)
@@ -107,6 +68,7 @@ class Supervisor:
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
         self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
+        self._rolling = Rolling(self._children, plan.config.node.drain_s)
         self._stop_signals = 0
         self._announced = False
 
@@ -139,6 +101,7 @@ class Supervisor:
             if self._stop_signals:
                 self._stop_all(control, listener)
                 return 0
+            self._rolling.step(self._clock())
             self._restart_due(listener)
             self._control_loop.step(self._clock())
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
@@ -168,17 +131,23 @@ class Supervisor:
                 return
 
     def _answer(self, control: ControlServer) -> None:
-        control.serve(status=self.status, metrics=self.metrics_text, stop=self._request_drain)
+        control.serve(
+            status=self.status, metrics=self.metrics_text, stop=self._request_drain, restart=self._rolling.ask
+        )
 
     def _reap(self) -> None:
         for child in self._children:
             if child.process is None or (code := child.process.poll()) is None:
                 continue
+            kill_group(child.process.pid)  # what it started and left behind
             child.process, child.exit_code = None, code
+            if child.rolling:
+                child.phase, child.due = Phase.BACKOFF, self._clock()
+                continue
             if child.phase is Phase.DRAINING:
                 child.phase = Phase.STOPPED
                 continue
-            self._ended(child, _how(code))
+            self._ended(child, how(code))
 
     def _ended(self, child: Child, how: str) -> None:
         """A life is over, or could not begin: the next one after a while, or none."""
@@ -207,17 +176,20 @@ class Supervisor:
                     self._kill(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
             elif child.phase is Phase.READY and child.table.age_s(time.monotonic_ns()) > node.heartbeat_s:
                 self._kill(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
+            elif child.phase is Phase.KILLED and self._clock() >= child.due:
+                child.kill_group()
 
     def _kill(self, child: Child, reason: str) -> None:
-        assert child.process is not None
+        """Abort it, so that it writes its threads' stacks; `_watch` kills what does not end by that."""
         log.error("%s %s: killed", child.place.name, reason)
-        child.process.kill()
-        child.phase = Phase.KILLED  # until it is reaped
+        child.send(signal.SIGABRT)
+        child.phase, child.due = Phase.KILLED, self._clock() + _LAST_WORDS_S  # until it is reaped
 
     def _restart_due(self, listener: socket.socket) -> None:
         for child in self._children:
             if child.phase is Phase.BACKOFF and self._clock() >= child.due:
-                child.restarts += 1
+                child.restarts += not child.rolling
+                child.rolling = False
                 self._start(child, listener)
 
     def _start(self, child: Child, listener: socket.socket) -> None:
@@ -233,34 +205,11 @@ class Supervisor:
         )
         child.started, child.exit_code = self._clock(), None
         try:
-            child.process = self._spawn(spec, child.place)
+            child.process = spawn(self._command, spec, child.place)
         except OSError as error:  # no memory or no process to be had just now
             self._ended(child, f"could not be started: {error}")
         else:
             child.phase = Phase.STARTING
-
-    def _spawn(self, spec: WorkerSpec, place: WorkerPlan) -> subprocess.Popen[bytes]:
-        visible, threads = place.visible_devices, str(place.threads)
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-            pass_fds=(spec.listen_fd,) if spec.listen_fd >= 0 else (),
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": threads,
-                "NUMBA_NUM_THREADS": threads,
-                "TOKENIZERS_PARALLELISM": "false",
-                **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
-            },
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(msgspec.json.encode(spec) + b"\n")
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died already: `_reap` will see it
-        return process
 
     # ---- stopping
 
@@ -294,11 +243,12 @@ class Supervisor:
             group = [child for child in self._children if child.place.role == role]
             for child in group:
                 starting = child.phase is Phase.STARTING
+                child.rolling = False
                 child.phase = Phase.STOPPED if child.process is None else Phase.DRAINING
-                if child.process is not None and starting:
-                    child.process.kill()  # it holds nothing yet, and may be far from looking at signals
-                elif child.process is not None:
-                    child.process.terminate()
+                if starting:
+                    child.kill_group()  # it holds nothing yet, and may be far from looking at signals
+                else:
+                    child.send(signal.SIGTERM)
             while any(child.process for child in group):
                 self._wait(control)
                 self._answer(control)
@@ -310,8 +260,7 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         for child in self._children:
-            if child.process is not None:
-                child.process.kill()
+            child.kill_group()
         for child in self._children:
             if child.process is not None:
                 child.process.wait(timeout=30)
@@ -365,7 +314,3 @@ def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
         device=f"cuda:{child.place.gpu_index}" if child.place.gpu else child.place.device,
         cores=child.place.cores,
     )
-
-
-def _how(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -57,6 +58,7 @@ class Worker:
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.stopping = False
+        self.awaits_release = False
         self._listen_fd = spec.listen_fd
 
     def ready(self) -> None:
@@ -68,8 +70,19 @@ class Worker:
         self.log.info("ready")
 
     def stop(self) -> None:
+        """Finish what there is and end; the frontend is gone, or goes before."""
         self.stopping = True
+        self.awaits_release = False
         self.table.state = State.DRAINING
+
+    def stop_when_released(self) -> None:
+        """As `stop`, in a node that goes on: the frontend may have placed on it what is still on its way."""
+        self.stop()
+        self.awaits_release = True
+
+    def goes_on(self, *, busy: bool, released: bool) -> bool:
+        """Whether a serving loop has another round to do; `released`: the frontend has nothing placed on it now."""
+        return not self.stopping or busy or (self.awaits_release and not released)
 
     def listening_socket(self) -> socket.socket:
         """The HTTP socket, bound by the supervisor: it outlives a frontend that dies."""
@@ -98,7 +111,12 @@ def main() -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         worker.stop()
 
+    def roll(signum: int, frame: FrameType | None) -> None:
+        worker.stop_when_released()
+
+    faulthandler.enable()  # on SIGABRT too: the supervisor sends it to a loop that hangs
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGHUP, roll)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains
     if worker.place.cores:
         os.sched_setaffinity(0, worker.place.cores)

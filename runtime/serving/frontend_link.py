@@ -11,6 +11,7 @@ from runtime.serving.messages import (
     Cancel,
     Hello,
     Prefill,
+    Release,
     Report,
     ToFrontend,
     Welcome,
@@ -28,6 +29,7 @@ class FrontendLink:
     def __init__(self, endpoint: str, hello: Hello) -> None:
         self.socket = connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_MESSAGE_BYTES)
         self.frontend_epoch = 0
+        self.released = False  # the frontend has nothing placed on this worker, which drains
         self._hello = hello
         self._reported: Report | None = None
         self._reported_ns = 0
@@ -37,6 +39,9 @@ class FrontendLink:
         """What has come in. A `Welcome` is passed on only if the frontend is new: all earlier work is void then."""
         while self.socket.poll(0):
             message = decode_to_worker(self.socket.recv())
+            if isinstance(message, Release):
+                self.released = True
+                continue
             if isinstance(message, Welcome):
                 if message.frontend_epoch == self.frontend_epoch:
                     continue

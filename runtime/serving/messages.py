@@ -139,6 +139,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 # ---- frontend → worker
 
 
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """To a draining worker: nothing is placed on it any more, and nothing will be."""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The frontend of this epoch hears the worker. Requests of any other epoch are dropped by the worker.
 
@@ -224,7 +228,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed
-ToWorker = Welcome | Prefill | Cancel
+ToWorker = Welcome | Prefill | Cancel | Release
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

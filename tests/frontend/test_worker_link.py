@@ -29,6 +29,7 @@ from runtime.serving.messages import (
     Cancel,
     Failed,
     Hello,
+    Release,
     Retrieval,
     Retrieved,
     Role,
@@ -233,6 +234,26 @@ def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_
             assert stand.link.missing() == []
             stand.submit("r2")
             assert stand.codes == ["worker_lost"]
+
+    run(test())
+
+
+def test_a_draining_worker_is_released_when_nothing_is_placed_on_it_any_more_and_gets_nothing_new() -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+            request = stand.submit()  # on its way to prefill: decode has not heard of it yet
+            await prefill.hear_prefill()
+            await decode.report(EPOCH, draining=True)
+            await decode.report(0)
+            assert await decode.hear() == Welcome(EPOCH)  # and no release before it
+            other = await stand.worker("decode", "d1")
+            assert stand.submit("r2").placement.decode == "d1"
+            await decode.say(Tokens("r1", "a", (5,), "stop", 3, {}))
+            assert (await request.next()).finish_reason == "stop"  # type: ignore[union-attr]
+            await decode.report(EPOCH, draining=True)
+            assert await decode.hear() == Release()
+            await other.settle()
 
     run(test())
 

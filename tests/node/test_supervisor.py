@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.errors import Unavailable
-from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, stop_node
+from runtime.errors import InvalidRequest, Unavailable
+from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
 from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve
 
@@ -191,6 +191,73 @@ def test_a_worker_that_is_stopped_by_a_debugger_is_killed_and_started_again(star
     node = start(heartbeat_s=1.0)
     os.kill(worker(node.ready()).pid, signal.SIGSTOP)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+
+
+def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(start: StartTiny) -> None:
+    node = start({"pool-0": ["real hang", "serve"]}, heartbeat_s=1.0)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+    log = node.log.read_text()
+    assert "Fatal Python error: Aborted" in log
+    assert "in live" in log
+    assert "pool-0 ended (signal SIGABRT)" in log
+
+
+def test_what_a_worker_has_started_goes_with_it(start: StartTiny) -> None:
+    node = start({"pool-0": ["with child", "serve"]})
+    pid = worker(node.ready()).pid
+    child = int(Path(f"{node.orders}.child").read_text())
+    os.kill(pid, signal.SIGKILL)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2 and gone(child), "a life of its own")
+
+
+def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start: StartTiny) -> None:
+    node = start(heartbeat_s=1.0)
+    before = node.ready()
+    node.signal(signal.SIGSTOP)
+    select.select([], [], [], 1.5)
+    node.signal(signal.SIGCONT)
+    after = node.eventually(lambda status: status.ready, "every worker to be ready")
+    assert [found.pid for found in after.workers] == [found.pid for found in before.workers]
+
+
+def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(start: StartTiny) -> None:
+    node = start()
+    before = node.ready()
+    restart_node(node.info, "", timeout_s=60)
+    after = node.ready()
+    assert [(found.epoch, found.restarts) for found in after.workers] == [(2, 0), (2, 0)]
+    assert {found.pid for found in after.workers}.isdisjoint(found.pid for found in before.workers)
+    assert node.stopped() == ["pool-0", "frontend-0"]
+    lines = [line for line in node.log.read_text().splitlines() if "restarts: it drains first" in line]
+    assert len(lines) == 2
+
+
+def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(start: StartTiny) -> None:
+    node = start()
+    node.ready()
+    restart_node(node.info, "frontend-0", timeout_s=60)
+    status = node.ready()
+    assert (worker(status).epoch, worker(status, "frontend-0").epoch) == (1, 2)
+    with pytest.raises(InvalidRequest, match="no worker 'decode-7'; there are pool-0, frontend-0"):
+        restart_node(node.info, "decode-7", timeout_s=60)
+
+
+def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(start: StartTiny) -> None:
+    node = start({"pool-0": ["busy", "serve"]}, drain_s=0.3)
+    node.ready()
+    restart_node(node.info, "pool-0", timeout_s=60)
+    assert worker(node.ready()).epoch == 2
+    assert "pool-0 has not drained within 0 s: killed" in node.log.read_text()
+
+
+def test_a_node_can_be_started_and_stopped_again_and_again(start: StartTiny) -> None:
+    for _ in range(4):
+        node = start()
+        pids = [found.pid for found in node.ready().workers]
+        stop_node(node.info, timeout_s=60)
+        assert node.ended() == 0
+        assert all(gone(pid) for pid in pids)
+        assert not (node.home / "run").exists()
 
 
 def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start: StartTiny) -> None:

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,9 @@ def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], Non
     """One life, until it ends or `stop` is not empty."""
     if life == "crash":
         os._exit(3)
+    if life == "with child":
+        child = subprocess.Popen(["sleep", "600"])
+        Path(os.environ["TINY_ORDERS"] + ".child").write_text(str(child.pid))
     if life != "never ready":
         ready()
     if life == "crash when ready":
@@ -50,7 +54,8 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
     words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
     stop: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda signum, frame: stop.append(True))
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, lambda signum, frame: stop.append(True))
 
     def beat() -> None:
         words[BEAT] = time.monotonic_ns()

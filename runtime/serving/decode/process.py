@@ -82,6 +82,11 @@ class DecodeWorker:
         )  # fmt: skip
 
     @property
+    def released(self) -> bool:
+        """Whether the frontend has let go of it."""
+        return self._link.released
+
+    @property
     def busy(self) -> bool:
         return bool(self._batch.rows or len(self._bridge))
 
@@ -293,6 +298,6 @@ def run(worker: Worker) -> None:
     """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
     decode = DecodeWorker(worker)
     worker.ready()
-    while not worker.stopping or decode.busy:
+    while worker.goes_on(busy=decode.busy, released=decode.released):
         decode.step()
     decode.close()

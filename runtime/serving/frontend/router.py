@@ -130,6 +130,11 @@ class Router:
             worker.free_slots, worker.draining = report.free_slots, report.draining
             worker.free_blocks = report.free_blocks
 
+    def assigned(self, name: str) -> int:
+        """Requests placed on a worker that have not left it, on their way to it included."""
+        worker = self._workers.get(name)
+        return worker.assigned if worker is not None else 0
+
     def workers(self) -> list[Worker]:
         """All workers known, draining ones included, in the order in which they came."""
         return list(self._workers.values())

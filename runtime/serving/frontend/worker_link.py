@@ -32,6 +32,7 @@ from runtime.serving.messages import (
     Hello,
     Message,
     Prefill,
+    Release,
     Report,
     Retrieval,
     Retrieved,
@@ -295,6 +296,8 @@ class WorkerLink:
             peer.lost = False
             self.router.add(peer.hello)
         self.router.report(report)
+        if report.draining and not self.router.assigned(report.worker):
+            self._send(report.worker, Release())
 
     def _answer(self, identity: bytes, message: Retrieved | Tokens | Failed) -> None:
         name = self._names.get(identity)

@@ -84,6 +84,11 @@ class PrefillWorker:
         )  # fmt: skip
 
     @property
+    def released(self) -> bool:
+        """Whether the frontend has let go of it."""
+        return self._link.released
+
+    @property
     def busy(self) -> bool:
         return bool(self._jobs())
 
@@ -350,6 +355,6 @@ def run(worker: Worker) -> None:
     """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
     prefill = PrefillWorker(worker)
     worker.ready()
-    while not worker.stopping or prefill.busy:
+    while worker.goes_on(busy=prefill.busy, released=prefill.released):
         prefill.step()
     prefill.close()

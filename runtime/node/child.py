@@ -1,0 +1,103 @@
+"""A worker of the plan as its supervisor holds it: the process that is it now, and how that is started and ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from runtime.node.backoff import Backoff
+from runtime.node.placement import WorkerPlan
+from runtime.node.table import State, WorkerTable
+from runtime.node.worker import WorkerSpec
+
+COMMAND = (sys.executable, "-m", "runtime.node.worker")
+
+
+class Phase(Enum):
+    """What the supervisor knows of a worker."""
+
+    STARTING = "starting"
+    READY = "ready"
+    KILLED = "killed"
+    DRAINING = "draining"
+    BACKOFF = "backoff"
+    STOPPED = "stopped"
+    FATAL = "fatal"
+
+
+@dataclass
+class Child:
+    """A worker of the plan and the process that is it now, if one is. `due`: when its phase calls for the next act."""
+
+    place: WorkerPlan
+    table: WorkerTable
+    backoff: Backoff
+    phase: Phase = Phase.STOPPED
+    process: subprocess.Popen[bytes] | None = None
+    epoch: int = 0
+    restarts: int = 0
+    started: float = 0.0
+    due: float = 0.0
+    was_ready: bool = False  # in any of its lives
+    exit_code: int | None = None
+    failed_starts: int = 0
+    rolling: bool = False  # its end is wanted, and so is its next life
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def says_ready(self) -> bool:
+        """Whether its process of now has got ready; what the table says is that of the last one until it takes over."""
+        return self.table.epoch == self.epoch and self.table.state is not State.STARTING
+
+    def send(self, kind: signal.Signals) -> None:
+        """A signal to its process, which may have just ended."""
+        if self.process is not None:
+            self.process.send_signal(kind)
+
+    def kill_group(self) -> None:
+        """End its process and whatever that has started: it leads a session of its own."""
+        if self.process is not None:
+            kill_group(self.process.pid)
+
+
+def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subprocess.Popen[bytes]:
+    """Start a worker's process; it finds its `WorkerSpec` on its standard input. Raises `OSError`."""
+    visible, threads = place.visible_devices, str(place.threads)
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
+        pass_fds=(spec.listen_fd,) if spec.listen_fd >= 0 else (),
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "NUMBA_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
+        },
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died already: who reaps will see it
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        process.stdin.close()
+    return process
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, if anything of it still lives."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: all of it are zombies
+        os.killpg(leader, signal.SIGKILL)
+
+
+def how(code: int) -> str:
+    """An exit code in words."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
