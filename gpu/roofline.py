@@ -6,8 +6,8 @@ active slots X until the device is saturated:
     u(X) = min(u_max, (X / X_sat)^α)
 
 X_sat is where the power law would reach 1; α = 1 means that an extend takes the same time however many slots it
-advances (so far), α = 0 that each slot adds its full price. The same law serves prefill (X tokens a pass, against
-measured matrix products) and decode (X rows a step).
+advances (so far), α = 0 that each slot adds its full price. An index that fits into caches can go beyond u = 1. The
+same law serves prefill (X tokens a pass) and decode (X rows a step), against the best rate that was measured of each.
 """
 
 import time

@@ -83,7 +83,7 @@ def simulate_node(
 
 
 def calibrate_machine(
-    config: Annotated[Path, typer.Option(help="The node's TOML file: its model and its first collection.")],
+    config: Annotated[Path, typer.Option(help="The node's TOML file: its model and its collections.")],
     out: Annotated[Path, typer.Option(help="The service times to write (.json), for simulate --times.")],
 ) -> None:
     """Measure the service times of this machine; let it do nothing else meanwhile."""

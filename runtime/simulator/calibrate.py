@@ -45,20 +45,26 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
-    """Measure what `config` names: its first collection and its model. Raises `ConfigError` if it names neither."""
+    """Measure what `config` names: its collections and its model; simulations take the first collection's extends.
+
+    Raises `ConfigError` if it names neither.
+    """
     if not config.collections and config.model is None:
         raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
     found, parts = base, []
     if config.collections:
-        collection = config.collections[0]
-        progress(f"extends of collection {collection.name!r}")
-        with Collection.open(Path(collection.path)) as opened:
-            search = search_times(opened.index, config.pool)
-            line = Line.fit([one.active for one in search.measured], [one.seconds for one in search.measured])
-            query_s = query_time(opened.index, config.pool, line)
-        roofline = replace(found.roofline, search=(search,))
-        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, query_s=query_s, roofline=roofline)
-        parts.append(f"extends of {collection.name}")
+        lines, costs, curves = [], [], []
+        for collection in config.collections:
+            progress(f"extends of collection {collection.name!r}")
+            with Collection.open(Path(collection.path)) as opened:
+                search = search_times(opened.index, config.pool)
+                lines.append(Line.fit([o.active for o in search.measured], [o.seconds for o in search.measured]))
+                costs.append(query_time(opened.index, config.pool, lines[-1]))
+                curves.append(search)
+        roofline = replace(found.roofline, search=tuple(curves))
+        line = lines[0]
+        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, query_s=costs[0], roofline=roofline)
+        parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
     if config.model is not None:
         progress(f"passes of model {config.model.name!r}")
         found = _model_times(config.model, config, found)
