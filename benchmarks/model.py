@@ -1,9 +1,10 @@
 """The language model alone, against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
 
 Both run the same weights in the same process, turn by turn, with the same number of threads. Reported are:
-prefill (tokens/s by prompt length, and by chunk size), decode (ms a step by rows; also with rows of very different
-lengths, where `generate()` pads all to the longest), and the copy of a prompt's KV between two models against one
-plain copy of as many bytes. Greedy tokens of all runs are compared; a difference ends the benchmark with an error.
+prefill (tokens/s by prompt length, by chunk size, and of several prompts in one pass against a pass each), decode
+(ms a step by rows; also with rows of very different lengths, where `generate()` pads all to the longest), and the
+copy of a prompt's KV between two models against one plain copy of as many bytes. Greedy tokens of all runs are
+compared; a difference ends the benchmark with an error.
 """
 
 import argparse
@@ -128,6 +129,22 @@ def measure_chunks(ours: Ours, length: int, sizes: Sequence[int], random: np.ran
         print(f"{f'chunks of {size}':24}{length / times.best:12.0f}{each * 1e3:16.1f}")
 
 
+def measure_packing(ours: Ours, prompts: int, lengths: Sequence[int], random: np.random.Generator, rounds: int) -> None:
+    print(f"\n{f'{prompts} prompts':24}{'one pass tok/s':>16}{'a pass each tok/s':>18}{'ratio':>8}")
+    for length in lengths:
+        batch = random_prompts([length] * prompts, ours.model, random)
+        together, each = paired(
+            [lambda: ours.prefill(batch), lambda: [ours.prefill([prompt]) for prompt in batch]],  # noqa: B023
+            rounds,
+        )
+        check(ours.prefill(batch), [ours.prefill([prompt])[0] for prompt in batch])
+        total = prompts * length
+        print(
+            f"{f'of {length} tokens':24}{total / together.best:16.0f}{total / each.best:18.0f}"
+            f"{each.best / together.best:8.2f}"
+        )
+
+
 def measure_decode(
     ours: Ours, theirs: Theirs, batches: dict[str, list[int]], random: np.random.Generator, rounds: int, steps: int
 ) -> None:
@@ -187,6 +204,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--part", choices=["prefill", "chunks", "packing", "decode", "copy"], help="this table alone")
     given = options.parse_args()
 
     logging.disable_progress_bar()
@@ -208,12 +226,19 @@ def main() -> None:
         f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
-    measure_prefill(ours, theirs, [32, 128, 512, 1000], random, given.rounds)
-    measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, given.rounds)
     batches = {f"{rows} rows of 128": [128] * rows for rows in (1, 2, 4, 8, 16)}
     batches["8 rows of 20..700"] = [20, 700, 40, 200, 30, 100, 60, 80]
-    measure_decode(ours, theirs, batches, random, given.rounds, given.steps)
-    measure_copy(model, target, [128, 512, 1000], given.rounds)
+    rounds = given.rounds
+    parts: dict[str, Callable[[], None]] = {
+        "prefill": lambda: measure_prefill(ours, theirs, [32, 128, 512, 1000], random, rounds),
+        "chunks": lambda: measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, rounds),
+        "packing": lambda: measure_packing(ours, 4, [16, 32, 64, 128, 256], random, rounds),
+        "decode": lambda: measure_decode(ours, theirs, batches, random, rounds, given.steps),
+        "copy": lambda: measure_copy(model, target, [128, 512, 1000], rounds),
+    }
+    for name, measure in parts.items():
+        if given.part in (None, name):
+            measure()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,193 @@
+"""The bridge from prefill to decode: who is given room, in which order, and what becomes of it when nobody comes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from ipc import Offer
+from runtime.serving.decode.bridge import Bridge
+from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.transfer import KvArray, Transfer
+from runtime.serving.messages import Decode, Reserve, Sampling, encode
+
+EPOCH, MODEL, B = 5, b"model", 4
+FOREVER = 1 << 62
+
+
+class Sink:
+    """Decode's end of a hand-over, played: offers come from the test, and all that is answered is kept."""
+
+    def __init__(self, source: KvArray) -> None:
+        self.source = source
+        self.offers: list[Offer] = []
+        self.answers: dict[int, str] = {}
+        self.withdrawn: set[int] = set()
+        self._number = 0
+
+    def offer(self, request: Decode | Reserve) -> int:
+        self._number += 1
+        self.offers.append(Offer(self._number, "p", "r", 1, 0, 0, None, encode(request)))  # type: ignore[arg-type]
+        return self._number
+
+    def receive(self) -> list[Offer]:
+        taken, self.offers = self.offers, []
+        return taken
+
+    def pull(self, offer: Offer, taken: Sequence[int], kv: KvArray, given: Sequence[int]) -> Transfer:
+        return Transfer(self.source, taken, kv, given)
+
+    def current(self, offer: Offer) -> bool:
+        return offer.offer_id not in self.withdrawn
+
+    def acknowledge(self, offer: Offer) -> bool:
+        self.answers[offer.offer_id] = "taken"
+        return True
+
+    def reject(self, offer: Offer, reason: str) -> bool:
+        self.answers[offer.offer_id] = reason
+        return True
+
+
+class Stand:
+    """A bridge over 20 blocks of 4 tokens."""
+
+    def __init__(self, waiting_share: float = 0.5) -> None:
+        random = np.random.default_rng(0)
+        self.sink = Sink(random.normal(size=(2, 2, 30, 1, B, 2)).astype(np.float32))
+        self.kv: KvArray = np.zeros((2, 2, 20, 1, B, 2), np.float32)
+        self.blocks = BlockManager(20, B, MODEL)
+        self.bridge = Bridge(self.sink, self.blocks, self.kv, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
+
+    def decode(self, name: str, tokens: Sequence[int], **more: Any) -> int:
+        blocks = tuple(range(-(-len(tokens) // B)))
+        made = Decode(name, EPOCH, Sampling(5), tuple(tokens), 1, None, (), {}, blocks, MODEL, len(tokens))
+        return self.sink.offer(replace(made, **more))
+
+    def reserve(self, name: str, tokens: Sequence[int], deadline_ns: int = FOREVER) -> int:
+        return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns))
+
+    def step(self, *, running: int = 0, waiting_blocks: int = 0, now_ns: int = 0, pull: bool = True) -> list[str]:
+        """One round; the ids of what is whole now."""
+        self.bridge.receive(EPOCH)
+        self.bridge.give_room(now_ns, running=running, waiting_blocks=waiting_blocks)
+        return [request.request_id for request, _ in self.bridge.pull(None)] if pull else []
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return list(range(start, start + count))
+
+
+def test_what_was_offered_is_pulled_into_blocks_of_its_own_and_acknowledged() -> None:
+    stand = Stand()
+    number = stand.decode("a", tokens(0, 10))
+    stand.bridge.receive(EPOCH)
+    stand.bridge.give_room(0, running=0, waiting_blocks=0)
+    ((_, table),) = stand.bridge.pull(None)
+    assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :3])
+    assert stand.sink.answers == {number: "taken"}
+    assert stand.bridge.pulled_bytes == stand.kv[:, :, :3].nbytes
+
+
+def test_no_more_is_taken_in_once_what_waits_has_its_share_of_the_blocks() -> None:
+    stand = Stand(waiting_share=0.5)
+    for number in range(3):
+        stand.decode(f"r{number}", tokens(100 * number, 20))
+    assert stand.step(waiting_blocks=10) == []
+    assert stand.step(waiting_blocks=9) == ["r0"]
+
+
+def test_room_is_left_for_a_block_of_every_running_row() -> None:
+    stand = Stand(waiting_share=1.0)
+    stand.decode("a", tokens(0, 64))
+    assert stand.step(running=5) == []
+    assert stand.step(running=4) == ["a"]
+
+
+def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_room() -> None:
+    stand = Stand(waiting_share=1.0)
+    held = stand.blocks.open([])
+    stand.blocks.grow(held, 10 * B)
+    stand.decode("large", tokens(0, 48))
+    stand.decode("small", tokens(100, 4))
+    assert stand.step() == []
+    stand.blocks.close(held)
+    assert stand.step() == ["large"]
+    assert stand.step() == ["small"]
+
+
+def test_of_a_prefix_that_is_here_only_the_rest_is_pulled() -> None:
+    stand = Stand()
+    stand.decode("a", tokens(0, 12))
+    stand.step()
+    before = stand.bridge.pulled_bytes
+    stand.decode("b", [*tokens(0, 12), 50, 51])
+    assert stand.step() == ["b"]
+    assert stand.bridge.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+
+
+def test_room_that_was_reserved_is_there_when_the_offer_comes_however_full_it_is_then() -> None:
+    stand = Stand(waiting_share=1.0)
+    announced = stand.reserve("a", tokens(0, 16))
+    assert stand.step() == []
+    assert stand.sink.answers == {announced: "taken"}
+    assert stand.blocks.held == 4
+    other = stand.blocks.open([])
+    stand.blocks.grow(other, stand.blocks.available * B)
+    stand.decode("a", tokens(0, 16))
+    assert stand.step() == ["a"]
+
+
+def test_a_reservation_that_nobody_comes_for_lapses_at_its_deadline() -> None:
+    stand = Stand()
+    stand.reserve("a", tokens(0, 16), deadline_ns=100)
+    stand.step(now_ns=99)
+    assert stand.blocks.held == 4
+    stand.step(now_ns=100)
+    assert stand.blocks.held == 0
+
+
+def test_who_is_asked_to_make_room_gives_it_and_waits_again() -> None:
+    stand = Stand(waiting_share=1.0)
+    stand.decode("a", tokens(0, 16))
+    stand.reserve("b", tokens(100, 16))
+    stand.step(pull=False)
+    assert stand.blocks.held == 8
+    assert stand.bridge.make_room()
+    assert stand.bridge.make_room()
+    assert not stand.bridge.make_room()
+    assert stand.blocks.held == 0
+    assert stand.step() == ["a"]
+    stand.decode("b", tokens(100, 16))
+    assert stand.step() == ["b"], "without its reservation it is an offer like any other"
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_cancelled_request_is_refused_also_when_it_comes_after_the_word_to_forget_it(announced: bool) -> None:
+    stand = Stand()
+    stand.bridge.drop("a")
+    number = stand.reserve("a", tokens(0, 8)) if announced else stand.decode("a", tokens(0, 8))
+    assert stand.step() == []
+    assert stand.sink.answers == {number: "cancelled"}
+    assert (len(stand.bridge), stand.blocks.held) == (0, 0)
+
+
+def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() -> None:
+    stand = Stand(waiting_share=1.0)
+    first, second = stand.decode("a", tokens(0, 8)), stand.decode("b", tokens(50, 8))
+    stand.sink.withdrawn.add(first)
+    stand.step(pull=False)
+    assert stand.blocks.held == 2
+    stand.sink.withdrawn.add(second)
+    assert stand.step() == []
+    assert (len(stand.bridge), stand.blocks.held) == (0, 0)
+
+
+def test_what_is_of_another_frontend_or_another_model_is_refused() -> None:
+    stand = Stand()
+    old, foreign = stand.decode("a", [1], frontend_epoch=4), stand.decode("b", [1], model=b"another")
+    assert stand.step() == []
+    assert stand.sink.answers[old] == "its frontend (epoch 4) is gone"
+    assert "another model" in stand.sink.answers[foreign]
