@@ -18,6 +18,15 @@ def get(url: str, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
         return response.status, response.read().decode()
 
 
+def get_json(url: str, path: str, key: str = "", timeout_s: float = 10.0) -> bytes:
+    """The body of a GET, asked for with an API key. Raises the `TrinityError` that the node answered with."""
+    with _response(url, "GET", path, None, timeout_s, key) as response:
+        body = response.read()
+        if response.status != 200:
+            raise _error(response.status, body)
+        return body
+
+
 def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
     """The JSON answer to a POST. Raises the `TrinityError` that the node answered with."""
     with _response(url, "POST", path, body, timeout_s) as response:
@@ -42,16 +51,17 @@ def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Iterato
 
 @contextmanager
 def _response(
-    url: str, method: str, path: str, body: Json | None, timeout_s: float
+    url: str, method: str, path: str, body: Json | None, timeout_s: float, key: str = ""
 ) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
         data = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, path, data, headers)
         with connection.getresponse() as response:
             yield response
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a key that no header can carry
         raise Unavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()

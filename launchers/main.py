@@ -20,6 +20,7 @@ from launchers.index_commands import index_app, search
 from launchers.placement_table import show_placement
 from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
+from launchers.trace_command import trace
 from runtime import preflight
 from runtime.errors import TrinityError
 from runtime.needs import needed_bytes
@@ -42,6 +43,7 @@ app.add_typer(dashboards_app, name="dashboards")
 app.command()(search)
 app.command()(demo)
 app.command()(doctor)
+app.command()(trace)
 app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
 

@@ -46,6 +46,13 @@ class UnknownModel(InvalidRequest):
     status = 404
 
 
+class UnknownRequest(InvalidRequest):
+    """Nothing is known of a request with that id."""
+
+    code = "request_not_found"
+    status = 404
+
+
 class Unauthorized(TrinityError):
     """The API key is missing or wrong."""
 

@@ -40,7 +40,7 @@ class HttpSection(_Section, frozen=True):
     """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
 
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
-    no other worker, it waits for one for `restart_wait_s`.
+    no other worker, it waits for one for `restart_wait_s`. Traces of the last `traces` requests that ended are kept.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +50,7 @@ class HttpSection(_Section, frozen=True):
     request_timeout_s: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    traces: Annotated[int, Meta(ge=0, le=100_000)] = 512
 
 
 class ModelSection(_Section, frozen=True):

@@ -98,8 +98,13 @@ POOL_EXTENDS = Histogram("trinity_pool_query_extends", "Extends a query took", E
 QUEUE_TIME = Histogram("trinity_request_queue_time_seconds", "From the frontend to a prefill worker's hands", WAIT)
 EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Embedding a prompt's query", WAIT)
 RETRIEVAL_TIME = Histogram("trinity_request_retrieval_time_seconds", "From the query vector to its passages", WAIT)
+ADMISSION_TIME = Histogram("trinity_request_admission_time_seconds", "Until prefill has KV blocks for a prompt", WAIT)
 PREFILL_TIME = Histogram("trinity_request_prefill_time_seconds", "From the first chunk to the first token", TTFT)
 HANDOVER_TIME = Histogram("trinity_request_handover_time_seconds", "From prefill's end until decode has the KV", WAIT)
+ROOM_TIME = Histogram("trinity_request_room_time_seconds", "From prefill's end until decode has room", WAIT)
+PULL_TIME = Histogram("trinity_request_pull_time_seconds", "Pulling a prompt's KV blocks, between decode's steps", WAIT)
+DECODE_TIME = Histogram("trinity_request_decode_time_seconds", "From the first token to the last", TTFT)
+PROBE_TIME = Histogram("trinity_decode_probe_seconds", "From asking a probe to its end", WAIT)
 TTFT_TIME = Histogram("trinity_time_to_first_token_seconds", "From the frontend to the first token", TTFT)
 TPOT_TIME = Histogram("trinity_request_time_per_output_token_seconds", "A request's mean time per output token", TPOT)
 ITL_TIME = Histogram("trinity_inter_token_latency_seconds", "Between two tokens of a request", TPOT)
@@ -170,6 +175,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         QUEUE_TIME,
         EMBED_TIME,
         RETRIEVAL_TIME,
+        ADMISSION_TIME,
         PREFILL_TIME,
     ),
     "decode": (
@@ -196,11 +202,15 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         Gauge("trinity_num_requests_running", "Rows of the running batch"),
         Gauge("trinity_kv_cache_usage_perc", "Share of decode's KV blocks that rows and hand-overs hold, 0 to 1"),
         HANDOVER_TIME,
+        ROOM_TIME,
+        PULL_TIME,
+        DECODE_TIME,
         TTFT_TIME,
         TPOT_TIME,
         ITL_TIME,
         E2E_TIME,
         PROBE_STALL,
+        PROBE_TIME,
     ),
     "frontend": (
         Counter("trinity_requests_restarted_total", "Times that a request was started again: a worker of its had died"),

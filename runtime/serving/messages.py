@@ -30,6 +30,7 @@ from runtime.retrieval.passages import Passage
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
 ProbeMode = Literal["wait", "prefetch"]
+ProbeOutcome = Literal["answered", "late", "failed", "dropped"]  # dropped: the row ended first
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -108,13 +109,28 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     passages: tuple[Passage, ...]
     at_token: int = 0
     inserted: tuple[int, ...] = ()
+    stages: dict[str, int] = {}  # with the passages found before prefill: the stamps so far
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """One probe of a row that is over: asked after `at_token` tokens, it brought `passages` that the row did not have,
+    and held the row for `stalled_ns` (in mode "prefetch" while its query was embedded, and not while it was searched).
+    """
+
+    at_token: int
+    begin_ns: int
+    end_ns: int
+    stalled_ns: int
+    passages: int
+    outcome: ProbeOutcome
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
 
     `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
-    The first piece carries the prompt's tokens, as the model saw them.
+    The first piece carries the prompt's tokens, as the model saw them, and the stages' times so far. `probes` are those
+    that ended since the last piece.
     """
 
     request_id: str
@@ -125,6 +141,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     stages: dict[str, int] = {}  # name → monotonic ns, see `stages.py`
     prompt_token_ids: tuple[int, ...] = ()
     stalled_ns: int = 0  # with the last piece: how long the answer stood still for probes
+    probes: tuple[Probe, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

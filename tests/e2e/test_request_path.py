@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from launchers.demo_check import greedy, node_tokens, ragged_prompts
-from launchers.http_client import stream
+from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import load_embedder
@@ -72,7 +72,8 @@ def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_t
     assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
     assert all(passage["title"] for passage in passages)
     spans = answer["timings"]
-    assert {"queue", "embed", "retrieval", "prefill", "handover", "ttft", "tpot", "e2e"} == set(spans)
+    stages = {"queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode"}
+    assert stages | {"handover", "ttft", "tpot", "e2e"} == set(spans)
     assert all(value >= 0 for value in spans.values())
     assert spans["ttft"] >= spans["embed"] + spans["retrieval"] + spans["prefill"]
     assert spans["e2e"] >= spans["ttft"]
@@ -94,13 +95,20 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
     assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
 
 
-def test_an_answer_that_prefetches_does_not_stand_still_for_its_probes(node: RunningNode) -> None:
+def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: RunningNode) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": "prefetch", "probe_tokens": 64}
     status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 64, "retrieval": retrieval})
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 64
-    assert answer["timings"]["probe_stall"] == 0
     assert any(passage["at_token"] > 0 for passage in answer["retrieval"]["passages"])
+    trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
+    assert trace["state"] == "length"
+    stages = [stage["name"] for stage in trace["stages"]]
+    assert stages == ["queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode"]
+    probes = trace["probes"]
+    assert len(probes) > 1
+    assert all(probe["stalled_s"] < probe["end_s"] - probe["begin_s"] for probe in probes)
+    assert sum(probe["stalled_s"] for probe in probes) == pytest.approx(answer["timings"]["probe_stall"])
 
 
 def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: RunningNode) -> None:

@@ -137,7 +137,7 @@ def test_an_answer_with_retrieval_names_its_passages_and_its_times(client: opena
             {"id": "with-1", "title": "The with statement", "distance": 0.25, "at_token": 2},
         ],
     }
-    assert answer.timings == {"ttft": 0.005, "e2e": 0.015, "tpot": 0.005, "probe_stall": 0.0}
+    assert answer.timings == {"ttft": 0.005, "e2e": 0.015, "decode": 0.01, "tpot": 0.005, "probe_stall": 0.0}
 
 
 def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_with_the_times(
@@ -152,7 +152,7 @@ def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_wit
         if hasattr(chunk, "retrieval")
     ]
     assert brought == [(0, [0, 0]), (3, [2])]
-    assert chunks[-1].timings == {"ttft": 0.005, "e2e": 0.015, "tpot": 0.005, "probe_stall": 0.0}
+    assert chunks[-1].timings == {"ttft": 0.005, "e2e": 0.015, "decode": 0.01, "tpot": 0.005, "probe_stall": 0.0}
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 "
 
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.retrieval.passages import Passage
+from runtime.serving import stages
 from runtime.serving.messages import Retrieval
 from tests.serving.reference import Reference
 from tests.serving.workers import FakePool, Workers
@@ -126,7 +127,13 @@ def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
                 before = told.sequence(begin)
                 assert told.tokens[begin:end] == reference.generate(before, end - begin)
         assert told.last is not None
-        assert (told.last.stalled_ns > 0) == (mode == "wait")
+        assert told.last.stalled_ns == sum(probe.stalled_ns for probe in told.probes)
+        assert len(told.probes) >= len(inserted)
+        for probe in told.probes:
+            assert probe.at_token % 8 == 0
+            waited = probe.end_ns - probe.begin_ns
+            assert probe.stalled_ns == waited if mode == "wait" else probe.stalled_ns < waited
+        assert sum(probe.passages for probe in told.probes) == sum(len(search.passages) for search in inserted)
     nothing_is_held(workers)
 
 
@@ -143,7 +150,35 @@ def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) ->
     assert workers.told["wait"].last is not None
     assert workers.told["wait"].last.stalled_ns > 0
     assert workers.told["prefetch"].last is not None
-    assert workers.told["prefetch"].last.stalled_ns == 0
+    assert workers.told["prefetch"].last.stalled_ns < workers.told["wait"].last.stalled_ns
+
+
+def test_a_probe_that_is_out_when_its_row_ends_is_told_as_dropped(start: Start) -> None:
+    workers = start()
+    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=100))
+    workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode="prefetch"))
+    workers.run()
+    (probe,) = workers.told["r"].probes
+    assert (probe.at_token, probe.outcome, probe.passages) == (4, "dropped", 0)
+    nothing_is_held(workers)
+
+
+def test_the_first_and_the_last_piece_carry_the_stamps_so_far(start: Start) -> None:
+    workers = start()
+    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:]))
+    workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1))
+    workers.run()
+    told = workers.told["r"]
+    assert list(told.searches[0].stages) == [stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED]
+    assert stages.FIRST_TOKEN in told.stages[0]
+    assert stages.END not in told.stages[0]
+    assert told.last is not None
+    stamps = list(told.last.stages.values())
+    assert stamps[1:] == sorted(stamps[1:])
+    assert list(told.last.stages)[-5:] == [
+        stages.PREFILL_END, stages.HANDOVER_BEGIN, stages.HANDOVER_END, stages.FIRST_TOKEN, stages.END,
+    ]  # fmt: skip
+    assert len(told.stages) == 2
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])

@@ -27,6 +27,7 @@ from runtime.serving.messages import (
     Cancel,
     Failed,
     Prefill,
+    Probe,
     Retrieval,
     Retrieved,
     Sampling,
@@ -97,6 +98,8 @@ class Told:
     searches: list[Retrieved] = field(default_factory=list)
     last: Tokens | None = None
     failed: Failed | None = None
+    probes: list[Probe] = field(default_factory=list)
+    stages: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -238,6 +241,9 @@ class Workers:
             told.prompt = message.prompt_token_ids or told.prompt
             told.tokens += message.token_ids
             told.text += message.text
+            told.probes += message.probes
+            if message.stages:
+                told.stages.append(message.stages)
             if message.finish_reason is not None:
                 told.last = message
 

@@ -6,12 +6,14 @@ blocks are pulled in slices, only those that are not here already. A prompt that
 "decode first") is given room at once by the same rule; its offer only has to be pulled.
 """
 
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import msgspec
 
 from ipc import IpcError, Offer
+from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.connector import KvSink
 from runtime.serving.kv.transfer import KvArray, Transfer
@@ -123,6 +125,7 @@ class Bridge:
         except (IpcError, ValueError) as error:
             self._refuse(arrival, str(error))
             return
+        request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
         self._pulling.append(arrival)
 
     def pull(self, for_ns: int | None) -> list[tuple[Decode, BlockTable]]:

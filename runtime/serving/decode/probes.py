@@ -5,13 +5,13 @@ import time
 from collections.abc import Iterable
 
 from ipc import IpcError
-from runtime.errors import TrinityError
+from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
-from runtime.node.metrics import PROBE_STALL
+from runtime.node.metrics import PROBE_STALL, PROBE_TIME
 from runtime.node.table import WorkerTable
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.serving.decode.row import Row
-from runtime.serving.messages import Retrieved
+from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.prompt import passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -46,14 +46,16 @@ class Probes:
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval are due"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.asked_ns = time.monotonic_ns()
+        row.asked_at, row.asked_ns = row.generated, time.monotonic_ns()
         try:
             vector = self._retriever.library.embed(retrieval.collection, [window])[0]
+            row.embedded_ns = time.monotonic_ns()
             row.ticket = self._retriever.ask(
                 vector, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
             )
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe of %s could not be asked: %s", row.id, error)
+            row.probes.append(Probe(row.generated, row.asked_ns, time.monotonic_ns(), 0, 0, "failed"))
         self._table.add("trinity_decode_probes_total")
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
@@ -65,24 +67,20 @@ class Probes:
         for ticket, row in asking.items():
             if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
                 self._retriever.cancel(ticket)
-                ended.append((row, Found(ticket)))
+                ended.append((row, Found(ticket, error=DeadlineExceeded("it took longer than its limit"))))
         return [added for row, found in ended if (added := self._end(row, found)) is not None]
 
     def cancel(self, row: Row) -> None:
         """The row has ended."""
         if row.ticket is not None:
             self._retriever.cancel(row.ticket)
-            row.ticket = None
+            self._over(row, "dropped")
 
     def _end(self, row: Row, found: Found) -> Retrieved | None:
         """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
-        if row.stalled:
-            waited = time.monotonic_ns() - row.asked_ns
-            row.stalled_ns += waited
-            self._table.observe(PROBE_STALL, waited / 1e9)
-        row.ticket = None
         if found.error is not None:
             self._log.warning("a probe of %s failed: %s", row.id, found.error)
+            self._over(row, "late" if isinstance(found.error, DeadlineExceeded) else "failed")
             return None
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval ask"
@@ -90,8 +88,19 @@ class Probes:
         left = row.request.sampling.max_tokens - row.generated
         allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - left))
+        self._over(row, "answered", len(chunk.used))
         if not chunk.tokens:
             return None
         row.context[-1:-1] = chunk.tokens
         row.seen.update(passage.id for passage in chunk.used)
         return Retrieved(row.id, chunk.used, row.generated, tuple(chunk.tokens))
+
+    def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
+        """Note what the row's probe took. Even a row that does not wait stood still while it was embedded."""
+        now = time.monotonic_ns()
+        stalled = (now if row.stalled else row.embedded_ns) - row.asked_ns
+        row.stalled_ns += stalled
+        row.ticket = None
+        row.probes.append(Probe(row.asked_at, row.asked_ns, now, stalled, passages, outcome))
+        self._table.observe(PROBE_STALL, stalled / 1e9)
+        self._table.observe(PROBE_TIME, (now - row.asked_ns) / 1e9)

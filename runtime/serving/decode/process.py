@@ -12,7 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
-from runtime.node.metrics import E2E_TIME, HANDOVER_TIME, ITL_TIME, TPOT_TIME, TTFT_TIME
+from runtime.node.metrics import (
+    DECODE_TIME,
+    E2E_TIME,
+    HANDOVER_TIME,
+    ITL_TIME,
+    PULL_TIME,
+    ROOM_TIME,
+    TPOT_TIME,
+    TTFT_TIME,
+)
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.retriever import Library, Retriever
@@ -207,7 +216,9 @@ class DecodeWorker:
     def _publish(self) -> None:
         for row in [row for row in self._batch.rows if row.fresh]:
             request = row.request
+            first = row.generated == len(row.fresh)
             if row.finish is not None:
+                self._probes.cancel(row)
                 request.stages[stages.END] = time.monotonic_ns()
             self._link.send(
                 Tokens(
@@ -216,13 +227,14 @@ class DecodeWorker:
                     tuple(row.fresh),
                     row.finish,
                     request.prompt_tokens,
-                    request.stages if row.finish else {},
-                    request.tokens if row.generated == len(row.fresh) else (),
+                    request.stages if first or row.finish else {},
+                    request.tokens if first else (),
                     row.stalled_ns if row.finish else 0,
+                    tuple(row.probes),
                 )
             )
             self._table.add("trinity_generation_tokens_total", len(row.fresh))
-            row.pending_text, row.fresh = "", []
+            row.pending_text, row.fresh, row.probes = "", [], []
             if row.finish is not None:
                 self._record(row)
                 self._remove(row)
@@ -257,6 +269,9 @@ class DecodeWorker:
     def _record(self, row: Row) -> None:
         spans = stages.spans_seconds(row.request.stages, row.generated)
         self._table.observe(HANDOVER_TIME, spans["handover"])
+        self._table.observe(ROOM_TIME, spans["room"])
+        self._table.observe(PULL_TIME, spans["pull"])
+        self._table.observe(DECODE_TIME, spans["decode"])
         self._table.observe(TTFT_TIME, spans["ttft"])
         self._table.observe(E2E_TIME, spans["e2e"])
         if "tpot" in spans:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from runtime.serving.kv.blocks import BlockTable
 from runtime.serving.kv.transfer import Transfer
-from runtime.serving.messages import Decode, FinishReason
+from runtime.serving.messages import Decode, FinishReason, Probe
 from runtime.serving.model.sampling import Sampler
 from runtime.serving.model.text import TextStream
 
@@ -33,8 +33,11 @@ class Row:
     pending_text: str = ""
     seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
     ticket: int | None = None
+    asked_at: int = 0  # tokens generated when its last probe was asked
     asked_ns: int = 0
+    embedded_ns: int = 0
     stalled_ns: int = 0
+    probes: list[Probe] = field(default_factory=list)  # that are over, not yet told to the frontend
     finish: FinishReason | None = None
 
     @property

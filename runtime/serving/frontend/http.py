@@ -159,6 +159,7 @@ def create_app(
     app.post("/v1/retrieval")(routes.retrieve)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{model:path}")(routes.one_model)
+    app.get("/v1/traces/{request_id:path}")(routes.trace)
     app.get("/health")(routes.health)
     app.get("/metrics")(routes.metrics)
     return app
@@ -281,6 +282,9 @@ class _Routes:
     async def one_model(self, model: str) -> Response:
         self._check_model(model)
         return _json(self._model_json())
+
+    async def trace(self, request_id: str) -> Response:
+        return Response(to_json(self._service.link.traces.trace(request_id)), media_type="application/json")
 
     async def health(self) -> Response:
         workers = self._service.link.missing() if self._settings.model else []

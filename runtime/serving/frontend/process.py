@@ -83,6 +83,7 @@ async def _serve(worker: Worker) -> None:
         on_end=measures.ended,
         on_refused=measures.refused,
         restarts=RestartLimits(config.http.restarts, int(config.http.restart_wait_s * 1e9)),
+        keep_traces=config.http.traces,
     )
     library = Library(plan)
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None

@@ -26,6 +26,7 @@ from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
 from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
+from runtime.serving.frontend.traces import Traces
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -85,8 +86,8 @@ class WorkerLink:
     """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
 
     `epoch` is this frontend process's own, not 0. `on_end` is told of every accepted request's end, once;
-    `on_refused` of those that were not accepted. Raises
-    `ipc.errors.InvalidArgument` when the endpoint is taken.
+    `on_refused` of those that were not accepted. `traces` has all in flight and the last `keep_traces` that ended.
+    Raises `ipc.errors.InvalidArgument` when the endpoint is taken.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class WorkerLink:
         on_end: Callable[[Ended], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
+        keep_traces: int = 0,
     ) -> None:
         self.epoch = epoch
+        self.traces = Traces(keep_traces, clock)
         self.router = router
         self.requests = RequestTable(self._ended)
         self._clock = clock
@@ -165,6 +168,7 @@ class WorkerLink:
                 self._on_refused(error)
             raise
         self.requests.open(request)
+        self.traces.begun(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -322,6 +326,7 @@ class WorkerLink:
                 request.prefilled = True
                 request.first_token_ns = request.first_token_ns or self._clock()
                 self.router.prefilled(request.placement)
+            self.traces.told(request, message)
             self.requests.deliver(message)
 
     def _forget_lost(self) -> None:
@@ -355,6 +360,7 @@ class WorkerLink:
 
     def _ended(self, ended: Ended, request: Request) -> None:
         self._starts.leave(request)
+        self.traces.ended(ended)
         if self._on_end is not None:
             self._on_end(ended)
 

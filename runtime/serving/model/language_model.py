@@ -154,11 +154,13 @@ def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | None) -> torch.Tenso
     import torch
 
     if buffer is None:
-        return torch.zeros(shape, dtype=torch.float32)
+        return torch.empty(
+            shape, dtype=torch.float32
+        ).zero_()  # written: the pages are there before the first prompt is
     count = int(np.prod(shape))
     if buffer.readonly or buffer.nbytes < 4 * count:
         raise ConfigError(f"the KV buffer has {buffer.nbytes} bytes, must be writable and have {4 * count}")
-    return torch.frombuffer(buffer, dtype=torch.float32, count=count).view(shape)
+    return torch.frombuffer(buffer, dtype=torch.float32, count=count).view(shape).zero_()
 
 
 def _load_network(directory: Path) -> Any:

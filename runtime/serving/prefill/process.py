@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
-from runtime.node.metrics import EMBED_TIME, PREFILL_TIME, QUEUE_TIME, RETRIEVAL_TIME
+from runtime.node.metrics import ADMISSION_TIME, EMBED_TIME, PREFILL_TIME, QUEUE_TIME, RETRIEVAL_TIME
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.retriever import Found, Library, Retriever
@@ -31,6 +31,13 @@ from runtime.serving.prefill.job import Job
 if TYPE_CHECKING:
     import torch
 
+_STAGE_TIMES = {
+    "queue": QUEUE_TIME,
+    "embed": EMBED_TIME,
+    "retrieval": RETRIEVAL_TIME,
+    "admission": ADMISSION_TIME,
+    "prefill": PREFILL_TIME,
+}
 _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
@@ -184,7 +191,7 @@ class PrefillWorker:
             passage_tokens=self._limits.passage_tokens,
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
-        self._link.send(Retrieved(job.id, prompt.used))
+        self._link.send(Retrieved(job.id, prompt.used, stages=job.stages))
         self._waiting.append(job)
 
     # ---- prefill
@@ -295,11 +302,8 @@ class PrefillWorker:
         self._table.add("trinity_prompt_tokens_total", len(job.tokens))
         if job.request.resume is not None:
             return  # its times were told by the worker that had it before
-        self._table.observe(QUEUE_TIME, (stamps[stages.DEQUEUED] - stamps[stages.RECEIVED]) / 1e9)
-        self._table.observe(PREFILL_TIME, (stamps[stages.PREFILL_END] - stamps[stages.PREFILL_BEGIN]) / 1e9)
-        if stages.SEARCHED in stamps:
-            self._table.observe(EMBED_TIME, (stamps[stages.EMBEDDED] - stamps[stages.DEQUEUED]) / 1e9)
-            self._table.observe(RETRIEVAL_TIME, (stamps[stages.SEARCHED] - stamps[stages.EMBEDDED]) / 1e9)
+        for name, begin, end in stages.stages_of(stamps):
+            self._table.observe(_STAGE_TIMES[name], (end - begin) / 1e9)
 
     # ---- ends
 

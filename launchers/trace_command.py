@@ -1,0 +1,106 @@
+"""`trinity trace`: one request's life as a timeline in the terminal."""
+
+from typing import Annotated
+from urllib.parse import quote
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launchers.http_client import get_json
+from runtime.node.run_dir import find_node
+from runtime.serving.frontend.traces import Trace
+
+_MOST_PROBES = 24  # lines; the longest ones are shown
+_FIXED = 40  # columns that the names and numbers take
+_STAGES = {
+    "queue": "yellow",
+    "embed": "magenta",
+    "retrieval": "magenta",
+    "admission": "yellow",
+    "prefill": "blue",
+    "room": "yellow",
+    "pull": "cyan",
+    "decode": "green",
+    "probe": "magenta",
+}
+
+
+def trace(
+    request: Annotated[str, typer.Argument(help='The request\'s id: "id" of its answer, or the header x-request-id.')],
+    node: Annotated[str, typer.Option(help="The node's name, or its run directory.")] = "trinity",
+    url: Annotated[str, typer.Option(help="Ask the node at this address instead, such as http://host:8080.")] = "",
+    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node wants one.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the trace as JSON.")] = False,
+) -> None:
+    """Show where one request's time went: every stage and every probe, with its begin and its length."""
+    body = get_json(url or find_node(node).url, f"/v1/traces/{quote(request, safe='')}", key)
+    if json:
+        print(body.decode())
+    else:
+        show(msgspec.json.decode(body, type=Trace), Console())
+
+
+def show(found: Trace, console: Console) -> None:
+    """Print a trace: one line a stage, bars proportional to time."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for header in ("", "at ms", "ms", "%"):
+        table.add_column(header, justify="left" if not header else "right", no_wrap=True)
+    width = max(10, min(console.width, 160) - _FIXED)
+    table.add_column("", no_wrap=True, width=width)
+
+    def line(label: str, kind: str, begin_s: float, end_s: float) -> None:
+        share = (end_s - begin_s) / found.elapsed_s if found.elapsed_s > 0 else 0.0
+        bar = _bar(begin_s, end_s, found.elapsed_s, width)
+        table.add_row(
+            label, f"{begin_s * 1e3:.1f}", f"{(end_s - begin_s) * 1e3:.1f}", f"{share:.1%}",
+            f"[{_STAGES.get(kind, 'default')}]{bar}[/]",
+        )  # fmt: skip
+
+    for stage in found.stages:
+        line(stage.name, stage.name, stage.begin_s, stage.end_s)
+    if found.state == "running":
+        known = max([0.0, found.first_token_s or 0.0, *(stage.end_s for stage in found.stages)])
+        line("… until now", "running", known, found.elapsed_s)
+    shown = sorted(found.probes, key=lambda probe: probe.begin_s - probe.end_s)[:_MOST_PROBES]
+    for probe in sorted(shown, key=lambda probe: probe.begin_s):
+        line(f"  probe @{probe.at_token}", "probe", probe.begin_s, probe.end_s)
+
+    console.print(f"[bold]{escape(found.id)}[/bold]  {escape(found.state)} after {found.elapsed_s * 1e3:.1f} ms")
+    workers = f"{found.prefill_worker} → {found.decode_worker}"
+    restarts = f", started again {found.restarts} times" if found.restarts else ""
+    console.print(f"{escape(workers)}, {found.prompt_tokens} tokens → {found.completion_tokens}{restarts}")
+    console.print(table)
+    if found.first_token_s is not None:
+        later = found.completion_tokens - 1
+        each = (
+            f", {(found.elapsed_s - found.first_token_s) / later * 1e3:.1f} ms for each later one" if later > 0 else ""
+        )
+        console.print(f"first token after {found.first_token_s * 1e3:.1f} ms{each}")
+    if found.probes:
+        console.print(_probes_line(found))
+    hidden = len(found.probes) - len(shown) + found.probes_left_out
+    if hidden:
+        console.print(f"{hidden} shorter probes are not shown")
+
+
+def _probes_line(found: Trace) -> str:
+    probes = found.probes
+    stalled = sum(probe.stalled_s for probe in probes)
+    line = f"{len(probes) + found.probes_left_out} probes held the answer for {stalled * 1e3:.1f} ms and brought "
+    line += f"{sum(probe.passages for probe in probes)} new passages"
+    odd = [probe.outcome for probe in probes if probe.outcome != "answered"]
+    if odd:
+        line += "; " + ", ".join(f"{odd.count(outcome)} {outcome}" for outcome in sorted(set(odd)))
+    return line
+
+
+def _bar(begin_s: float, end_s: float, whole_s: float, width: int) -> str:
+    """A bar in its place on a line of `width` cells; what took any time has a mark at least."""
+    if whole_s <= 0:
+        return ""
+    begin = min(width - 1, int(begin_s / whole_s * width))
+    cells = round((end_s - begin_s) / whole_s * width)
+    return " " * max(0, begin) + ("█" * min(cells, width - begin) if cells else "▏")

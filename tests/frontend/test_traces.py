@@ -1,0 +1,115 @@
+"""Traces: kept for those in flight and for the last that ended, bounded, with nothing of what was asked."""
+
+import json
+
+import pytest
+
+from runtime.errors import InvalidRequest, UnknownRequest
+from runtime.serving import stages
+from runtime.serving.frontend.http import Settings
+from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.router import Placement
+from runtime.serving.frontend.traces import MAX_PROBES, Traces
+from runtime.serving.messages import Prefill, Probe, Retrieved, Sampling, Tokens
+from tests.frontend.fakes import Clock, Cluster
+
+MS = 1_000_000
+
+
+def request(request_id: str = "r-1", received_ns: int = 0) -> Request:
+    message = Prefill(request_id, 7, Sampling(8), "", "", received_ns, 1 << 60, prompt="a secret")
+    return Request(message, Placement("prefill-0", "decode-1", "ipc://@x"))
+
+
+def ended(request_id: str = "r-1", code: str = "stop", stamps: dict[str, int] | None = None) -> Ended:
+    return Ended(request_id, code, 3, 2, stamps or {})
+
+
+def test_a_request_in_flight_is_traced_as_far_as_it_has_come() -> None:
+    clock = Clock()
+    traces = Traces(4, clock)
+    running = request(received_ns=clock.now)
+    traces.begun(running)
+    stamps = {stages.DEQUEUED: clock.now + MS, stages.EMBEDDED: clock.now + 3 * MS}
+    traces.told(running, Retrieved("r-1", (), stages=stamps))
+    clock.forward(0.5)
+    found = traces.trace("r-1")
+    assert (found.state, found.elapsed_s, found.first_token_s) == ("running", 0.5, None)
+    assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("queue", 0.0, 0.001), ("embed", 0.001, 0.003)]
+    assert (found.prefill_worker, found.decode_worker) == ("prefill-0", "decode-1")
+
+
+def test_probes_are_told_one_by_one_and_counted_beyond_the_limit() -> None:
+    clock = Clock()
+    traces = Traces(4, clock)
+    running = request(received_ns=0)
+    traces.begun(running)
+    for number in range(MAX_PROBES + 5):
+        probe = Probe(number, 2 * MS, 5 * MS, MS, 2, "answered")
+        traces.told(running, Tokens("r-1", "x", (1,), probes=(probe,)))
+    found = traces.trace("r-1")
+    assert (len(found.probes), found.probes_left_out) == (MAX_PROBES, 5)
+    first = found.probes[0]
+    assert (first.begin_s, first.end_s, first.stalled_s, first.passages) == (0.002, 0.005, 0.001, 2)
+
+
+def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
+    clock = Clock()
+    traces = Traces(4, clock)
+    running = request(received_ns=clock.now)
+    traces.begun(running)
+    traces.told(running, Retrieved("r-1", (), stages={stages.DEQUEUED: clock.now + MS}))
+    clock.forward(2)
+    traces.ended(ended(code="worker_lost"))
+    clock.forward(60)
+    found = traces.trace("r-1")
+    assert (found.state, found.elapsed_s) == ("worker_lost", 2.0)
+    assert [stage.name for stage in found.stages] == ["queue"]
+
+
+def test_only_the_last_that_ended_are_kept() -> None:
+    traces = Traces(2, Clock())
+    for number in range(5):
+        traces.begun(request(f"r-{number}"))
+        traces.ended(ended(f"r-{number}"))
+    for number in range(3):
+        with pytest.raises(UnknownRequest, match=f"no trace of request 'r-{number}'.* 2 others"):
+            traces.trace(f"r-{number}")
+    assert traces.trace("r-4").state == "stop"
+
+
+def test_without_room_for_any_nothing_that_ended_is_kept() -> None:
+    traces = Traces(0, Clock())
+    traces.begun(request())
+    assert traces.trace("r-1").state == "running"
+    traces.ended(ended())
+    with pytest.raises(UnknownRequest):
+        traces.trace("r-1")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a/b", "a b", "ü", "a\n", "../etc"])
+def test_what_can_be_no_id_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="a request id has 1 to 128"):
+        Traces(4, Clock()).trace(name)
+
+
+def test_http_gives_the_trace_of_an_answer_by_its_id() -> None:
+    with Cluster() as cluster, cluster.http() as http:
+        body = {"model": "tiny", "prompt": "say=3", "max_tokens": 8, "retrieval": {"collection": "docs"}}
+        answer = http.post("/v1/completions", json=body).json()
+        found = http.get(f"/v1/traces/{answer['id']}")
+        assert found.status_code == 200
+        trace = found.json()
+        assert (trace["id"], trace["state"], trace["completion_tokens"]) == (answer["id"], "stop", 3)
+        assert trace["prompt_tokens"] == 3
+        assert "say=3" not in json.dumps(trace)
+        missing = http.get("/v1/traces/nobody")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
+        assert http.get(f"/v1/traces/{'x' * 500}").status_code == 400
+        assert http.get("/v1/traces/a/b").status_code == 400
+
+
+def test_traces_need_the_key_as_all_else_does() -> None:
+    with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
+        assert http.get("/v1/traces/x").status_code == 401
+        assert http.get("/v1/traces/x", headers={"Authorization": "Bearer secret"}).status_code == 404

@@ -1,0 +1,85 @@
+"""`trinity trace` shows a request's life: every stage in its place, readable at 80 columns."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from launchers.trace_command import show
+from runtime.serving.frontend.traces import ProbeTime, StageTime, Trace
+
+STAGES = (
+    StageTime("queue", 0.0, 0.001),
+    StageTime("retrieval", 0.001, 0.25),
+    StageTime("prefill", 0.25, 0.5),
+    StageTime("decode", 0.5, 1.0),
+)
+
+
+def trace(**changes: object) -> Trace:
+    fields = {
+        "id": "chatcmpl-1-1", "state": "stop", "prefill_worker": "prefill-0", "decode_worker": "decode-1",
+        "restarts": 0, "prompt_tokens": 120, "completion_tokens": 11, "elapsed_s": 1.0, "first_token_s": 0.5,
+        "stages": STAGES, "probes": (),
+    }  # fmt: skip
+    return Trace(**fields | changes)  # type: ignore[arg-type]
+
+
+def shown(found: Trace, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    show(found, Console(file=out, width=width, color_system=None))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def line(lines: list[str], label: str) -> str:
+    return next(line for line in lines if line.strip().startswith(label))
+
+
+def test_each_stage_has_a_line_with_its_begin_its_length_and_its_share() -> None:
+    lines = shown(trace())
+    assert line(lines, "prefill ").split()[:4] == ["prefill", "250.0", "250.0", "25.0%"]
+    assert line(lines, "decode").split()[:4] == ["decode", "500.0", "500.0", "50.0%"]
+    assert "prefill-0 → decode-1, 120 tokens → 11" in lines
+    assert "first token after 500.0 ms, 50.0 ms for each later one" in lines
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_bars_are_proportional_to_time_and_stand_where_it_passed(width: int) -> None:
+    lines = shown(trace(), width)
+    prefill, decode = line(lines, "prefill "), line(lines, "decode")
+    assert abs(2 * prefill.count("█") - decode.count("█")) <= 1
+    assert decode.index("█") == prefill.index("█") + prefill.count("█")
+    assert "▏" in line(lines, "queue"), "what took any time is seen"
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    probes = tuple(ProbeTime(8 * n, 0.5 + n / 200, 0.502 + n / 200, 0.002, 1, "answered") for n in range(60))
+    for text in shown(trace(probes=probes, probes_left_out=7, elapsed_s=123.456)):
+        assert len(text) <= 80, text
+
+
+def test_probes_have_lines_of_their_own_and_a_sum() -> None:
+    probes = (
+        ProbeTime(16, 0.6, 0.61, 0.01, 2, "answered"),
+        ProbeTime(32, 0.7, 0.75, 0.001, 0, "late"),
+    )
+    lines = shown(trace(probes=probes))
+    assert line(lines, "probe @32").split()[2:5] == ["700.0", "50.0", "5.0%"]
+    assert "2 probes held the answer for 11.0 ms and brought 2 new passages; 1 late" in lines
+
+
+def test_of_many_probes_the_longest_are_shown_and_the_others_counted() -> None:
+    probes = tuple(ProbeTime(n, 0.5, 0.5 + n / 1000, 0.0, 0, "answered") for n in range(1, 41))
+    text = "\n".join(shown(trace(probes=probes)))
+    assert "probe @40" in text
+    assert "probe @16 " not in text
+    assert "16 shorter probes are not shown" in text
+
+
+def test_a_running_request_shows_the_time_since_what_is_known_of_it() -> None:
+    lines = shown(trace(state="running", stages=STAGES[:2], first_token_s=None, completion_tokens=0))
+    assert line(lines, "… until now").split()[3:6] == ["250.0", "750.0", "75.0%"]
+
+
+def test_an_id_with_markup_is_shown_as_it_is() -> None:
+    assert shown(trace(id="[red]x"))[0].startswith("[red]x")

@@ -1,0 +1,46 @@
+"""Stage times are differences of stamps, in the order of a request's life."""
+
+import itertools
+
+from runtime.serving import stages
+from runtime.serving.stages import spans_seconds, stages_of
+
+WHOLE = {
+    stages.RECEIVED: 0,
+    stages.DEQUEUED: 10,
+    stages.EMBEDDED: 30,
+    stages.SEARCHED: 60,
+    stages.PREFILL_BEGIN: 100,
+    stages.PREFILL_END: 150,
+    stages.HANDOVER_BEGIN: 210,
+    stages.HANDOVER_END: 280,
+    stages.FIRST_TOKEN: 280,
+    stages.END: 1280,
+}
+
+
+def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None:
+    found = list(stages_of(WHOLE))
+    assert [name for name, _, _ in found] == [
+        "queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode",
+    ]  # fmt: skip
+    for (_, _, end), (_, begin, _) in itertools.pairwise(found):
+        assert begin == end
+    assert (found[0][1], found[-1][2]) == (0, 1280)
+
+
+def test_without_retrieval_the_wait_for_admission_begins_when_prefill_takes_it_up() -> None:
+    stamps = {name: at for name, at in WHOLE.items() if name not in (stages.EMBEDDED, stages.SEARCHED)}
+    assert ("admission", 10, 100) in list(stages_of(stamps))
+    assert "retrieval" not in spans_seconds(stamps, 1)
+
+
+def test_spans_are_seconds_and_tpot_is_per_later_token() -> None:
+    spans = spans_seconds(WHOLE, 11)
+    assert spans["handover"] == spans["room"] + spans["pull"] == 130e-9
+    assert (spans["ttft"], spans["e2e"], spans["tpot"]) == (280e-9, 1280e-9, 100e-9)
+    assert "tpot" not in spans_seconds(WHOLE, 1)
+
+
+def test_what_was_not_stamped_has_no_span() -> None:
+    assert spans_seconds({stages.RECEIVED: 0}, 0) == {}
