@@ -18,7 +18,7 @@ from runtime.errors import Unavailable
 from runtime.node.control import NodeStatus, node_status
 from runtime.node.run_dir import NodeInfo, find_node
 
-START_S = 90.0
+START_S = 240.0  # bounds a wait that would never end, not a start on a busy machine
 
 
 class RunningNode:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.node import RunningNode, eventually
 
+pytestmark = pytest.mark.timeout(600)
+
 NODE8 = Path(__file__).parents[2] / "launchers" / "node8.toml"
 SIMULATED = ("--simulate-gpus", "8")
 START_S = 400.0  # six processes that import torch, on as many cores as there are
@@ -64,7 +66,6 @@ def test_without_the_gpus_the_same_configuration_is_one_clear_error(config: Path
     assert "cuda:" in run.stderr
 
 
-@pytest.mark.timeout(600)
 def test_all_nine_processes_run_and_answer(node8: RunningNode) -> None:
     workers = {worker.name: worker for worker in node8.status().workers}
     assert len(workers) == 9
@@ -80,7 +81,6 @@ def test_all_nine_processes_run_and_answer(node8: RunningNode) -> None:
     assert node8.metric("trinity_worker_info", device="cuda:7", role="pool") == 1
 
 
-@pytest.mark.timeout(600)
 def test_a_lost_gpu_process_comes_back_on_its_own_gpu(node8: RunningNode) -> None:
     node8.kill("pool-1")
     eventually(lambda: node8.status().ready, START_S, "the pool worker to be back")
