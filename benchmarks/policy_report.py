@@ -86,8 +86,9 @@ def _targets(report: Report) -> Iterator[str]:
     yield ""
     yield (
         "Adaptive's goodput with other settings, over that of the first table (`prefill_target_s` 0.05·TTFT, no "
-        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; what any "
-        "other target does is within the noise, and so is waiting for company, which a busy pool never does."
+        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; any "
+        "other target changes a few per cent at most, about as much as the next seed does, and so does waiting for "
+        "company, which a busy pool never does."
     )
     yield ""
     yield "| trace | load | " + " | ".join(names) + " |"
