@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,21 @@ LONG, LITTLE = 200, 0.0002  # from this effort on, an engine that gains less rec
 QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
 
 
-def build(contender: Contender, data: DataSet, threads: int, now: Callable[[], float], keep: Path | None) -> float:
-    """Build a contender's index, or load what an earlier run kept. Returns the seconds that building took."""
+def build(contender: Contender, data: DataSet, threads: int, clock: str, keep: Path | None) -> dict[str, Any]:
+    """Build a contender's index, or load what an earlier run kept. Returns how: seconds, threads, clock."""
     place = None if keep is None else keep / data.name / contender.label.replace(" ", "-")
-    if place is not None and (place / "seconds").exists():
+    if place is not None and (place / "built.json").exists():
         contender.load(place, data)
-        return float((place / "seconds").read_text())
-    begin = now()
+        built: dict[str, Any] = json.loads((place / "built.json").read_text())
+        return built
+    begin = CLOCKS[clock]()
     contender.build(data, threads)
-    seconds = now() - begin
+    built = {"seconds": CLOCKS[clock]() - begin, "threads": threads, "clock": clock}
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
         contender.save(place)
-        (place / "seconds").write_text(str(seconds))
-    return seconds
+        (place / "built.json").write_text(json.dumps(built) + "\n")
+    return built
 
 
 def measure(
@@ -66,18 +67,18 @@ def measure(
     running: list[tuple[Contender, dict[str, Any]]] = []
     for contender in engines:
         try:
-            seconds = build(contender, data, threads, now, keep)
+            built = build(contender, data, threads, clock, keep)
         except Exception as error:  # a peer that cannot run here must not end the run of the others
             print(f"  {contender.label}: left out ({error})", flush=True)
             continue
         record: dict[str, Any] = {
             "label": contender.label,
             "compressed": contender.compressed,
-            "build_s": seconds,
+            "built": built,
             "bytes": contender.bytes(),
             "points": [],
         }
-        print(f"  {contender.label}: built in {record['build_s']:.1f} s", flush=True)
+        print(f"  {contender.label}: built in {built['seconds']:.1f} s", flush=True)
         records.append(record)
         running.append((contender, record))
     for contender, record in running:

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,18 +86,25 @@ class TrinityStepwise:
         return self._whole.bytes()
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
+        parts = np.array_split(queries, threads)
+        with ThreadPoolExecutor(threads) as pool:  # an engine belongs to one thread
+            return np.concatenate(list(pool.map(lambda part: self._run(part, effort), parts)))
+
+    def _run(self, queries: Array, effort: int) -> Array:
         engine = CpuEngine({"data": self._whole.index}, slots=self._slots)
         params = SearchParams(k=10, top_m=effort, search_width=1)
         found = np.empty((len(queries), 10), np.int64)
-        asked: dict[int, int] = {}
-        following = 0
-        while following < len(queries) or asked:
-            while engine.free_slots and following < len(queries):
+        asked = [0] * self._slots
+        following = running = 0
+        while following < len(queries) or running:
+            while running < self._slots and following < len(queries):
                 asked[engine.admit(queries[following], params, "data")] = following
                 following += 1
+                running += 1
             for slot in engine.extend().tolist():
-                found[asked.pop(slot)] = engine.result(slot)[0]
+                found[asked[slot]] = engine.result(slot)[0]
                 engine.release(slot)
+                running -= 1
         return found
 
 

@@ -50,11 +50,11 @@ def report(result: Record) -> str:
         for record in engines:
             cells = [_cell(record, hnswlib, recall) for recall in wanted]
             at_64 = next((f"{point['recall']:.4f}" for point in record["points"] if point["effort"] == 64), "-")
-            build = "-" if "stepwise" in record["label"] else f"{record['build_s']:.1f}"
+            build = "-" if "stepwise" in record["label"] else f"{record['built']['seconds']:.1f}"
             lines.append(
                 f"| {record['label']} | {' | '.join(cells)} | {at_64} | {build} | {record['bytes'] / 2**20:.0f} |"
             )
-        lines += ["", *_ratios(engines, wanted)]
+        lines += ["", *_ratios(engines, wanted), _builds(engines)]
     return "\n".join(lines) + "\n"
 
 
@@ -64,6 +64,13 @@ def _cell(record: Record, hnswlib: Record | None, recall: float) -> str:
         return "-"
     base = speed_at(hnswlib, recall) if hnswlib is not None else None
     return f"{own:,.0f}" + (f" ({own / base:.2f}x)" if base else "")
+
+
+def _builds(engines: list[Record]) -> str:
+    """How the indexes were built: an earlier run may have done it, with other threads or another clock."""
+    ways = {(record["built"]["threads"], record["built"]["clock"]) for record in engines}
+    words = {"cpu": "processor time", "wall": "wall clock"}
+    return "- built with " + "; ".join(f"{threads} thread(s), {words[clock]}" for threads, clock in sorted(ways))
 
 
 def _ratios(engines: list[Record], wanted: tuple[float, ...]) -> list[str]:
