@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ipc.attachment import Attachment
 from ipc.descriptors import LOST, REQUEST_HEADER, SEARCH_ARENA, Result
-from ipc.device_arena import LeasedSlots
-from ipc.device_memory import DeviceSpan, open_memory
+from ipc.device_arena import LeasedSlots, open_memory
+from ipc.device_memory import DeviceSpan
 from ipc.errors import Draining, InvalidArgument, IpcError, PeerLost, ProtocolViolation, RingFull, StaleEpoch
 from ipc.memo import Memo
 from ipc.parameters import Choice, Limits, Packed, pack, pack_cancel

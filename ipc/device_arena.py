@@ -20,8 +20,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ipc.device_memory import MAX_BYTES, MAX_WORD, DeviceMemory, Source, reached
+from ipc.device_memory import MAX_BYTES, MAX_WORD, DeviceMemory, HostMemory, Reference, Source, reached
 from ipc.errors import InvalidArgument, ProtocolViolation, RingFull, StaleEpoch
+from ipc.memory import MemoryReference
 from ipc.ring import MAX_EPOCH
 
 MAGIC = 0x3141564449525254  # "TRRIDVA1"
@@ -224,3 +225,12 @@ def _offset(slots: int, payload_bytes: int) -> int:
     if offset + slots * _stride(payload_bytes) > MAX_BYTES:
         raise InvalidArgument(f"{slots} slots of {payload_bytes} bytes exceed {MAX_BYTES} bytes")
     return offset
+
+
+def open_memory(reference: Reference, device: str) -> DeviceMemory:
+    """Open what another process announced; `device` is the GPU to work from. Raises MemoryRefused."""
+    if isinstance(reference, MemoryReference):
+        return HostMemory.open(reference)
+    from ipc.cuda_memory import CudaMemory
+
+    return CudaMemory.open(reference, device)

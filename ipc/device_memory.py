@@ -170,15 +170,6 @@ def reached(word: int, value: int) -> bool:
     return (word - value) & MAX_WORD < 1 << 31
 
 
-def open_memory(reference: Reference, device: str) -> DeviceMemory:
-    """Open what another process announced; `device` is the GPU to work from. Raises MemoryRefused."""
-    if isinstance(reference, MemoryReference):
-        return HostMemory.open(reference)
-    from ipc.cuda_memory import CudaMemory
-
-    return CudaMemory.open(reference, device)
-
-
 def _host(array: Source) -> npt.NDArray[np.uint8]:
     if isinstance(array, DeviceSpan):
         raise MemoryRefused(f"{array.nbytes} bytes of GPU memory cannot be copied to or from an arena in host memory")

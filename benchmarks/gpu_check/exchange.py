@@ -85,8 +85,7 @@ def check(setup: Setup) -> Outcome:
 
 def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:
     """Write each query where it belongs and tell its place; the next one when the answer is there."""
-    from ipc.device_arena import LeasedSlots
-    from ipc.device_memory import open_memory
+    from ipc.device_arena import LeasedSlots, open_memory
 
     memory = open_memory(reference, device)
     slots = LeasedSlots(memory, lease)

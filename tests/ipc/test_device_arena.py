@@ -22,14 +22,13 @@ from ipc import (
     StaleEpoch,
     format_ring,
 )
-from ipc.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes
+from ipc.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes, open_memory
 from ipc.device_memory import (
     MAX_WORD,
     CudaReference,
     DeviceMemory,
     DeviceSpan,
     HostMemory,
-    open_memory,
     reached,
     span_of,
 )
