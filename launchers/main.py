@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from gpu import GpuError
@@ -17,6 +18,7 @@ from launchers.dashboard_commands import dashboards_app
 from launchers.demo import demo
 from launchers.doctor import doctor
 from launchers.index_commands import index_app, search
+from launchers.logs_command import logs
 from launchers.placement_table import show_placement
 from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
@@ -27,6 +29,8 @@ from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
 from runtime.node.layout import lay_out
+from runtime.node.log import log_to_stderr
+from runtime.node.log_format import LEVELS
 from runtime.node.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
@@ -44,6 +48,7 @@ app.command()(search)
 app.command()(demo)
 app.command()(doctor)
 app.command()(trace)
+app.command()(logs)
 app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
 
@@ -65,26 +70,23 @@ def serve(
     ] = 0,
 ) -> None:
     """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING if quiet else logging.INFO,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
-
-    log = logging.getLogger("trinity")
+    settings = load_config(config)
+    if quiet and LEVELS[settings.log.level] < logging.WARNING:
+        settings = replace(settings, log=replace(settings.log, level="warning"))
+    log = logging.getLogger("supervisor")
     if with_parent:
         die_with(os.getppid(), signal.SIGTERM)
 
     def announce(info: NodeInfo) -> None:
         log.info("node %r serves at %s", info.name, info.url)
 
-    machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
-    plan = lay_out(load_config(config), machine)
-    if dry_run:
-        raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
-    preflight.check(plan, _logged_once(log))
-    raise typer.Exit(Supervisor(plan).run(announce))
+    with log_to_stderr(settings.log, "supervisor"):
+        machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
+        plan = lay_out(settings, machine)
+        if dry_run:
+            raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
+        preflight.check(plan, _logged_once(log))
+        raise typer.Exit(Supervisor(plan).run(announce))
 
 
 def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:

@@ -36,6 +36,20 @@ class NodeSection(_Section, frozen=True):
     heartbeat_s: Seconds = 30.0
 
 
+class LogSection(_Section, frozen=True):
+    """Logs: lines of `level` and above, as `format` to standard error, and as JSON to a file for each process.
+
+    The files are kept to `files` of `max_bytes` a process, in `directory`. "" means the run directory: a node that
+    stops in order takes them with it.
+    """
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    directory: str = ""
+    max_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)] = 2 << 20
+    files: Annotated[int, Meta(ge=1, le=100)] = 2
+
+
 class HttpSection(_Section, frozen=True):
     """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
 
@@ -215,6 +229,7 @@ class NodeConfig(_Section, frozen=True):
     """A whole node, as written in its TOML file. Without `[model]` the node serves retrieval alone."""
 
     node: NodeSection = NodeSection()
+    log: LogSection = LogSection()
     http: HttpSection = HttpSection()
     model: ModelSection | None = None
     prefill: PrefillSection = PrefillSection()
@@ -269,7 +284,8 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     if model is not None and _is_path(model.name):
         model = replace(model, name=under(model.name))
     node = replace(config.node, run_dir=under(config.node.run_dir))
-    return replace(config, node=node, http=http, model=model, collections=collections)
+    log = replace(config.log, directory=under(config.log.directory))
+    return replace(config, node=node, log=log, http=http, model=model, collections=collections)
 
 
 def _is_path(name: str) -> bool:
@@ -310,6 +326,7 @@ def _lookup(raw: Any, path: str) -> Any:
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "": NodeConfig,
     "node": NodeSection,
+    "log": LogSection,
     "http": HttpSection,
     "model": ModelSection,
     "prefill": PrefillSection,

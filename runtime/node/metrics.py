@@ -112,6 +112,8 @@ E2E_TIME = Histogram("trinity_e2e_request_latency_seconds", "From the frontend t
 PROBE_STALL = Histogram("trinity_decode_probe_stall_seconds", "How long a probe held its row", WAIT)
 SEARCH_TIME = Histogram("trinity_search_request_seconds", "Answered requests for a search alone", WAIT)
 
+LOG_LINES_LOST = Counter("trinity_log_lines_lost_total", "Lines that the log file of a worker has not got")
+
 
 def _by(
     label: str, family: str, text: str, names: Mapping[str, str], kind: type[Counter] | type[Gauge] = Counter
@@ -267,5 +269,5 @@ def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
         dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, limits[metric.name]})))
         if isinstance(metric, Histogram) and metric.name in limits
         else metric
-        for metric in METRICS[role]
+        for metric in (*METRICS[role], LOG_LINES_LOST)
     )

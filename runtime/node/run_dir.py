@@ -1,4 +1,4 @@
-"""The directory of a running node: one file, `node.json`, that tells where to ask it; gone when the node has stopped.
+"""The directory of a running node: `node.json`, which tells where to ask it, and its logs; gone when it has stopped.
 
 The directory is private to the user, and locked for as long as its supervisor lives: the kernel lets go of the lock
 when the process ends, however it ends, so a stale directory never stops the next start.
@@ -17,11 +17,15 @@ from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
+LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere
 _TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """What other processes of the user need to talk to a node. `pools` are the endpoints of its vector-pool workers."""
+    """What other processes of the user need to talk to a node, and to read its logs.
+
+    `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs.
+    """
 
     name: str
     pid: int
@@ -29,6 +33,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     control: str
     pools: tuple[str, ...]
     collections: tuple[str, ...]
+    logs: str = ""
 
 
 class RunDir:
@@ -77,6 +82,10 @@ class RunDir:
         """Remove the directory and let the lock go."""
         for name in ("node.json", ".node.json"):
             (self.path / name).unlink(missing_ok=True)
+        for log in (self.path / LOGS).glob("*.log*"):
+            log.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
             self.path.rmdir()
             if self.path.parent == nodes_dir():

@@ -23,6 +23,7 @@ from runtime.node.exporter import NodeCollector, render
 from runtime.node.figures import NodeFigures, node_version, usage_of
 from runtime.node.gpus import Gpus
 from runtime.node.listen import listen
+from runtime.node.log import log_directory, log_to_file
 from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan
 from runtime.node.rolling import Rolling
@@ -76,7 +77,11 @@ class Supervisor:
         """Start the node and serve until it is stopped. `on_ready` is called once, when every worker is ready."""
         run_dir = RunDir.acquire(Path(self._plan.run_dir))
         try:
-            with listen(self._plan.config.http) as listener, ControlServer(self._plan.endpoint("control")) as control:
+            with (
+                log_to_file(self._plan, "supervisor"),
+                listen(self._plan.config.http) as listener,
+                ControlServer(self._plan.endpoint("control")) as control,
+            ):
                 self._info = self._describe(listener)
                 run_dir.write(self._info)
                 self._catch_signals()
@@ -278,6 +283,7 @@ class Supervisor:
             control=self._plan.endpoint("control"),
             pools=tuple(self._plan.endpoint(pool.name) for pool in self._plan.of_role("pool")),
             collections=tuple(collection.name for collection in self._plan.config.collections),
+            logs=str(log_directory(self._plan)),
         )
 
     def status(self) -> NodeStatus:

@@ -19,7 +19,8 @@ import msgspec
 
 from ipc import MemoryReference
 from runtime.errors import CollectionError, ConfigError, ModelError, TrinityError
-from runtime.node.metrics import metrics_of
+from runtime.node.log import log_to_file, log_to_stderr
+from runtime.node.metrics import LOG_LINES_LOST, metrics_of
 from runtime.node.numa import prefer_memory_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.table import State, WorkerTable
@@ -84,6 +85,10 @@ class Worker:
         """Whether a serving loop has another round to do; `released`: the frontend has nothing placed on it now."""
         return not self.stopping or busy or (self.awaits_release and not released)
 
+    def lost_lines(self, lines: int) -> None:
+        """Told by the thread that writes the log."""
+        self.table.add(LOG_LINES_LOST.name, lines)
+
     def listening_socket(self) -> socket.socket:
         """The HTTP socket, bound by the supervisor: it outlives a frontend that dies."""
         return socket.socket(fileno=self._listen_fd)
@@ -100,13 +105,13 @@ def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     die_with(spec.supervisor_pid)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
     worker = Worker(spec)
+    with log_to_stderr(spec.plan.config.log, spec.worker), log_to_file(spec.plan, spec.worker, worker.lost_lines):
+        return _run(worker)
+
+
+def _run(worker: Worker) -> int:
+    """Its role's loop, from the first import to its end; the exit code."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         worker.stop()

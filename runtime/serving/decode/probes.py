@@ -54,7 +54,7 @@ class Probes:
                 vector, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
             )
         except (TrinityError, IpcError) as error:
-            self._log.warning("a probe of %s could not be asked: %s", row.id, error)
+            self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
             row.probes.append(Probe(row.generated, row.asked_ns, time.monotonic_ns(), 0, 0, "failed"))
         self._table.add("trinity_decode_probes_total")
 
@@ -79,7 +79,7 @@ class Probes:
     def _end(self, row: Row, found: Found) -> Retrieved | None:
         """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
         if found.error is not None:
-            self._log.warning("a probe of %s failed: %s", row.id, found.error)
+            self._log.warning("a probe failed: %s", found.error, extra={"request": row.id})
             self._over(row, "late" if isinstance(found.error, DeadlineExceeded) else "failed")
             return None
         retrieval = row.request.retrieval

@@ -51,7 +51,7 @@ class DecodeWorker:
     def __init__(self, worker: Worker) -> None:
         config = worker.plan.config
         assert config.model is not None
-        self._worker, self._table = worker, worker.table
+        self._worker, self._table, self._log = worker, worker.table, worker.log
         self._limits, self._slice_ns = config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(config.model), config.model.kv_block_tokens
         self._model = LanguageModel.load(
@@ -161,6 +161,7 @@ class DecodeWorker:
         for token in request.generated:  # told already, by the worker that had the request before
             row.text.push([token])
         self._batch.join(row)
+        self._log.debug("has its KV, %d tokens", len(request.tokens), extra={"request": row.id})
         request.stages.setdefault(stages.FIRST_TOKEN, now)
         self._accept(row, request.first_token)
 
@@ -236,6 +237,7 @@ class DecodeWorker:
             self._table.add("trinity_generation_tokens_total", len(row.fresh))
             row.pending_text, row.fresh, row.probes = "", [], []
             if row.finish is not None:
+                self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
                 self._record(row)
                 self._remove(row)
         self._report()
@@ -285,6 +287,7 @@ class DecodeWorker:
             action(row)
         except TrinityError as error:
             self._table.add("trinity_decode_failed_total")
+            self._log.info("failed: %s: %s", error.code, error.message, extra={"request": row.id})
             self._link.send(Failed(row.id, error.code, error.message, error.param))
             self._remove(row)
 

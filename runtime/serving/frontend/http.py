@@ -360,7 +360,7 @@ async def _events(answer: Answer, request: InFlight, first: Tokens) -> AsyncIter
     except TrinityError as error:
         yield event(error_json(error)) + DONE
     except Exception:
-        log.exception("request %s failed within its stream", answer.id)
+        log.exception("failed within its stream", extra={"request": answer.id})
         yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE
 
 

@@ -100,6 +100,7 @@ async def _serve(worker: Worker) -> None:
     app = create_app(Service(link, search or NoSearch(), SupervisorMetrics(plan.endpoint("control"))), settings)
     options = uvicorn.Config(
         MeasuredApp(app, measures),
+        log_config=None,  # its lines go where ours go
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=int(config.node.drain_s),

@@ -349,6 +349,7 @@ class WorkerLink:
 
     def _start_again(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
         """Have both its workers forget a request, and start it anew."""
+        log.info("is to start again: %s", error.message, extra={"request": request.id})
         self._call_off(request, reported_by)
         # Prefill tells of decode workers that it cannot reach before they are known to be lost.
         self._starts.again(request, error, avoid=request.placement.decode if reported_by else "")
@@ -360,6 +361,10 @@ class WorkerLink:
 
     def _ended(self, ended: Ended, request: Request) -> None:
         self._starts.leave(request)
+        log.info(
+            "ended: %s, %d + %d tokens", ended.code, ended.prompt_tokens, ended.completion_tokens,
+            extra={"request": request.id},
+        )  # fmt: skip
         self.traces.ended(ended)
         if self._on_end is not None:
             self._on_end(ended)

@@ -131,6 +131,7 @@ class PrefillWorker:
                     arrived.clear()
                     self._drop({job.id for job in self._jobs()})
         for job in arrived:
+            self._log.debug("received", extra={"request": job.id})
             self._guard(job, self._start)
 
     def _start(self, job: Job) -> None:
@@ -262,6 +263,7 @@ class PrefillWorker:
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(request.decode_endpoint, job.lease, encode(payload))
         self._offered[job.offer] = job
+        self._log.debug("prefilled %d tokens, for %s", job.done, request.decode_worker, extra={"request": job.id})
         self._record(job)
 
     # ---- publish
@@ -318,6 +320,7 @@ class PrefillWorker:
     def _fail(self, job: Job, error: TrinityError | IpcError) -> None:
         self._table.add("trinity_prefill_failed_total")
         known = error if isinstance(error, TrinityError) else WorkerLost(str(error))
+        self._log.info("failed: %s: %s", known.code, known.message, extra={"request": job.id})
         self._link.send(Failed(job.id, known.code, known.message, known.param))
 
     def _drop(self, request_ids: set[str]) -> None:

@@ -1,0 +1,208 @@
+"""A process's log: one line an event, whole or not at all, and nobody waits for it to be written."""
+
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.log import LogFile, QueuedHandler, Write, log_to_file, log_to_stderr, rotated
+from runtime.node.log_format import Formatter, Line, parse
+from runtime.node.placement import NodePlan
+
+
+class Disk:
+    """Takes lines, unless it is full or stuck."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.full = False
+        self.stuck = threading.Event()
+        self.stuck.set()
+
+    def write(self, line: bytes) -> None:
+        assert self.stuck.wait(60)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert line.endswith(b"\n")
+        parsed = parse(line)
+        assert parsed is not None
+        self.lines.append(parsed)
+
+    @property
+    def events(self) -> list[str]:
+        return [line.event for line in self.lines]
+
+
+StartLog = Callable[..., tuple[logging.Logger, QueuedHandler]]
+
+
+@pytest.fixture
+def start() -> Iterator[StartLog]:
+    """A logger of its own whose lines go to `write` as JSON; `close` of the handler waits for them."""
+    loggers: list[logging.Logger] = []
+    numbers = count()
+
+    def start(write: Write, **options: object) -> tuple[logging.Logger, QueuedHandler]:
+        log = logging.getLogger(f"test-{next(numbers)}")
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
+        handler = QueuedHandler(write, Formatter("json", log.name), **options)  # type: ignore[arg-type]
+        log.addHandler(handler)
+        loggers.append(log)
+        return log, handler
+
+    yield start
+    for log in loggers:
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+
+
+def test_a_line_has_time_level_process_request_and_event(start: StartLog) -> None:
+    disk = Disk()
+    log, handler = start(disk.write)
+    log.warning("held for %d ms", 7, extra={"request": "cmpl-1"})
+    handler.close()
+    (line,) = disk.lines
+    assert (line.level, line.process, line.pid, line.request) == ("warning", log.name, os.getpid(), "cmpl-1")
+    assert line.event == "held for 7 ms"
+    assert line.time.endswith("Z")
+    assert line.text().endswith(f" W {log.name} [cmpl-1]: held for 7 ms")
+
+
+def test_an_event_is_one_line_whatever_is_in_it(capfd: pytest.CaptureFixture[str]) -> None:
+    for kind in ("text", "json"):
+        log = NodeConfig().log
+        with log_to_stderr(msgspec.structs.replace(log, format=kind), "pool-0"):
+            try:
+                raise ValueError("first\nsecond\x1b[2J")
+            except ValueError:
+                logging.getLogger("pool-0").exception("a\r\nforged line\u2028 \udc80", extra={"request": "x\ny"})
+            logging.getLogger("pool-0").info("next")
+        written = capfd.readouterr().err
+        assert written.count("\n") == 2, written
+        assert "\r" not in written
+        assert "\x1b" not in written
+        assert "ValueError: first" in written
+
+
+def test_what_asks_for_less_than_the_configured_level_is_not_written(capfd: pytest.CaptureFixture[str]) -> None:
+    section = parse_config({"log": {"level": "warning"}}).log
+    with log_to_stderr(section, "pool-0"):
+        logging.getLogger("a.b").info("quiet")
+        logging.getLogger("a.b").warning("loud")
+    assert capfd.readouterr().err.endswith(" W pool-0 b: loud\n")
+
+
+def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(start: StartLog) -> None:
+    disk, lost = Disk(), []
+    disk.stuck.clear()
+    log, handler = start(disk.write, queue_lines=3, on_lost=lost.append)
+    for number in range(100):  # would never end if it waited
+        log.info("%d", number)
+    disk.stuck.set()
+    handler.close()
+    said = [event for event in disk.events if "lost" in event]
+    assert len(said) == 1
+    kept = [int(event) for event in disk.events if event not in said]
+    assert kept == sorted(kept)
+    assert said == [f"{100 - len(kept)} log lines were lost here: 3 were waiting to be written"]
+    assert sum(lost) == 100 - len(kept)
+
+
+def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(start: StartLog) -> None:
+    disk, lost = Disk(), threading.Semaphore(0)
+    log, handler = start(disk.write, on_lost=lambda lines: [lost.release() for _ in range(lines)])
+    disk.full = True
+    for _ in range(5):
+        log.info("to nowhere")
+    for _ in range(5):
+        assert lost.acquire(timeout=60)
+    disk.full = False
+    log.info("room again")
+    handler.close()
+    assert disk.events == ["5 log lines were lost here: No space left on device", "room again"]
+
+
+def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(
+    start: StartLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.node.log._CLOSE_S", 0.05)
+    disk = Disk()
+    disk.stuck.clear()
+    log, handler = start(disk.write, queue_lines=1)
+    for number in range(10):
+        log.info("%d", number)
+    handler.close()
+    assert disk.events == []
+    disk.stuck.set()
+
+
+def test_a_wrong_call_of_the_logger_is_a_line_and_no_fault(start: StartLog) -> None:
+    disk = Disk()
+    log, handler = start(disk.write)
+    handler.handle(logging.LogRecord(log.name, logging.INFO, "", 0, "%d tokens", ("many",), None))
+    handler.close()
+    assert "a line could not be made" in disk.events[0]
+
+
+def test_files_are_rotated_within_their_bound(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "pool-0.log"
+    file = LogFile(path, max_bytes=100, files=3)
+    for number in range(40):
+        file.write(b"%029d\n" % number)
+    file.close()
+    files = [rotated(path, number) for number in range(3)]
+    assert sorted(path.parent.iterdir()) == sorted(files)
+    assert all(found.stat().st_size <= 100 for found in files)
+    kept = [int(line) for found in reversed(files) for line in found.read_bytes().splitlines()]
+    assert kept == list(range(40 - len(kept), 40))
+
+
+def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LogFile(tmp_path / "x.log", max_bytes=10_000, files=1)
+    file.write(b"first\n")
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, line: write(fd, line[:3]))
+        with pytest.raises(OSError, match="No space left"):
+            file.write(b"second\n")
+    file.write(b"third\n")
+    file.close()
+    assert (tmp_path / "x.log").read_bytes() == b"first\nthird\n"
+
+
+def test_a_line_for_a_device_that_is_full_is_an_error_and_not_the_end() -> None:
+    file = LogFile(Path("/dev/full"), max_bytes=1 << 20, files=1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            file.write(b"line\n")
+    file.close()
+
+
+def test_warnings_and_the_faults_of_threads_become_lines(tmp_path: Path) -> None:
+    import warnings
+
+    plan = NodePlan(config=NodeConfig(), run_dir=str(tmp_path), token="t", workers=())
+
+    def fail() -> None:
+        raise ValueError("of a thread")
+
+    with log_to_stderr(plan.config.log, "pool-0"), log_to_file(plan, "pool-0"), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("of a library", stacklevel=1)
+        thread = threading.Thread(target=fail, name="helper")
+        thread.start()
+        thread.join(timeout=60)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "pool-0.log").read_text().splitlines()]
+    assert "of a library" in lines[0]["event"]
+    assert lines[1]["event"] == "helper ended with a fault"
+    assert "ValueError: of a thread" in lines[1]["detail"]

@@ -1,0 +1,183 @@
+"""The logs of a node read together: in order, over rotations, and on as they grow."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from launchers.logs_command import shown
+from launchers.main import app
+from runtime.node.log import LogFile
+from runtime.node.log_format import Line
+from runtime.node.log_reader import read
+from runtime.node.run_dir import NodeInfo, RunDir
+
+
+def line(second: int, process: str = "pool-0", **more: str) -> Line:
+    fields = {"level": "info", "event": f"event {second}"} | more
+    return Line(time=f"2026-01-01T00:00:{second:02}.000000Z", process=process, pid=1, **fields)
+
+
+class Writer:
+    """The log of one process."""
+
+    def __init__(self, directory: Path, process: str, max_bytes: int = 1 << 20, files: int = 2) -> None:
+        self.process = process
+        self._file = LogFile(directory / f"{process}.log", max_bytes, files)
+
+    def write(self, second: int, **more: str) -> None:
+        self._file.write(msgspec.json.encode(line(second, self.process, **more)) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Writer:
+    return Writer(tmp_path, "pool-0")
+
+
+def seconds(lines: list[Line]) -> list[int]:
+    return [int(found.time[17:19]) for found in lines]
+
+
+def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path, pool: Writer) -> None:
+    decode = Writer(tmp_path, "decode-0")
+    for second in (1, 4, 5):
+        pool.write(second)
+    for second in (0, 2, 3, 6):
+        decode.write(second)
+    assert seconds(list(read(tmp_path))) == list(range(7))
+
+
+def test_rotated_files_are_read_from_the_oldest(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "pool-0", max_bytes=200, files=4)
+    for second in range(8):
+        writer.write(second)
+    assert len(list(tmp_path.iterdir())) == 4
+    found = seconds(list(read(tmp_path)))
+    assert found == list(range(8))[-len(found) :]
+    assert len(found) > 4
+
+
+def test_half_a_line_and_what_is_no_line_are_passed_over(tmp_path: Path, pool: Writer) -> None:
+    (tmp_path / "pool-0.log").write_bytes(b'half a line\n{"time": 3}\n\xff\xfe\n')
+    pool.write(1)
+    with (tmp_path / "pool-0.log").open("ab") as file:
+        file.write(msgspec.json.encode(line(2))[:20])
+    assert seconds(list(read(tmp_path))) == [1]
+
+
+def steps(*actions: Callable[[], None]) -> Callable[[], bool]:
+    """A wait in which one thing after the other happens; with the last one the node ends."""
+    left = list(actions)
+
+    def wait() -> bool:
+        left.pop(0)()
+        return bool(left)
+
+    return wait
+
+
+def test_who_follows_gets_every_line_once_over_rotations_and_new_processes(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "pool-0", max_bytes=250, files=9)
+    writer.write(0)
+    path = tmp_path / "pool-0.log"
+    whole = msgspec.json.encode(line(6)) + b"\n"
+
+    def begin_a_line() -> None:
+        with path.open("ab") as file:
+            file.write(whole[:30])
+
+    def end_it() -> None:
+        with path.open("ab") as file:
+            file.write(whole[30:])
+
+    wait = steps(
+        lambda: writer.write(1),
+        lambda: [writer.write(second) for second in (2, 3, 4, 5)] and None,  # several rotations in between
+        begin_a_line,
+        end_it,
+        lambda: Writer(tmp_path, "decode-0").write(7),
+    )
+    assert seconds(list(read(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_who_follows_a_node_that_takes_its_logs_with_it_gets_the_last_lines(tmp_path: Path, pool: Writer) -> None:
+    pool.write(0)
+
+    def stop() -> None:
+        pool.write(1)
+        (tmp_path / "pool-0.log").unlink()
+
+    assert seconds(list(read(tmp_path, steps(stop)))) == [0, 1]
+
+
+def test_a_traceback_is_shown_below_its_line() -> None:
+    text = shown(line(0, detail="Traceback:\n  at x\x1b"))
+    assert text.splitlines()[1:] == ["    Traceback:", "      at x\\x1b"]
+
+
+# ---- the command
+
+
+def trinity_logs(*arguments: str) -> str:
+    run = CliRunner().invoke(app, ["logs", *arguments])
+    if run.exception is not None:
+        raise run.exception
+    return run.stdout
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> str:
+    """The run directory of a node that was killed."""
+    logs = tmp_path / "run" / "logs"
+    decode, supervisor = Writer(logs, "decode-0"), Writer(logs, "supervisor")
+    supervisor.write(0)
+    decode.write(1, request="cmpl-1", level="warning")
+    decode.write(2, request="cmpl-12")
+    decode.write(3, level="error")
+    decode.write(4, request="cmpl-1~2")
+    return str(tmp_path / "run")
+
+
+def events(text: str) -> list[int]:
+    return [int(found.rsplit(" ", 1)[1]) for found in text.splitlines()]
+
+
+def test_the_command_prints_what_a_dead_node_left(node: str) -> None:
+    assert events(trinity_logs(node)) == [0, 1, 2, 3, 4]
+    assert events(trinity_logs(f"{node}/logs")) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--worker", "decode-0"], [1, 2, 3, 4]),
+        (["--request", "cmpl-1"], [1, 4]),
+        (["--level", "warning"], [1, 3]),
+        (["--worker", "decode-0", "--level", "error"], [3]),
+    ],
+)
+def test_the_command_chooses_by_process_request_and_level(node: str, options: list[str], wanted: list[int]) -> None:
+    assert events(trinity_logs(node, *options)) == wanted
+
+
+def test_a_process_that_does_not_exist_is_named_with_those_that_do(node: str) -> None:
+    with pytest.raises(Exception, match=r"--worker pool-9: .* has logs of decode-0, supervisor"):
+        trinity_logs(node, "--worker", "pool-9")
+
+
+def test_a_dead_node_cannot_be_followed(node: str) -> None:
+    with pytest.raises(Exception, match="--follow: no node runs"):
+        trinity_logs(node, "--follow")
+
+
+def test_a_node_takes_the_logs_of_its_run_directory_with_it(tmp_path: Path) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    held.write(NodeInfo("n", 1, "", "", (), (), logs=str(tmp_path / "run" / "logs")))
+    Writer(tmp_path / "run" / "logs", "pool-0", max_bytes=1, files=3).write(1)
+    held.release()
+    assert not (tmp_path / "run").exists()
