@@ -70,7 +70,8 @@ def read(directory: Path, follow: Callable[[], bool] | None = None) -> Iterator[
     try:
         while True:
             for path in directory.glob("*.log"):
-                tails.setdefault(path, Tail(path))
+                if path.is_file():  # a device may have no end
+                    tails.setdefault(path, Tail(path))
             yield from heapq.merge(*(tail.read() for tail in tails.values()), key=lambda line: line.time)
             if not going or follow is None:
                 return

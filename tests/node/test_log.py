@@ -110,12 +110,10 @@ def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(sta
         log.info("%d", number)
     disk.stuck.set()
     handler.close()
-    said = [event for event in disk.events if "lost" in event]
-    assert len(said) == 1
-    kept = [int(event) for event in disk.events if event not in said]
+    said = [event.partition(" log lines were lost here: 3 were waiting")[0] for event in disk.events if "lost" in event]
+    kept = [int(event) for event in disk.events if "lost" not in event]
     assert kept == sorted(kept)
-    assert said == [f"{100 - len(kept)} log lines were lost here: 3 were waiting to be written"]
-    assert sum(lost) == 100 - len(kept)
+    assert sum(map(int, said)) == sum(lost) == 100 - len(kept) > 90
 
 
 def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(start: StartLog) -> None:

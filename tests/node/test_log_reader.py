@@ -181,3 +181,9 @@ def test_a_node_takes_the_logs_of_its_run_directory_with_it(tmp_path: Path) -> N
     Writer(tmp_path / "run" / "logs", "pool-0", max_bytes=1, files=3).write(1)
     held.release()
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, pool: Writer) -> None:
+    (tmp_path / "endless.log").symlink_to("/dev/zero")
+    pool.write(1)
+    assert seconds(list(read(tmp_path))) == [1]
