@@ -39,7 +39,7 @@ class Node:
         with self._server as server:
             while not self._done.is_set():
                 server._socket.poll(10)
-                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop)
+                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "")
 
     def _stop(self) -> None:
         self.stops += 1
