@@ -1,12 +1,18 @@
 """`trinity dashboards`: Grafana's dashboards and Prometheus's alerts of a node, as files or pushed."""
 
 import os
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dashboards import files
+from dashboards.drawing import page
+from dashboards.overview import overview
+from dashboards.preview import shown
+from dashboards.prometheus import Prometheus
 from dashboards.push import Credential, Pusher
 
 dashboards_app = typer.Typer(help="Grafana dashboards and Prometheus alerts of a node.", no_args_is_help=True)
@@ -53,6 +59,20 @@ def push(
     for change in changes:
         print(f"{change.action:11} {change.what}")
     raise typer.Exit(1 if check and any(change.needed for change in changes) else 0)
+
+
+@dashboards_app.command()
+def draw(
+    prometheus_url: Annotated[str, typer.Option(help="The Prometheus that scrapes the node.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to write: no scripts, nothing from elsewhere.")],
+    minutes: Annotated[float, typer.Option(help="How far back.", min=0.5, max=1440)] = 5.0,
+) -> None:
+    """Draw the overview with a Prometheus's data, without Grafana, as one HTML file."""
+    now = time.time()
+    caption = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC, the last {minutes:g} minutes"
+    panels = shown(overview(), Prometheus(prometheus_url).ask, now, 60 * minutes)
+    out.write_text(page(panels, caption), encoding="utf-8")
+    print(out)
 
 
 def _credential() -> Credential:

@@ -1,0 +1,125 @@
+"""A dashboard with data and without Grafana: the same generated JSON, its queries asked of a Prometheus.
+
+`shown` gives what every panel has to show, `drawing.page` draws that as one HTML file without scripts.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dashboards.grafana import Json
+
+VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all"}
+_POINTS = 120  # of a line
+
+Ask = Callable[[str, Mapping[str, str]], list[Json]]
+"""Prometheus's HTTP API: a path under /api/v1/ and its parameters → `data.result`."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series: (Unix time in seconds, value), only where it has a finite one."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table and its unit."""
+
+    value: float | str
+    unit: str = "short"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A panel with its data. `place` is x, y, width and height on Grafana's grid of 24 columns."""
+
+    kind: str
+    title: str
+    place: tuple[int, int, int, int]
+    unit: str = "short"
+    stacked: bool = False
+    no_value: str = ""
+    thresholds: Sequence[tuple[float, str]] = ()
+    lines: Sequence[Line] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = field(default_factory=tuple)
+
+    @property
+    def last(self) -> float | None:
+        """What a tile shows: the last value of its first series."""
+        return self.lines[0].points[-1][1] if self.lines and self.lines[0].points else None
+
+
+def shown(board: Json, ask: Ask, end_s: float, span_s: float = 300.0, rate_interval: str = "30s") -> list[Shown]:
+    """Every panel of a dashboard with its data over the `span_s` seconds before `end_s` (Unix time)."""
+    variables = VARIABLES | {"$__rate_interval": rate_interval}
+    return [_panel(panel, ask, end_s, span_s, variables) for panel in board["panels"]]
+
+
+def _panel(panel: Json, ask: Ask, end_s: float, span_s: float, variables: Mapping[str, str]) -> Shown:
+    grid = panel["gridPos"]
+    place = (grid["x"], grid["y"], grid["w"], grid["h"])
+    if panel["type"] == "row":
+        return Shown("row", panel["title"], place)
+    defaults = panel["fieldConfig"]["defaults"]
+    steps = [(-math.inf if s["value"] is None else s["value"], s["color"]) for s in defaults["thresholds"]["steps"]]
+    common: Json = {
+        "kind": panel["type"], "title": panel["title"], "place": place, "unit": defaults["unit"],
+        "no_value": defaults.get("noValue", ""), "thresholds": steps,
+    }  # fmt: skip
+    targets = [(target, _filled(target["expr"], variables)) for target in panel["targets"]]
+    if panel["type"] == "table":
+        found = [ask("query", {"query": expr, "time": f"{end_s:.3f}"}) for _, expr in targets]
+        return Shown(**common, **_table(panel, found))
+    parameters = {"start": f"{end_s - span_s:.3f}", "end": f"{end_s:.3f}", "step": f"{span_s / _POINTS:.3f}"}
+    lines = [
+        Line(_legend(target["legendFormat"], series["metric"], panel["title"]), _points(series["values"]))
+        for target, expr in targets
+        for series in ask("query_range", {"query": expr} | parameters)
+    ]
+    stacked = defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal"
+    return Shown(**common, stacked=stacked, lines=[line for line in lines if line.points])
+
+
+def _filled(expr: str, variables: Mapping[str, str]) -> str:
+    for name, value in variables.items():
+        expr = expr.replace(name, value)
+    return expr
+
+
+def _points(values: Sequence[tuple[float, str]]) -> list[tuple[float, float]]:
+    return [(at, float(value)) for at, value in values if math.isfinite(float(value))]
+
+
+def _legend(pattern: str, labels: Mapping[str, str], title: str) -> str:
+    if pattern == "__auto":
+        return ", ".join(labels.values()) or title
+    return re.sub(r"{{\s*(\w+)\s*}}", lambda found: labels.get(found[1], ""), pattern).strip()
+
+
+def _table(panel: Json, found: Sequence[Sequence[Json]]) -> Json:
+    """Rows by their labels, a column for each query: what Grafana's transformations "merge" and "organize" do."""
+    names: dict[str, str] = panel["transformations"][1]["options"]["renameByName"]
+    units = {
+        override["matcher"]["options"]: override["properties"][0]["value"]
+        for override in panel["fieldConfig"]["overrides"]
+    }
+    labels = sorted({name for series in found for one in series for name in one["metric"]})
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for target, series in zip(panel["targets"], found, strict=True):
+        for one in series:
+            key = tuple(one["metric"].get(name, "") for name in labels)
+            rows.setdefault(key, {})[names[f"Value #{target['refId']}"]] = float(one["value"][1])
+    columns = list(names.values())
+    return {
+        "columns": [*labels, *columns],
+        "rows": [
+            [*map(Cell, key), *(Cell(row.get(name, "–"), units.get(name, "short")) for name in columns)]
+            for key, row in sorted(rows.items())
+        ],
+    }
