@@ -77,7 +77,8 @@ def _chart(panel: Shown, left: float, top: float, w: float, h: float) -> str:
     lines = _stack(panel.lines) if panel.stacked else panel.lines
     times = [at for line in lines for at, _ in line.points]
     values = [value for line in lines for _, value in line.points]
-    low, high = min(0.0, *values), max(*values, 1e-12)
+    low, high = min(0.0, *values), max(0.0, *values)
+    high = high if high > low else 1.0
     begin, span = min(times), max(times) - min(times) or 1.0
     x0, y0, width, height = left + 56, top + 28, w - 68, h - 62
 

@@ -16,6 +16,7 @@ from runtime.node.placement import WorkerPlan
 from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
 
+_MOST_STACKS = 32 << 10  # bytes
 COMMAND = (sys.executable, "-m", "runtime.node.worker")
 
 
@@ -48,6 +49,7 @@ class Child:
     exit_code: int | None = None
     failed_starts: int = 0
     rolling: bool = False  # its end is wanted, and so is its next life
+    stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal
 
     @property
     def name(self) -> str:
@@ -63,6 +65,15 @@ class Child:
         if self.process is not None:
             self.process.send_signal(kind)
 
+    def take_stacks(self) -> str:
+        """What its process, which has ended, wrote there: "" if it did not end by such a signal."""
+        if self.stack_fd < 0:
+            return ""
+        with open(self.stack_fd, "rb") as file:
+            self.stack_fd = -1
+            file.seek(0)
+            return file.read(_MOST_STACKS).decode(errors="replace")
+
     def kill_group(self) -> None:
         """End its process and whatever that has started: it leads a session of its own."""
         if self.process is not None:
@@ -76,7 +87,7 @@ def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subpro
         list(command),
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-        pass_fds=(spec.listen_fd,) if spec.listen_fd >= 0 else (),
+        pass_fds=[fd for fd in (spec.listen_fd, spec.stack_fd) if fd >= 0],
         env={
             **os.environ,
             "OMP_NUM_THREADS": threads,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from msgspec.structs import replace
+
 from runtime.node.backoff import Backoff
 from runtime.node.child import COMMAND, Child, Phase, how, kill_group, spawn
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
@@ -91,6 +93,7 @@ class Supervisor:
             run_dir.release()
             for child in self._children:
                 child.table.close()
+                child.take_stacks()
 
     def _serve(self, listener: socket.socket, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
         for child in self._children:
@@ -146,6 +149,8 @@ class Supervisor:
                 continue
             kill_group(child.process.pid)  # what it started and left behind
             child.process, child.exit_code = None, code
+            if stacks := child.take_stacks():
+                log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
             if child.rolling:
                 child.phase, child.due = Phase.BACKOFF, self._clock()
                 continue
@@ -210,7 +215,9 @@ class Supervisor:
         )
         child.started, child.exit_code = self._clock(), None
         try:
-            child.process = spawn(self._command, spec, child.place)
+            child.take_stacks()  # of a life that could not begin
+            child.stack_fd = os.memfd_create(f"trinity-stacks-{child.name}")
+            child.process = spawn(self._command, replace(spec, stack_fd=child.stack_fd), child.place)
         except OSError as error:  # no memory or no process to be had just now
             self._ended(child, f"could not be started: {error}")
         else:

@@ -36,7 +36,10 @@ _LOOPS = {
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is told: the plan, its name in it, its epoch, its table, and the listening socket's fd (or -1)."""
+    """What a worker is told: the plan, its name in it, its epoch, its table, and two file descriptors (or -1).
+
+    `listen_fd` is the listening socket, `stack_fd` the file for its threads' stacks if it ends by a fatal signal.
+    """
 
     plan: NodePlan
     worker: str
@@ -44,6 +47,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     table: MemoryReference
     supervisor_pid: int
     listen_fd: int = -1
+    stack_fd: int = -1
 
 
 class Worker:
@@ -61,6 +65,7 @@ class Worker:
         self.stopping = False
         self.awaits_release = False
         self._listen_fd = spec.listen_fd
+        self.stack_fd = spec.stack_fd if spec.stack_fd >= 0 else 2
 
     def ready(self) -> None:
         """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again."""
@@ -119,7 +124,7 @@ def _run(worker: Worker) -> int:
     def roll(signum: int, frame: FrameType | None) -> None:
         worker.stop_when_released()
 
-    faulthandler.enable()  # on SIGABRT too: the supervisor sends it to a loop that hangs
+    faulthandler.enable(worker.stack_fd)  # on SIGABRT too: the supervisor sends it to a loop that hangs
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGHUP, roll)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains

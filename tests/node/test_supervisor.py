@@ -14,7 +14,7 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
-from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve
+from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve, serve_with_a_wall_clock_that_jumps
 
 CONFIG = """
 [node]
@@ -36,14 +36,21 @@ path = "."
 class TinyNode:
     """A node of a pool worker and a frontend that do nothing but what the orders say."""
 
-    def __init__(self, home: Path, orders: dict[str, list[str]], command: tuple[str, ...], **times: float) -> None:
+    def __init__(
+        self,
+        home: Path,
+        orders: dict[str, list[str]],
+        command: tuple[str, ...],
+        process: Callable[..., None] = serve,
+        **times: float,
+    ) -> None:
         self.home = home
         self.log = home / "log"
         self.orders = home / "orders.json"
         self.orders.write_text(json.dumps(orders))
         config = home / "node.toml"
         config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times))
-        self.process = FORKSERVER.Process(target=serve, args=(str(config), str(self.orders), str(self.log), command))
+        self.process = FORKSERVER.Process(target=process, args=(str(config), str(self.orders), str(self.log), command))
         self.process.start()
 
     def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
@@ -102,9 +109,12 @@ def start(tmp_path: Path) -> Iterator[StartTiny]:
     nodes: list[TinyNode] = []
 
     def start(
-        orders: dict[str, list[str]] | None = None, command: tuple[str, ...] = TINY_WORKER, **times: float
+        orders: dict[str, list[str]] | None = None,
+        command: tuple[str, ...] = TINY_WORKER,
+        process: Callable[..., None] = serve,
+        **times: float,
     ) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, command, **times))
+        nodes.append(TinyNode(tmp_path, orders or {}, command, process, **times))
         return nodes[-1]
 
     yield start
@@ -197,8 +207,9 @@ def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(star
     node = start({"pool-0": ["real hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     log = node.log.read_text()
-    assert "Fatal Python error: Aborted" in log
-    assert "in live" in log
+    (line,) = [line for line in log.splitlines() if "pool-0 ended by a fatal signal; its stacks:" in line]
+    assert "Fatal Python error: Aborted" in line
+    assert "in live" in line
     assert "pool-0 ended (signal SIGABRT)" in log
 
 
@@ -250,8 +261,22 @@ def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(s
     assert "pool-0 has not drained within 0 s: killed" in node.log.read_text()
 
 
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(start: StartTiny) -> None:
+    node = start({"pool-0": ["crash when ready", "serve"]}, process=serve_with_a_wall_clock_that_jumps, heartbeat_s=5.0)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
+    for _ in range(100):
+        node.eventually(lambda status: status.ready, "an answer")
+    status = node.ready()
+    assert [found.restarts for found in status.workers] == [1, 0]
+    assert all(0 <= found.heartbeat_age_s < 5 for found in status.workers)
+    times = [json.loads(line)["time"] for line in (node.home / "run/logs/supervisor.log").read_text().splitlines()]
+    assert times != sorted(times), "the clock that logs show did jump"
+    stop_node(node.info, timeout_s=60)
+    assert node.ended() == 0
+
+
 def test_a_node_can_be_started_and_stopped_again_and_again(start: StartTiny) -> None:
-    for _ in range(4):
+    for _ in range(20):
         node = start()
         pids = [found.pid for found in node.ready().workers]
         stop_node(node.info, timeout_s=60)

@@ -1,12 +1,15 @@
 """A supervisor over tiny workers, in a process of its own that is forked from one where all is imported."""
 
+import itertools
 import logging
 import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 
 from runtime.node.config import load_config
+from runtime.node.log_format import Formatter
 from runtime.node.placement import resolve
 from runtime.node.supervisor import Supervisor
 
@@ -22,7 +25,16 @@ def serve(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     os.dup2(fd, 2)
     os.environ["TINY_ORDERS"] = orders
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Formatter("text", "supervisor"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     supervisor = Supervisor(resolve(load_config(Path(config))), seed=0, command=command)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)
+
+
+def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process, with a `time.time` that is a day ahead or behind with every look at it."""
+    wall, days = time.time, itertools.cycle((86_400.0, -86_400.0, 0.0))
+    time.time = lambda: wall() + next(days)
+    serve(config, orders, log, command)
