@@ -23,6 +23,7 @@ from launchers.placement_table import show_placement
 from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
 from launchers.trace_command import trace
+from launchers.workers_commands import workers_app
 from runtime import preflight
 from runtime.errors import TrinityError
 from runtime.needs import needed_bytes
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 app.add_typer(index_app, name="index")
 app.add_typer(dashboards_app, name="dashboards")
+app.add_typer(workers_app, name="workers")
 app.command()(search)
 app.command()(demo)
 app.command()(doctor)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -50,6 +51,8 @@ class Child:
     failed_starts: int = 0
     rolling: bool = False  # its end is wanted, and so is its next life
     stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal
+    added: bool = False  # while the node ran: the node goes on without it
+    leaving: bool = False  # its end is wanted, and no other life
 
     @property
     def name(self) -> str:
@@ -59,6 +62,11 @@ class Child:
     def says_ready(self) -> bool:
         """Whether its process of now has got ready; what the table says is that of the last one until it takes over."""
         return self.table.epoch == self.epoch and self.table.state is not State.STARTING
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its loop's last heartbeat."""
+        return self.table.age_s(time.monotonic_ns())
 
     def send(self, kind: signal.Signals) -> None:
         """A signal to its process, which may have just ended."""

@@ -1,16 +1,20 @@
-"""The supervisor's control socket: status, metrics, stop, restart. Asked by the command line and the frontend."""
+"""The supervisor's control socket: status, metrics, stop, restart, changes of workers.
+
+Asked by the command line and the frontend.
+"""
 
 import os
 import select
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import zmq
 
 from ipc.endpoints import bind, connect
-from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
+from runtime.node.changes import Verb
 from runtime.node.run_dir import NodeInfo
 
 _MAX_QUESTION_BYTES = 128
@@ -69,10 +73,12 @@ class ControlServer:
         metrics: Callable[[], str],
         stop: Callable[[], None],
         restart: Callable[[str], str],
+        change: Callable[[Verb, str], str],
     ) -> None:
         """Answer every question that waits; what is not a question is dropped.
 
-        `restart` is given a worker's name, or "" for all, and returns what is wrong with that.
+        `restart` is given a worker's name, or "" for all, and returns what is wrong with that; `change` (see
+        `Changes.ask`) raises it.
         """
         while self.pending():
             frames = self._socket.recv_multipart()
@@ -90,13 +96,30 @@ class ControlServer:
                     answer = b"{}"
                 case b"restart":
                     answer = restart(name.decode(errors="replace")).encode()
+                case b"add" | b"drain" | b"flip":
+                    answer = msgspec.json.encode(_changed(change, what.decode(), name.decode(errors="replace")))
                 case _:
                     continue
             self._socket.send_multipart([identity, answer], flags=zmq.DONTWAIT)
 
 
+class Changed(msgspec.Struct, frozen=True):
+    """The worker that a change is about, or what is wrong with it."""
+
+    worker: str
+    trouble: str = ""
+
+
+def _changed(change: Callable[[Verb, str], str], verb: str, what: str) -> Changed:
+    try:
+        return Changed(change(cast("Verb", verb), what))
+    except TrinityError as error:
+        return Changed("", error.message)
+
+
 def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
-    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart" or "restart WORKER".
+    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart", "restart WORKER",
+    or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker.
 
     Raises `Unavailable` if it does not answer in time.
     """
@@ -148,4 +171,29 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[
         if clock() > end:
             left = ", ".join(found.name for found in wanted if found.epoch == before[found.name])
             raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {left or 'the last one is not ready'}")
+        select.select([], [], [], _LOOK_S)
+
+
+def change_worker(
+    info: NodeInfo, verb: Verb, what: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """Add, drain or flip a worker (see `Changes.ask`), and return its name when that is done.
+
+    Raises `InvalidRequest` for what cannot be, `Unavailable` if the new worker cannot run, `DeadlineExceeded` after
+    `timeout_s` seconds.
+    """
+    before = {found.name for found in node_status(info).workers}
+    changed = msgspec.json.decode(ask(info.control, f"{verb} {what}"), type=Changed)
+    if changed.trouble:
+        raise InvalidRequest(changed.trouble)
+    end = clock() + timeout_s
+    while True:
+        phases = {found.name: found.phase for found in node_status(info).workers}
+        leaving = before - phases.keys() if verb == "flip" else {changed.worker} - phases.keys()
+        if verb != "drain" and changed.worker not in phases:
+            raise Unavailable(f"{changed.worker} cannot run; the node's log has the reason")
+        if (verb == "add" or leaving) and (verb == "drain" or phases[changed.worker] == "ready"):
+            return changed.worker
+        if clock() > end:
+            raise DeadlineExceeded(f"{verb} {what}: not done within {timeout_s:.0f} s; it goes on")
         select.select([], [], [], _LOOK_S)

@@ -145,7 +145,7 @@ class SignalMeter:
     """Readings → signals, over about the last second: what is older fades by half with every four intervals."""
 
     def __init__(self, links: int, interval_s: float) -> None:
-        self._links = max(links, 1)
+        self.links = links
         self._half_life_s = 4 * interval_s
         self._last: tuple[float, Readings] | None = None
         self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = 0.0
@@ -164,7 +164,7 @@ class SignalMeter:
         deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
-            link_use=_share(self._link_busy_s, self._elapsed_s * self._links),
+            link_use=_share(self._link_busy_s, self._elapsed_s * max(self.links, 1)),
             prefill_wait_p95_s=quantile(0.95, POOL_WAIT_PREFILL.buckets, self._waits),
             decode_stall=_share(self._stall_s, self._row_s),
         )

@@ -24,11 +24,26 @@ class ControlLoop:
         self._decodes = [table for table in tables.values() if table.role == "decode"]
         self._meter = SignalMeter(len(self._decodes), settings.interval_s)
         self.law = ControlLaw(settings, reserve=pool.reserve, flush_prefill_s=pool.flush_prefill_s)
+        self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
         self._due_s = 0.0
         if settings.enabled:
             for table in self._pools:
                 table.set_knob("reserve", self.law.reserve)
                 table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
+
+    def joined(self, table: WorkerTable) -> None:
+        """A worker has come to the node."""
+        if table.role == "decode":
+            self._decodes.append(table)
+            self._meter.links = len(self._decodes)
+
+    def left(self, table: WorkerTable) -> None:
+        """A worker has gone: what it has counted stays counted."""
+        if table in self._decodes:
+            for name, metric in _COUNTERS.items():
+                self._left[name] += table.read(metric)[0]
+            self._decodes.remove(table)
+            self._meter.links = len(self._decodes)
 
     def step(self, now_s: float) -> None:
         """Look at the node, and move a knob of all pools if the law says so; each change is logged with its cause."""
@@ -62,7 +77,7 @@ class ControlLoop:
         )
 
     def _sum(self, name: str) -> float:
-        return sum(table.read(_COUNTERS[name])[0] for table in self._decodes)
+        return self._left[name] + sum(table.read(_COUNTERS[name])[0] for table in self._decodes)
 
 
 _COUNTERS = {metric.name: metric for metric in METRICS["decode"] if isinstance(metric, Counter)}

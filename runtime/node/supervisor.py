@@ -1,6 +1,6 @@
 """The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
 
-Its loop: serve the control socket → reap the dead → stop what hangs → roll → start what is due → tune the pools.
+Its loop: serve the control socket → reap the dead → stop what hangs → roll, change → start what is due → tune.
 Workers are its children and die with it; nothing of a node outlives its supervisor.
 """
 
@@ -18,6 +18,7 @@ from types import FrameType
 from msgspec.structs import replace
 
 from runtime.node.backoff import Backoff
+from runtime.node.changes import Changes
 from runtime.node.child import COMMAND, Child, Phase, how, kill_group, spawn
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
 from runtime.node.control_loop import ControlLoop
@@ -27,7 +28,7 @@ from runtime.node.gpus import Gpus
 from runtime.node.listen import listen
 from runtime.node.log import log_directory, log_to_file
 from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan
+from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.rolling import Rolling
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.table import WorkerTable
@@ -57,21 +58,15 @@ class Supervisor:
         self._plan = plan
         self._command = list(command)
         self._clock = clock
-        random_source = random.Random(seed)
-        slo = plan.config.slo
-        self._children = [
-            Child(
-                place,
-                WorkerTable.create(place.role, place.name, metrics_of(place.role, slo)),
-                Backoff(random_source),
-            )
-            for place in plan.workers
-        ]
+        self._random = random.Random(seed)
+        self._epochs: dict[str, int] = {}  # the last of each worker that has left
+        self._children = [self._child(place) for place in plan.workers]
         tables = {child.place.name: child.table for child in self._children}
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
         self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
         self._rolling = Rolling(self._children, plan.config.node.drain_s)
+        self._changes = Changes(self._children, plan.config, begin=self._begin, end=self._end, clock=clock)
         self._stop_signals = 0
         self._announced = False
 
@@ -110,6 +105,7 @@ class Supervisor:
                 self._stop_all(control, listener)
                 return 0
             self._rolling.step(self._clock())
+            self._changes.step()
             self._restart_due(listener)
             self._control_loop.step(self._clock())
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
@@ -140,7 +136,11 @@ class Supervisor:
 
     def _answer(self, control: ControlServer) -> None:
         control.serve(
-            status=self.status, metrics=self.metrics_text, stop=self._request_drain, restart=self._rolling.ask
+            status=self.status,
+            metrics=self.metrics_text,
+            stop=self._request_drain,
+            restart=self._rolling.ask,
+            change=self._changes.ask,
         )
 
     def _reap(self) -> None:
@@ -151,6 +151,9 @@ class Supervisor:
             child.process, child.exit_code = None, code
             if stacks := child.take_stacks():
                 log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
+            if child.leaving:
+                child.phase = Phase.STOPPED
+                continue
             if child.rolling:
                 child.phase, child.due = Phase.BACKOFF, self._clock()
                 continue
@@ -165,8 +168,9 @@ class Supervisor:
         if not child.was_ready:
             child.failed_starts += 1
         if child.exit_code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
-            log.error("%s cannot run (%s): the node stops", child.place.name, how)
-            child.phase = Phase.FATAL
+            log.error("%s cannot run (%s): %s", child.name, how, "given up" if child.added else "the node stops")
+            child.phase = Phase.STOPPED if child.added else Phase.FATAL
+            child.leaving = child.added
             return
         child.phase = Phase.BACKOFF
         delay = child.backoff.next_delay(ran_s=self._clock() - child.started)
@@ -184,7 +188,7 @@ class Supervisor:
                     child.phase, child.was_ready = Phase.READY, True
                 elif self._clock() - child.started > node.start_s:
                     self._kill(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
-            elif child.phase is Phase.READY and child.table.age_s(time.monotonic_ns()) > node.heartbeat_s:
+            elif child.phase in (Phase.READY, Phase.DRAINING) and child.silent_s > node.heartbeat_s:
                 self._kill(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
             elif child.phase is Phase.KILLED and self._clock() >= child.due:
                 child.kill_group()
@@ -222,6 +226,31 @@ class Supervisor:
             self._ended(child, f"could not be started: {error}")
         else:
             child.phase = Phase.STARTING
+
+    def _child(self, place: WorkerPlan) -> Child:
+        table = WorkerTable.create(place.role, place.name, metrics_of(place.role, self._plan.config.slo))
+        return Child(place, table, Backoff(self._random), epoch=self._epochs.get(place.name, 0))
+
+    def _begin(self, place: WorkerPlan) -> None:
+        """One more worker, started in this round of the loop."""
+        child = self._child(place)
+        child.added, child.rolling, child.phase = True, True, Phase.BACKOFF
+        self._children.append(child)
+        self._control_loop.joined(child.table)
+        self._replan()
+
+    def _end(self, child: Child) -> None:
+        """One worker less: its process is gone."""
+        self._children.remove(child)
+        self._epochs[child.name] = child.epoch
+        self._control_loop.left(child.table)
+        child.table.close()
+        self._replan()
+
+    def _replan(self) -> None:
+        workers = tuple(child.place for child in self._children)
+        self._plan = replace(self._plan, workers=workers)
+        self._figures.workers = workers
 
     # ---- stopping
 

@@ -6,12 +6,13 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import zmq
 
 from ipc.endpoints import connect, new_token, private_endpoint
-from runtime.errors import DeadlineExceeded, Unavailable
-from runtime.node.control import ControlServer, NodeStatus, WorkerStatus, ask, node_status, stop_node
+from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.node.control import ControlServer, NodeStatus, WorkerStatus, ask, change_worker, node_status, stop_node
 from runtime.node.run_dir import NodeInfo
 
 
@@ -39,7 +40,12 @@ class Node:
         with self._server as server:
             while not self._done.is_set():
                 server._socket.poll(10)
-                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "")
+                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "", self._change)
+
+    def _change(self, verb: str, what: str) -> str:
+        if what == "pool":
+            raise InvalidRequest("not the pool")
+        return f"{what}-{verb}"
 
     def _stop(self) -> None:
         self.stops += 1
@@ -62,6 +68,22 @@ def test_status_comes_back_as_it_is(node: Node) -> None:
 
 def test_metrics_come_back_as_text(node: Node) -> None:
     assert ask(node.endpoint, "metrics").decode() == "metrics …\n"
+
+
+def test_a_change_that_cannot_be_is_told_in_words(node: Node) -> None:
+    with pytest.raises(InvalidRequest, match="not the pool"):
+        change_worker(info(node.endpoint), "add", "pool", timeout_s=5)
+
+
+def test_a_change_waits_until_it_is_done(node: Node) -> None:
+    moments = iter((0.0, 1.0, 6.0))
+    with pytest.raises(Unavailable, match="decode-add cannot run"):
+        change_worker(info(node.endpoint), "add", "decode", timeout_s=5)
+    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=5) == "decode-1-drain"
+    worker = msgspec.structs.replace(node.status.workers[0], name="decode-add", phase="starting")
+    node.status = msgspec.structs.replace(node.status, workers=(worker,))
+    with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it goes on"):
+        change_worker(info(node.endpoint), "add", "decode", timeout_s=5, clock=lambda: next(moments))
 
 
 def test_a_node_is_ready_when_all_workers_are() -> None:

@@ -42,6 +42,7 @@ class TinyNode:
         orders: dict[str, list[str]],
         command: tuple[str, ...],
         process: Callable[..., None] = serve,
+        more: str = "",
         **times: float,
     ) -> None:
         self.home = home
@@ -49,7 +50,7 @@ class TinyNode:
         self.orders = home / "orders.json"
         self.orders.write_text(json.dumps(orders))
         config = home / "node.toml"
-        config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times))
+        config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times) + more)
         self.process = FORKSERVER.Process(target=process, args=(str(config), str(self.orders), str(self.log), command))
         self.process.start()
 
