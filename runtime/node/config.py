@@ -214,6 +214,20 @@ class SloSection(_Section, frozen=True):
     objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
 
 
+class AnswerCacheSection(_Section, frozen=True):
+    """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
+
+    Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
+    and at most `entries` are.
+    """
+
+    enabled: bool = False
+    embedder: str = "all-minilm-l6-v2"
+    threshold: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.97
+    ttl_s: Seconds = 3600.0
+    entries: Annotated[int, Meta(ge=1, le=100_000)] = 1000
+
+
 class CollectionSection(_Section, frozen=True):
     """A collection that the pool loads: its name in requests, its directory, and into how many shards it was built.
 
@@ -238,6 +252,7 @@ class NodeConfig(_Section, frozen=True):
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
+    answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()
 
 
@@ -335,6 +350,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "pool": PoolSection,
     "control": ControlSection,
     "slo": SloSection,
+    "answer_cache": AnswerCacheSection,
     "collections": CollectionSection,
 }
 

@@ -240,6 +240,12 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
             "Of these: answered after the limit, failed or refused",
             {slo: f"trinity_slo_violations_{slo}_total" for slo in SLOS},
         ),
+        *_by(
+            "event",
+            "trinity_answer_cache_events_total",
+            "Prompts looked up among stored answers: found or not; answers stored, expired, gone to make room",
+            {event: f"trinity_answer_cache_{event}_total" for event in ("hit", "miss", "stored", "expired", "evicted")},
+        ),
         SEARCH_TIME,
         Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended"),
     ),

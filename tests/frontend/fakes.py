@@ -21,6 +21,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
@@ -263,8 +264,15 @@ class Cluster:
     """A frontend on a loopback port with `prefills` and `decodes` playing workers, in a thread. Use as a context."""
 
     def __init__(
-        self, *, prefills: int = 1, decodes: int = 1, max_in_flight: int = 64, settings: Settings | None = None
+        self,
+        *,
+        prefills: int = 1,
+        decodes: int = 1,
+        max_in_flight: int = 64,
+        settings: Settings | None = None,
+        answers: PromptAnswers | None = None,
     ) -> None:
+        self._answers = answers
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
         self.search = Search()
@@ -356,7 +364,7 @@ class Cluster:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = Router(max_in_flight=self._max_in_flight, seed=1)
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
-        app = create_app(Service(self.link, self.search, Metrics()), self.settings)
+        app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings)
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         for role, name in self._cast():

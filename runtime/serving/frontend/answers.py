@@ -1,7 +1,8 @@
 """What the HTTP interface gives: OpenAI's answer objects, whole or as server-sent events, and its error object.
 
 Trinity's own additions: `retrieval` (the passages used: id, title, distance, and after how many tokens of the answer
-they came) and `timings` (seconds by stage, see `stages.spans_seconds`). In a stream the first chunk carries the
+they came), `timings` (seconds by stage, see `stages.spans_seconds`) and, of an answer that was stored
+(`answer_cache.py`), `cached`: how alike the questions are and how old it is. In a stream the first chunk carries the
 passages found before prefill, each probe has a chunk of its own, and the chunk with the `finish_reason` the timings.
 """
 
@@ -59,6 +60,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     searches: list[Retrieved] = field(default_factory=list)
     last: Tokens | None = None
+    cached: Json | None = None  # of an answer that the model did not write now
 
     def add(self, piece: Piece) -> bool:
         """Take in the next piece; True when it was the last."""
@@ -84,7 +86,22 @@ class Answer:
             answer["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
             answer["prompt_token_ids"] = self.prompt_token_ids
+        if self.cached is not None:
+            answer["cached"] = self.cached
         return answer | {"timings": self._timings(self.last)}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of a whole answer, to be given again: what was found, and its tokens in one piece."""
+        assert self.last is not None, "an answer has a last piece"
+        last = Tokens(
+            self.id,
+            "".join(self.texts),
+            tuple(self.token_ids),
+            self.last.finish_reason,
+            self.last.prompt_tokens,
+            prompt_token_ids=self.prompt_token_ids or (),
+        )
+        return (*self.searches, last)
 
     def opening(self) -> bytes:
         """The first event: who speaks, and the passages found so far."""
@@ -93,6 +110,8 @@ class Answer:
             chunk["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
             chunk["prompt_token_ids"] = self.prompt_token_ids
+        if self.cached is not None:
+            chunk["cached"] = self.cached
         return event(chunk)
 
     def chunk(self, piece: Piece) -> bytes:

@@ -250,7 +250,7 @@ class ChatMessage(_Model):
 
 
 class GenerateBody(_Model):
-    """What both endpoints share."""
+    """What both endpoints share. `answer_cache` false: not a stored answer, and do not store this one."""
 
     model: str
     stream: bool = False
@@ -262,6 +262,7 @@ class GenerateBody(_Model):
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    answer_cache: bool = True
     retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_retrieval)] = None
 
     def limit(self, default: int) -> int:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -18,12 +18,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from runtime.errors import (
     ConfigError,
     DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     Overloaded,
     TrinityError,
@@ -32,14 +30,13 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.answer_cache import Asked, Hit, PromptAnswers
 from runtime.serving.frontend.answers import (
-    DONE,
     Answer,
     ChatAnswer,
     CompletionAnswer,
     Json,
     error_json,
-    event,
     passage_json,
     to_json,
 )
@@ -52,10 +49,11 @@ from runtime.serving.frontend.api_types import (
     parse,
 )
 from runtime.serving.frontend.guard import Guard, error_response, read_body
-from runtime.serving.frontend.requests import ClientGone, Piece
+from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.frontend.streams import EventStream, events, first_tokens
 from runtime.serving.frontend.worker_link import WorkerLink
-from runtime.serving.messages import Message, Retrieval, Tokens
+from runtime.serving.messages import Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
@@ -87,6 +85,7 @@ class Service:
     link: WorkerLink
     search: SearchSource
     metrics: MetricsSource
+    answers: PromptAnswers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +115,6 @@ class Settings:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 # Not shown: it may be all but the secret.
                 raise ConfigError(f"API key {position} is empty, or has blanks around it or characters beyond ASCII")
-
-
-class EventStream(Response):
-    """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
-
-    def __init__(self, events: AsyncIterator[bytes], request_id: str, release: Callable[[], None]) -> None:
-        self.events = events
-        self.release = release
-        self.status_code = 200
-        self.background = None
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self.init_headers(headers | {"x-request-id": request_id})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come; then, or when that fails, `release`."""
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in self.events:
-                if chunk:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            self.release()
 
 
 def create_app(
@@ -215,11 +191,22 @@ class _Routes:
         prompt: str | tuple[int, ...] = "",
         messages: tuple[Message, ...] = (),
     ) -> Response:
-        link = self._service.link
+        link, answers = self._service.link, self._service.answers
         received_ns = link.now_ns()
+        sampling = body.sampling(default_max_tokens, self._seeds.getrandbits(63))
+        store: Callable[[], None] = _nothing
+        if (
+            answers is not None
+            and body.answer_cache
+            and (asked := self._asked(http, body, sampling, messages or prompt))
+        ):
+            vector, hit = await answers.find(asked)
+            if hit is not None:
+                return self._stored(answer, hit, body.stream)
+            store = lambda: answers.store(asked, vector, answer.pieces())  # noqa: E731
         request = link.submit(
             answer.id,
-            sampling=body.sampling(default_max_tokens, self._seeds.getrandbits(63)),
+            sampling=sampling,
             received_ns=received_ns,
             deadline_ns=received_ns + int(self._settings.request_timeout_s * 1e9),
             prompt=prompt,
@@ -233,16 +220,36 @@ class _Routes:
             link.cancel(request)
 
         try:
-            first = await _first_tokens(answer, request)  # until here errors are HTTP errors: no status is sent yet
+            first = await first_tokens(answer, request)  # until here errors are HTTP errors: no status is sent yet
             if body.stream:
-                return EventStream(_events(answer, request, first), answer.id, release)
+                return EventStream(events(answer, request, first, store), answer.id, release)
             while answer.last is None:
                 answer.add(await request.next())
         except BaseException:
             release()
             raise
         release()
+        store()
         return _json(answer.whole(), {"x-request-id": answer.id})
+
+    def _asked(
+        self, http: Request, body: GenerateBody, sampling: Sampling, prompt: str | tuple[int, ...] | tuple[Message, ...]
+    ) -> Asked | None:
+        """What to look up; None if the answer cannot be a stored one. With API keys each has answers of its own."""
+        tenant = http.headers.get("authorization", "") if self._settings.api_keys else ""
+        return Asked.of(tenant, self._settings.model, prompt, sampling, body.searches(), seeded=body.seed is not None)
+
+    def _stored(self, answer: Answer, hit: Hit, stream: bool) -> Response:
+        """An answer from the cache; it says so."""
+        answer.cached = {"similarity": round(hit.similarity, 4), "age_s": round(hit.age_s, 3)}
+        for piece in hit.pieces:
+            answer.add(piece)
+        headers = {"x-request-id": answer.id, "x-trinity-cache": "hit"}
+        if not stream:
+            return _json(answer.whole(), headers)
+        assert answer.last is not None, "only whole answers are stored"
+        content = answer.opening() + answer.chunk(answer.last) + answer.closing()
+        return Response(content, headers=headers, media_type="text/event-stream; charset=utf-8")
 
     # ---- search alone
 
@@ -339,36 +346,15 @@ class _Routes:
         return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}
 
 
-async def _first_tokens(answer: Answer, request: InFlight) -> Tokens:
-    while True:
-        piece = await request.next()
-        answer.add(piece)
-        if isinstance(piece, Tokens):
-            return piece
-
-
-async def _events(answer: Answer, request: InFlight, first: Tokens) -> AsyncIterator[bytes]:
-    piece: Piece = first
-    try:
-        yield answer.opening()
-        yield answer.chunk(piece)
-        while answer.last is None:
-            piece = await request.next()
-            answer.add(piece)
-            yield answer.chunk(piece)
-        yield answer.closing()
-    except TrinityError as error:
-        yield event(error_json(error)) + DONE
-    except Exception:
-        log.exception("failed within its stream", extra={"request": answer.id})
-        yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE
-
-
 async def _cancel_when_gone(http: Request, link: WorkerLink, request: InFlight) -> None:
     """The body is read, so what still comes from the client is nothing but its disconnect."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     link.cancel(request)
+
+
+def _nothing() -> None:
+    """What is done with an answer that is not kept."""
 
 
 def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:

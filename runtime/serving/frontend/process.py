@@ -17,8 +17,10 @@ from runtime.node.placement import read_api_keys
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.embedder import load_embedder
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
+from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.router import Router
@@ -97,7 +99,8 @@ async def _serve(worker: Worker) -> None:
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,
     )
-    app = create_app(Service(link, search or NoSearch(), SupervisorMetrics(plan.endpoint("control"))), settings)
+    supervisor = SupervisorMetrics(plan.endpoint("control"))
+    app = create_app(Service(link, search or NoSearch(), supervisor, _answers(worker)), settings)
     options = uvicorn.Config(
         MeasuredApp(app, measures),
         log_config=None,  # its lines go where ours go
@@ -121,6 +124,18 @@ async def _serve(worker: Worker) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         link.close()
+
+
+def _answers(worker: Worker) -> PromptAnswers | None:
+    """The cache of answers, if the node has one. Raises ModelError for an embedder that is not there."""
+    limits = worker.plan.config.answer_cache
+    if not limits.enabled or worker.plan.config.model is None:
+        return None
+
+    def count(event: Event) -> None:
+        worker.table.add(f"trinity_answer_cache_{event}_total")
+
+    return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
 
 
 async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
