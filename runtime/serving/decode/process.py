@@ -42,6 +42,7 @@ from runtime.serving.model.text import TextStream
 if TYPE_CHECKING:
     import torch
 
+_SLICE_SHARE = 10  # a slice of KV takes a tenth of a step of the batch at most
 _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
@@ -80,6 +81,7 @@ class DecodeWorker:
         self._probes = Probes(
             retriever, self._model.tokenizer, config.decode, config.model.context_tokens, self._table, worker.log
         )
+        self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
         self._counted: dict[str, float] = {}  # what the metrics have been told of other parts' counters
         self._counted_ns = time.monotonic_ns()
         self._link = FrontendLink(
@@ -137,7 +139,9 @@ class DecodeWorker:
     def _pull(self) -> None:
         """Bring KV in: back from swap space, then from prefill. A batch that runs waits for a slice, no longer."""
         batch = self._batch
-        slice_ns = self._slice_ns if any(row.ready and not row.stalled for row in batch.rows) else None
+        slice_ns: int | None = min(self._slice_ns, self._step_ns // _SLICE_SHARE)
+        if not any(row.ready and not row.stalled for row in batch.rows):
+            slice_ns = None
         batch.swap_in(slice_ns)
         if not any(batch.preempted):  # who was here before comes first
             self._bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
@@ -179,7 +183,9 @@ class DecodeWorker:
         batch = self._batch.chunks(self._limits.chunk_tokens)
         if not batch:
             return False
+        begin = time.monotonic_ns()
         logits = self._model.forward([chunk for _, chunk in batch])
+        self._step_ns += (time.monotonic_ns() - begin - self._step_ns) // 8
         for (row, chunk), scores in zip(batch, logits, strict=True):
             self._batch.filled(row, chunk.start + len(chunk.tokens))
             if row.cached == len(row.context):

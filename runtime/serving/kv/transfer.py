@@ -2,11 +2,12 @@
 
 A KV array is [layers, 2, blocks, kv_heads, block_tokens, head_dim] float32: a tensor of a model on the CPU, the same
 in another process's memory, or swap space. A copy goes layer by layer, as a model reads them, and within a layer in
-runs of blocks of at most 1 MiB.
+slices of at most 1 MiB. In a slice blocks that lie one behind the other on both sides are copied in one go, straight
+from there to here.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +43,13 @@ class Transfer:
             if blocks and not 0 <= min(blocks) <= max(blocks) < array.shape[2]:
                 raise ValueError(f"the {name} has blocks 0..{array.shape[2] - 1}, asked for {sorted(blocks)}")
         self._source, self._target = source, target
-        self._taken, self._given = np.array(taken, np.intp), np.array(given, np.intp)
         block_bytes = target[0, :, :1].nbytes
         each = max(1, _SLICE_BYTES // block_bytes)
-        self._slices = [
-            (layer, begin, min(begin + each, len(taken)))
-            for layer in range(target.shape[0])
+        parts = [
+            list(_runs(taken[begin : begin + each], given[begin : begin + each]))
             for begin in range(0, len(taken), each)
         ]
+        self._slices = [(layer, runs) for layer in range(target.shape[0]) for runs in parts]
         self._next = 0
         self.blocks = len(taken)
         self.bytes = len(taken) * block_bytes * target.shape[0]
@@ -64,10 +64,21 @@ class Transfer:
         """Copy for about `for_ns`, at least one slice (None: all that is left); whether all is copied now."""
         begin_ns = clock()
         while not self.done:
-            layer, begin, end = self._slices[self._next]
-            self._target[layer][:, self._given[begin:end]] = self._source[layer][:, self._taken[begin:end]]
+            layer, runs = self._slices[self._next]
+            source, target = self._source[layer], self._target[layer]
+            for taken, given, count in runs:
+                target[:, given : given + count] = source[:, taken : taken + count]
             self._next += 1
             if for_ns is not None and clock() - begin_ns >= for_ns:
                 break
         self.busy_ns += clock() - begin_ns
         return self.done
+
+
+def _runs(taken: Sequence[int], given: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where a run begins in the source and in the target, and its blocks."""
+    begin = 0
+    for end in range(1, len(taken) + 1):
+        if end == len(taken) or (taken[end], given[end]) != (taken[end - 1] + 1, given[end - 1] + 1):
+            yield taken[begin], given[begin], end - begin
+            begin = end
