@@ -1,0 +1,63 @@
+"""Prefill and decode under load, measured on this machine in one run, under nine minutes.
+
+    python -m benchmarks.serve                                       # a small random Llama, drawn arrivals
+    python -m benchmarks.serve --data ../shared/data/traces          # arrivals and lengths as in a real trace, scaled
+    python -m benchmarks.serve --model smollm2 --only ttft,handover  # a real model: slower by ten
+
+Two cores: prefill on the first, decode on the last; the colocated workers one on each. Every comparison is made within
+the run, turn by turn. Missed bars are printed as missed; the exit code is 0 all the same.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.serve import changes, goodput, handover, probes, step, tpot, ttft
+from benchmarks.serve.bench import Bench
+from benchmarks.serve.report import Section, about, markdown, write
+
+SECTIONS: dict[str, Callable[[Bench], Section]] = {
+    "tpot": tpot.run,
+    "step": step.run,
+    "handover": handover.run,
+    "ttft": ttft.run,
+    "probes": probes.run,
+    "goodput": goodput.run,
+    "changes": changes.run,
+}
+
+
+def main() -> None:
+    """Run the chosen sections and write what they found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"sections, with commas between: {', '.join(SECTIONS)}")
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
+    parser.add_argument("--data", type=Path, help="a trace, or a directory with azure-2023-conv.csv")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times and counts: 0.2 is a quick look")
+    parser.add_argument("--out", type=Path, help="such as benchmarks/results/serve: .md, .json and .png are written")
+    options = parser.parse_args()
+    chosen = [name for name in options.only.split(",") if name] or list(SECTIONS)
+    if unknown := sorted(set(chosen) - set(SECTIONS)):
+        parser.error(f"--only: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    sections = []
+    with tempfile.TemporaryDirectory() as folder, Bench(options, Path(folder)) as bench:
+        known = about(model=bench.info.name, seed=options.seed, scale=options.scale, data=options.data or "drawn")
+        known["load before"] = f"{os.getloadavg()[0]:.1f}"
+        for name in chosen:
+            begin = time.monotonic()
+            section = SECTIONS[name](bench)
+            section.seconds = time.monotonic() - begin
+            sections.append(section)
+            print(f"{name}: {section.seconds:.0f} s", file=sys.stderr, flush=True)
+    print(markdown(sections, known))
+    if options.out:
+        write(sections, known, options.out)
+
+
+if __name__ == "__main__":
+    main()

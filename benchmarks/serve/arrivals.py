@@ -1,0 +1,60 @@
+"""When requests come and how long they are: from a real trace, scaled, or drawn from a seeded gamma process."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from runtime.simulator.traces import Arrival, at_rate, load_trace
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths that this machine's model can serve: a trace's are scaled down to fit, drawn ones have these means."""
+
+    prompt_tokens: int = 160
+    output_tokens: int = 24
+    most_prompt_tokens: int = 1024
+    most_output_tokens: int = 64
+
+
+def arrivals(
+    data: Path | None, rate: float, seconds: float, seed: int, shape: Shape, burstiness: float = 1.0
+) -> list[Arrival]:
+    """Requests over so many seconds at so many a second. `burstiness` 1: Poisson; over 1: gamma, in bursts.
+
+    From a trace (a file, or azure-2023-conv.csv in a directory) the order, the bursts and the ratios of lengths are
+    kept; rate and mean lengths are ours.
+    """
+    if data is None:
+        return list(_drawn(rate, seconds, np.random.default_rng(seed), shape, burstiness))
+    path = data / "azure-2023-conv.csv" if data.is_dir() else data
+    wanted = max(1, round(rate * seconds))
+    found = load_trace(path, limit=wanted * 50)
+    begin = seed * wanted % max(1, len(found) - wanted)
+    window = found[begin : begin + wanted]
+    window = [replace(arrival, at_s=arrival.at_s - window[0].at_s) for arrival in window]
+    prompt = shape.prompt_tokens / np.mean([arrival.prompt_tokens for arrival in window])
+    output = shape.output_tokens / np.mean([arrival.output_tokens for arrival in window])
+    return [_bounded(a.at_s, a.prompt_tokens * prompt, a.output_tokens * output, shape) for a in at_rate(window, rate)]
+
+
+def _drawn(
+    rate: float, seconds: float, random: np.random.Generator, shape: Shape, burstiness: float
+) -> Iterator[Arrival]:
+    at_s = 0.0
+    while True:
+        at_s += random.gamma(1 / burstiness, burstiness / rate)
+        if at_s > seconds:
+            return
+        prompt, output = random.lognormal(-0.32, 0.8, 2)  # mean 1: many short ones, a few long ones
+        yield _bounded(at_s, shape.prompt_tokens * prompt, shape.output_tokens * output, shape)
+
+
+def _bounded(at_s: float, prompt: float, output: float, shape: Shape) -> Arrival:
+    return Arrival(
+        at_s,
+        min(shape.most_prompt_tokens, max(8, round(prompt))),
+        min(shape.most_output_tokens, max(2, round(output))),
+    )

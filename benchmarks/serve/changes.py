@@ -1,0 +1,151 @@
+"""Workers added, flipped, drained and killed under load: what is lost, and how soon a new role answers."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.serve.bench import Bench
+from benchmarks.serve.client import Outcome, offer
+from benchmarks.serve.report import Measure, Section
+from launchers.http_client import get_json
+from runtime.errors import Unavailable
+from runtime.node.control import change_worker, node_status
+from runtime.node.run_dir import NodeInfo, find_node
+from runtime.serving.frontend.traces import Trace
+
+_ANSWER_S = 2.0
+_WAIT_S = 120.0
+
+
+def run(bench: Bench) -> Section:
+    """A node with its supervisor, requests at a steady rate, and one change after the other."""
+    section = Section(
+        "changes",
+        "A node under load while a worker is added, flipped, drained, and one killed with SIGKILL. Lost is what ended "
+        "with an error or not at all. The first answer is that of the first request that the new worker prefilled or "
+        "decoded, from the moment it was ready.",
+    )
+    config, run_dir = _config(bench)
+    with _node(config, run_dir) as info:
+        seconds = bench.seconds(45.0)
+        found: list[Outcome] = []
+        timed = bench.load(3.0, seconds, bench.seed)
+        sending = threading.Thread(target=lambda: found.extend(offer(info.url, timed)))
+        sending.start()
+        time.sleep(2.0)
+        steps: tuple[tuple[str, Callable[[], str]], ...] = (
+            ("add", lambda: change_worker(info, "add", "prefill", _WAIT_S)),
+            ("flip", lambda: change_worker(info, "flip", "prefill-0", _WAIT_S)),
+            ("drain", lambda: change_worker(info, "drain", "decode-0", _WAIT_S)),
+            ("kill", lambda: _kill(info, "decode")),
+        )
+        begin = time.monotonic()
+        with _watched(info) as ready:
+            for name, change in steps:
+                section.details[name] = f"{change()} after {time.monotonic() - begin:.1f} s"
+            sending.join()
+        first = _first_answers(info, found, ready)
+    lost = [outcome.code for outcome in found if not outcome.whole]
+    section.measures = [
+        Measure("requests sent", len(found)),
+        Measure("requests lost", len(lost), "", "≤", 0),
+        Measure(
+            "first answer from a new worker, the slowest", max(first.values(), default=math.inf), "s", "≤", _ANSWER_S
+        ),
+    ]
+    section.details |= {"lost": lost, "first_answers_s": first}
+    return section
+
+
+def _config(bench: Bench) -> tuple[Path, Path]:
+    run_dir, path = bench.folder / "run", bench.folder / "node.toml"
+    path.write_text(
+        f'[node]\nname = "bench"\nrun_dir = "{run_dir}"\n[http]\nport = 0\n'
+        f'[model]\nname = "{bench.model}"\ncontext_tokens = {bench.parts.context_tokens}\n'
+        f'[[collections]]\nname = "docs"\npath = "{bench.parts.collection}"\n'
+    )
+    return path, run_dir
+
+
+@contextmanager
+def _node(config: Path, run_dir: Path) -> Iterator[NodeInfo]:
+    with config.with_suffix(".log").open("wb") as log:
+        command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        yield _ready(process, run_dir)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=30)
+
+
+def _ready(process: "subprocess.Popen[bytes]", run_dir: Path) -> NodeInfo:
+    end = time.monotonic() + _WAIT_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            info = find_node(run_dir)
+            if node_status(info).ready:
+                return info
+        except Unavailable:
+            pass
+        time.sleep(0.1)
+    raise SystemExit("the node did not get ready")
+
+
+@contextmanager
+def _watched(info: NodeInfo) -> Iterator[dict[str, float]]:
+    """When each worker that was not there before got ready, by its name."""
+    before = {(worker.name, worker.epoch) for worker in node_status(info).workers}
+    ready: dict[str, float] = {}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            for worker in node_status(info).workers:
+                if worker.phase == "ready" and (worker.name, worker.epoch) not in before:
+                    ready.setdefault(worker.name, time.monotonic())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield ready
+    finally:
+        ended.set()
+        watching.join()
+
+
+def _first_answers(info: NodeInfo, found: Sequence[Outcome], ready: dict[str, float]) -> dict[str, float]:
+    """From each new worker's being ready to the first token of the first request sent after it that it took part in."""
+    first: dict[str, float] = {}
+    for outcome in sorted((o for o in found if o.whole), key=lambda outcome: outcome.sent_s):
+        trace = msgspec.json.decode(get_json(info.url, f"/v1/traces/{outcome.id}"), type=Trace)
+        for name in {trace.prefill_worker, trace.decode_worker} & (ready.keys() - first.keys()):
+            if trace.first_token_s is not None and outcome.sent_s >= ready[name]:
+                first[name] = outcome.sent_s + trace.first_token_s - ready[name]
+    return first
+
+
+def _kill(info: NodeInfo, role: str) -> str:
+    """Kill one that is alone in its role; return its name when it is back."""
+    victim = next(worker for worker in node_status(info).workers if worker.name.startswith(role))
+    os.kill(victim.pid, signal.SIGKILL)
+    end = time.monotonic() + _WAIT_S
+    while time.monotonic() < end:
+        now = {worker.name: worker for worker in node_status(info).workers}
+        if now[victim.name].phase == "ready" and now[victim.name].epoch > victim.epoch:
+            return victim.name
+        time.sleep(0.05)
+    raise SystemExit(f"{victim.name} did not come back")

@@ -1,0 +1,97 @@
+"""Open-loop load: requests leave at their times, whether or not the ones before are answered."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+Body = dict[str, Any]
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it. `code` is its finish reason or its error's; times are monotonic seconds."""
+
+    sent_s: float
+    code: str = "no_answer"
+    id: str = ""
+    tokens: int = 0
+    ended_s: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    prompt: tuple[int, ...] = ()
+    passages: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return self.code in ("stop", "length")
+
+
+async def ask(url: str, body: Body, timeout_s: float = 120.0) -> Outcome:
+    """One streamed completion, to its end. A request that is not answered has the code "no_answer"."""
+    outcome = Outcome(time.monotonic())
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _stream(url, body, outcome)
+    except (OSError, TimeoutError, ValueError):
+        pass  # what came of it until then is what counts
+    outcome.ended_s = time.monotonic()
+    return outcome
+
+
+async def _stream(url: str, body: Body, outcome: Outcome) -> None:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 22)
+    try:
+        data = msgspec.json.encode({"stream": True, **body})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):  # an event is one chunk of the response: it begins a line
+                _take(_decode(line[6:]), outcome)
+            elif line.startswith(b'{"error"'):
+                outcome.code = _decode(line)["error"]["code"]
+                return
+    finally:
+        writer.close()
+
+
+def _take(event: dict[str, Any], outcome: Outcome) -> None:
+    if "error" in event:
+        outcome.code = event["error"]["code"]
+        return
+    outcome.id = event["id"]
+    choice = event["choices"][0]
+    outcome.tokens += len(choice.get("token_ids") or ())
+    outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
+    outcome.passages += [passage["id"] for passage in event.get("retrieval", {}).get("passages", ())]
+    if choice["finish_reason"]:
+        outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
+
+
+async def _offer(url: str, timed: Sequence[tuple[float, Body]]) -> list[Outcome]:
+    begin = time.monotonic()
+
+    async def one(at_s: float, body: Body) -> Outcome:
+        await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
+        return await ask(url, body)
+
+    return await asyncio.gather(*(one(at_s, body) for at_s, body in timed))
+
+
+def offer(url: str, timed: Sequence[tuple[float, Body]]) -> list[Outcome]:
+    """Send each body at its time (seconds from now); their outcomes, in that order."""
+    return asyncio.run(_offer(url, timed))
+
+
+def in_turn(url: str, bodies: Sequence[Body]) -> list[Outcome]:
+    """One after the other, each when the last has ended."""
+
+    async def run() -> list[Outcome]:
+        return [await ask(url, body) for body in bodies]
+
+    return asyncio.run(run())

@@ -1,0 +1,80 @@
+"""Requests that meet their limits, over load: this node against the colocated one, an adaptive reserve against fixed.
+
+Attainment is over the requests that were sent: one that fails has missed its limits.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from benchmarks.serve.bench import Bench
+from benchmarks.serve.client import Outcome, in_turn, offer
+from benchmarks.serve.report import Measure, Section, percentile
+from benchmarks.serve.stand import Stand
+
+_LOADS = (0.3, 0.55, 0.8, 1.05)  # of what prefill's core alone could take
+_TTFT_SCALE, _TPOT_SCALE = 6.0, 3.0  # limits, in unloaded times
+_ATTAINMENT = 0.9
+
+
+def run(bench: Bench) -> Section:
+    """Every load for every system, with the same requests at the same times."""
+    section = Section("goodput", "")
+    node, colocated = bench.kept("node"), bench.kept("colocated")
+    random = np.random.default_rng(bench.seed)
+    shape = bench.shape
+    alone = in_turn(node.url, [bench.body(random, shape.prompt_tokens, shape.output_tokens) for _ in range(6)])
+    ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in alone], 50)
+    tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in alone], 50)
+    unit = 1 / percentile([o.timings["prefill"] for o in alone], 50)
+    rates = [load * unit for load in _LOADS]
+    section.text = (
+        f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {ttft_s * 1e3:.0f} ms, "
+        f"TPOT {tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {_ATTAINMENT:.0%} of the sent "
+        "requests meet both. Load in requests/s."
+    )
+
+    def attained(stand: Stand, rate: float, **more: object) -> float:
+        outcomes = offer(stand.url, bench.load(rate, bench.seconds(8.0), bench.seed + 100, **more))
+        return sum(_met(outcome, ttft_s, tpot_s) for outcome in outcomes) / max(1, len(outcomes))
+
+    lines = {stand.kind: _curve(rates, lambda rate, stand=stand: attained(stand, rate)) for stand in (node, colocated)}
+    retrieval = {"collection": "docs", "k": 4, "every_tokens": 8}
+    fewer = rates[1:3]
+    adaptive = {"adaptive": _curve(fewer, lambda rate: attained(node, rate, retrieval=retrieval))}
+    for reserve in (0.1, 0.9):
+        with bench.stand("node", control={"enabled": False}, pool={"reserve": reserve}) as fixed:
+            adaptive[f"r = {reserve:g}"] = _curve(
+                fewer, lambda rate, fixed=fixed: attained(fixed, rate, retrieval=retrieval)
+            )
+    section.curves = {
+        "node and colocated: requests/s, attainment": lines,
+        "reserve, with retrieval and probes: requests/s, attainment": adaptive,
+    }
+    for name, points in (lines | adaptive).items():
+        section.measures.append(Measure(f"{name}: goodput at {_ATTAINMENT:.0%}", goodput(points), "requests/s"))
+    best_fixed = max(goodput(points) for name, points in adaptive.items() if name != "adaptive")
+    section.measures += [
+        Measure("goodput, node / colocated", _ratio(goodput(lines["node"]), goodput(lines["colocated"])), "×"),
+        Measure("goodput, adaptive / best fixed r", _ratio(goodput(adaptive["adaptive"]), best_fixed), "×"),
+    ]
+    section.details = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rates": rates}
+    return section
+
+
+def goodput(points: Sequence[tuple[float, float]]) -> float:
+    """The greatest load tried at which enough requests met their limits; 0 if there is none."""
+    return max((rate for rate, attainment in points if attainment >= _ATTAINMENT), default=0.0)
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float("nan" if not one else "inf")
+
+
+def _curve(rates: Sequence[float], attained: Callable[[float], float]) -> list[tuple[float, float]]:
+    return [(rate, attained(rate)) for rate in rates]
+
+
+def _met(outcome: Outcome, ttft_s: float, tpot_s: float) -> bool:
+    timings = outcome.timings
+    return outcome.whole and timings["ttft"] <= ttft_s and timings.get("tpot", 0.0) <= tpot_s

@@ -1,0 +1,41 @@
+"""How long answers stand still for probes: waiting for passages, or writing on until they come."""
+
+import numpy as np
+
+from benchmarks.serve.bench import Bench, question
+from benchmarks.serve.client import Outcome, offer
+from benchmarks.serve.report import Measure, Section, percentile
+
+
+def run(bench: Bench) -> Section:
+    """The same questions in both modes, in turn, several at a time."""
+    section = Section(
+        "probes",
+        "Every 8 tokens an answer asks the pool with its last words. In mode wait it stands still for embedding and "
+        "search, in mode prefetch for the embedding alone. Both must bring passages in: an answer that looks nothing "
+        "up stalls for nothing.",
+    )
+    stand = bench.kept("node")
+    found: dict[str, list[Outcome]] = {"wait": [], "prefetch": []}
+    output = 2 * bench.shape.output_tokens
+    for number in range(4):
+        mode = ("wait", "prefetch", "prefetch", "wait")[number]
+        random = np.random.default_rng(bench.seed + number // 2)
+        retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": mode, "probe_tokens": 64}
+        bodies = [bench.of_prompt(question(random), output, retrieval=retrieval) for _ in range(bench.count(12))]
+        found[mode] += [o for o in offer(stand.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.whole]
+    stalled = {mode: np.mean([o.timings["probe_stall"] for o in outcomes]) * 1e3 for mode, outcomes in found.items()}
+    brought = {mode: np.mean([len(o.passages) for o in outcomes]) for mode, outcomes in found.items()}
+    for mode, outcomes in found.items():
+        section.measures += [
+            Measure(f"{mode}: stalled, of a request", float(stalled[mode]), "ms"),
+            Measure(f"{mode}: TPOT p50", percentile([o.timings["tpot"] * 1e3 for o in outcomes], 50), "ms"),
+            Measure(f"{mode}: passages of a request", float(brought[mode])),
+        ]
+    ratio = float(stalled["wait"] / max(stalled["prefetch"], 1e-6))
+    section.measures += [
+        Measure("stalled, wait / prefetch", ratio, "×", "≥", 3.0),
+        Measure("passages, prefetch / wait", float(brought["prefetch"] / brought["wait"]), "×", "≥", 0.9),
+    ]
+    section.details = {"requests": {mode: len(outcomes) for mode, outcomes in found.items()}}
+    return section

@@ -1,0 +1,97 @@
+"""What a run found: measures against their bars, curves, as a table, JSON and a picture."""
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks.data import machine
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number; with a bar (`sign` and `bar`) it can be missed."""
+
+    name: str
+    value: float
+    unit: str = ""
+    sign: Literal["≥", "≤", ""] = ""
+    bar: float = 0.0
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the bar was reached; None without one. A value that is no number reaches none."""
+        if not self.sign:
+            return None
+        return self.value >= self.bar if self.sign == "≥" else self.value <= self.bar
+
+
+@dataclass
+class Section:
+    """What a section found. `curves`: by panel, by line, points (x, y)."""
+
+    name: str
+    text: str
+    measures: list[Measure] = field(default_factory=list)
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """NaN of nothing: no bar is reached by it."""
+    return float(np.percentile(values, q)) if len(values) else math.nan
+
+
+def markdown(sections: Sequence[Section], about: dict[str, str]) -> str:
+    """The tables."""
+    lines = ["# Prefill and decode under load", "", "; ".join(f"{name} {value}" for name, value in about.items()), ""]
+    for section in sections:
+        lines += [f"## {section.name}", "", section.text, "", "| measure | value | bar | |", "|---|---|---|---|"]
+        for measure in section.measures:
+            bar = f"{measure.sign} {measure.bar:g}" if measure.sign else ""
+            verdict = {None: "", True: "held", False: "**missed**"}[measure.held]
+            lines.append(f"| {measure.name} | {measure.value:,.3g} {measure.unit} | {bar} | {verdict} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write(sections: Sequence[Section], about: dict[str, str], out: Path) -> None:
+    """`out`.md, .json and, if there are curves, .png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(markdown(sections, about))
+    found = {"about": about, "sections": [asdict(section) for section in sections]}
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    panels = [(name, lines) for section in sections for name, lines in section.curves.items()]
+    if panels:
+        _draw(panels, out.with_suffix(".png"))
+
+
+def _draw(panels: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    for axes, (name, lines) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        for label, points in lines.items():
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
+        title, _, labels = name.partition(": ")
+        across, _, up = labels.partition(", ")
+        axes.set(title=title, xlabel=across, ylabel=up)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def about(**more: object) -> dict[str, str]:
+    """The machine and the run, for the record."""
+    import torch
+
+    return (
+        machine() | {"torch": torch.__version__, "release": platform.release()} | {k: str(v) for k, v in more.items()}
+    )
