@@ -102,17 +102,17 @@ def test_a_pool_that_was_lost_is_a_new_one_when_it_is_back() -> None:
 def test_most_queries_go_to_the_fast_and_every_pool_that_is_fast_in_the_end_is_used(
     service: list[int], recovers: int, gap: int
 ) -> None:
-    """Pools that answer after a fixed time (ms), one of which becomes as fast as the best half way."""
+    """Pools that answer after a fixed time (ms); one becomes as fast as the best, and has ten probes to show it."""
     replicas = Replicas(len(service), POLICY)
     live = list(range(len(service)))
     took = [ms * MS for ms in service]
     pending: list[tuple[int, int, int]] = []
     counts = [0] * len(service)
-    for step in range(2000):
+    for step in range(2500):
         now = step * gap * MS
         if step == 1000:
             took[recovers % len(took)] = min(took)
-        if step == 1500:
+        if step == 2000:
             counts = [0] * len(service)
         while pending and pending[0][0] <= now:
             done, sent, pool = heapq.heappop(pending)
