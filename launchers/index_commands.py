@@ -113,7 +113,9 @@ def search(
     truth: Annotated[
         Path | None, typer.Option(help="The true ids: .npy, k or more for each query, nearest first.")
     ] = None,
-    top_m: Annotated[int, typer.Option(help="Candidates kept; more finds more and takes longer.")] = 64,
+    top_m: Annotated[
+        int | None, typer.Option(help="Candidates kept; more finds more and takes longer. Without it 64, or k.")
+    ] = None,
     search_width: Annotated[int, typer.Option(help="Parents expanded in each extend.")] = 1,
     patience: Annotated[int | None, typer.Option(help="Stop after so many extends without a change.")] = None,
     threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1,
@@ -121,11 +123,12 @@ def search(
     """Search a collection for many vectors at once; print queries per second, and recall if the truth is known."""
     wanted = read_vectors(queries)
     known = None if truth is None else read_truth(truth, len(wanted), k)
+    kept = max(64, k) if top_m is None else top_m
     with Collection.open(directory) as collection:
         # The first search compiles, or loads, the machine code: that is no part of the speed.
-        collection.search(wanted[:1], k, top_m, search_width, patience, threads)
+        collection.search(wanted[:1], k, kept, search_width, patience, threads)
         begin = time.perf_counter()
-        ids, _ = collection.search(wanted, k, top_m, search_width, patience, threads)
+        ids, _ = collection.search(wanted, k, kept, search_width, patience, threads)
         seconds = time.perf_counter() - begin
     if out is not None:
         _write(out, ids)

@@ -31,6 +31,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
                 f"{info.shards}: say so here, or build it with `trinity index build --shards {collection.shards}`"
             )
+        Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
         if info.embedder_name:
             check_embedder(info.embedder_name)
     if plan.config.model is not None:

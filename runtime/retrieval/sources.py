@@ -20,7 +20,7 @@ DOCUMENT_SUFFIXES = (".jsonl", ".jsonl.gz")
 MAX_LINE_BYTES = 4 << 20
 MAX_ID_CHARACTERS = 512
 MAX_VECTOR_DIM = 16_384
-VECTOR_DTYPES = ("float32", "float16", "uint8")
+VECTOR_DTYPES = ("float32", "float64", "float16", "uint8")
 
 Progress = Callable[[str, float], None]  # a stage's name, and the part of it that is done, 0..1
 
@@ -60,7 +60,7 @@ def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Doc
 
 
 def read_vectors(path: Path) -> NDArray[Any]:
-    """The vectors of a .npy file, memory-mapped: [n, d] of float32, float16 or uint8.
+    """The vectors of a .npy file, memory-mapped: [n, d] of float32, float64, float16 or uint8; searched as float32.
 
     Whether all values are finite is seen by whoever reads them all: `GraphIndex.build`, `GraphIndex.search`.
     """

@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime import preflight
-from runtime.errors import ConfigError
+from runtime.errors import CollectionError, ConfigError
 from runtime.node.config import parse_config
 from runtime.node.placement import NodePlan, read_api_keys, resolve
+from runtime.retrieval.collection import Collection
 
 CORES = sorted(os.sched_getaffinity(0))
 MODEL = {"model": {"name": "smollm2-135m-instruct"}}
@@ -149,6 +151,16 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pat
     device = "GPU-00000000-0000-0000-0000-000000000000"
     with pytest.raises(ConfigError, match=f"pool.devices: pool-0 cannot run on '{device}': "):
         preflight.check(plan(tmp_path, pool={"devices": [device]}))
+
+
+def test_an_index_that_is_cut_short_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    Collection.build(vectors, tmp_path / "docs", metric="l2", degree=4)
+    preflight.check(plan(tmp_path))
+    codes = tmp_path / "docs" / "index" / "codes.npy"
+    codes.write_bytes(codes.read_bytes()[:-1])
+    with pytest.raises(CollectionError, match=r"codes.npy has .* bytes, not"):
+        preflight.check(plan(tmp_path))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

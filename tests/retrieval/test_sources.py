@@ -86,7 +86,7 @@ def test_vectors_are_mapped_as_they_are(tmp_path: Path) -> None:
     ("array", "message"),
     [
         (np.zeros(5, np.float32), r"not float32 of shape \[5\]"),
-        (np.zeros((5, 2)), "not float64"),
+        (np.zeros((5, 2), np.int64), "not int64"),
         (np.zeros((5, 2), np.int32), "not int32"),
         (np.zeros((5, 2), ">f4"), "not >f4"),
         (np.zeros((0, 4), np.float32), "no vectors"),
