@@ -10,7 +10,7 @@ from typing import Any
 
 from ipc import RingClient
 from runtime.node.config import parse_config
-from runtime.node.metrics import METRICS, Metric
+from runtime.node.metrics import Metric, metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
@@ -29,7 +29,8 @@ class InProcessPool:
     """One pool worker, driven by `step`, or by a thread between `start` and `close`."""
 
     def __init__(self, plan: NodePlan, name: str = "pool-0", epoch: int = 1) -> None:
-        self.table = WorkerTable.create("pool", name)
+        self._metrics = metrics_of("pool", plan.config.slo)
+        self.table = WorkerTable.create("pool", name, self._metrics)
         self.worker = Worker(WorkerSpec(plan, name, epoch, self.table.reference, os.getpid()))
         self.pool = Pool(self.worker)
         self.endpoint = plan.endpoint(name)
@@ -81,7 +82,7 @@ class InProcessPool:
 
     def metric(self, name: str) -> float:
         """A counter's or gauge's value, a histogram's count."""
-        metric: Metric = next(metric for metric in METRICS["pool"] if metric.name == name)
+        metric: Metric = next(metric for metric in self._metrics if metric.name == name)
         values = self.table.read(metric)
         return sum(values[:-1]) if metric.kind == "histogram" else values[0]
 
