@@ -14,7 +14,7 @@ from ipc.device_arena import LeasedSlots, open_memory
 from ipc.device_memory import DeviceSpan
 from ipc.errors import Draining, InvalidArgument, IpcError, PeerLost, ProtocolViolation, RingFull, StaleEpoch
 from ipc.memo import Memo
-from ipc.parameters import Choice, Limits, Packed, pack, pack_cancel
+from ipc.parameters import Choice, Limits, Packed, check_deadline, pack, pack_cancel
 from ipc.payloads import as_float32, read_results
 from ipc.ring import CLOSED, EVICTED
 from ipc.session import DOORBELLS, EVENTFD
@@ -115,10 +115,9 @@ class RingClient:
         choice = (collection, stage, k, top_m, search_width, patience)
         words, dim = self._packed[choice]
         row = vector if isinstance(vector, DeviceSpan) else as_float32(vector)
-        if row.shape != (dim,) or deadline_ns < 0:
-            raise InvalidArgument(
-                f"a vector of {collection!r} has shape ({dim},), got {row.shape}; deadline_ns >= 0, got {deadline_ns}"
-            )
+        if row.shape != (dim,):
+            raise InvalidArgument(f"a vector of {collection!r} has shape ({dim},), got {row.shape}")
+        check_deadline(deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
         ring = self._session.requests
@@ -132,10 +131,13 @@ class RingClient:
         request_id, now = self._next_id, time.monotonic_ns()
         self._next_id = request_id + 1
         self._outstanding[request_id] = now
-        sent = ring.send_row(row, request_id, deadline_ns, now, *words)
+        sent = -1
+        try:
+            sent = ring.send_row(row, request_id, deadline_ns, now, *words)
+        finally:
+            if sent < 0:
+                self._unregister(range(request_id, request_id + 1))
         if sent < 0:
-            del self._outstanding[request_id]
-            self._next_id = request_id
             self._refuse(sent)
         elif sent:
             self._ring_bell()
@@ -160,11 +162,9 @@ class RingClient:
         choice = (collection, stage, k, top_m, search_width, patience)
         words, dim = self._packed[choice]
         rows = as_float32(vectors)
-        if rows.ndim != 2 or rows.shape[1] != dim or deadline_ns < 0:
-            raise InvalidArgument(
-                f"vectors of {collection!r} have shape (n, {dim}), got {rows.shape}; "
-                f"deadline_ns >= 0, got {deadline_ns}"
-            )
+        if rows.ndim != 2 or rows.shape[1] != dim:
+            raise InvalidArgument(f"vectors of {collection!r} have shape (n, {dim}), got {rows.shape}")
+        check_deadline(deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
         if len(rows):
@@ -175,15 +175,23 @@ class RingClient:
         ids = range(first, first + count)
         self._next_id = first + count
         self._outstanding.update(dict.fromkeys(ids, now))
-        sent = ring.send_rows(rows[:count], first, deadline_ns, now, *words)
+        sent = -1
+        try:
+            sent = ring.send_rows(rows[:count], first, deadline_ns, now, *words)
+        finally:
+            if sent < 0:
+                self._unregister(ids)
         if sent < 0:
-            for request_id in ids:
-                del self._outstanding[request_id]
-            self._next_id = first
             self._refuse(sent)
         elif sent:
             self._ring_bell()
         return ids
+
+    def _unregister(self, ids: range) -> None:
+        """They were not sent."""
+        for request_id in ids:
+            del self._outstanding[request_id]
+        self._next_id = ids.start
 
     def cancel(self, request_id: int) -> bool:
         """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.

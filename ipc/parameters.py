@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ipc.descriptors import (
     CANCEL,
+    MAX_I64,
     MAX_U16,
     PARAMETERS,
     SEARCH,
@@ -63,18 +64,22 @@ def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Pack
         raise InvalidArgument(f"no collection {collection!r}; there are {sorted(limits.collections)}")
     if stage not in STAGE_CODES:
         raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
-    if (
-        not 1 <= k <= limits.max_k
-        or not 1 <= top_m <= limits.max_top_m
-        or not 1 <= search_width <= MAX_U16
-        or not (patience is None or 1 <= patience <= MAX_U16)
+    for name, value, most in (
+        ("k", k, limits.max_k),
+        ("top_m", top_m, limits.max_top_m),
+        ("search_width", search_width, MAX_U16),
+        ("patience", 1 if patience is None else patience, MAX_U16),
     ):
-        raise InvalidArgument(
-            f"k {k} must be within 1..{limits.max_k}, top_m {top_m} within 1..{limits.max_top_m}, search_width "
-            f"{search_width} and patience {patience} within 1..{MAX_U16}"
-        )
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{name} {value} must be within 1..{most}")
     code, dim = list(limits.collections).index(collection), limits.collections[collection]
     return Packed(_words(epoch, kind, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
+
+
+def check_deadline(deadline_ns: int) -> None:
+    """Raises `InvalidArgument` for what does not fit a request's header."""
+    if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
+        raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")
 
 
 def pack_cancel(epoch: int) -> bytes:

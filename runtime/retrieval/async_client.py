@@ -32,6 +32,7 @@ class AsyncSearchClient:
         self._woken = asyncio.Event()
         self._readers: set[int] = set()
         self._running: asyncio.Task[None] | None = None
+        self._ended = False
 
     @classmethod
     async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
@@ -57,10 +58,11 @@ class AsyncSearchClient:
         search_width: int | None = None,
         patience: int | None = None,
     ) -> SearchResult:
-        """As `SearchClient.search`. Raises `Overloaded` when the rings are full."""
+        """As `SearchClient.search`; what the rings have no room for waits, 1,024 at most, then raises `Overloaded`."""
+        self._check_open()
         ticket = self._client.submit(
             vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
-            top_m=top_m, search_width=search_width, patience=patience,
+            top_m=top_m, search_width=search_width, patience=patience, wait_for_room=True,
         )  # fmt: skip
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
@@ -84,6 +86,7 @@ class AsyncSearchClient:
         patience: int | None = None,
     ) -> SearchBatch:
         """As `SearchClient.search_batch`; other searches go on meanwhile."""
+        self._check_open()
         batch = self._client.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
         batch.send()
         if batch.done:
@@ -96,6 +99,10 @@ class AsyncSearchClient:
         finally:
             if self._batches.pop(batch, None) is not None:
                 batch.cancel()
+
+    def _check_open(self) -> None:
+        if self._ended:  # nobody would bring the result
+            raise Unavailable("the search client was closed")
 
     def statistics(self) -> SearchStatistics:
         """What was asked of each pool, and how it went."""
@@ -110,6 +117,7 @@ class AsyncSearchClient:
                 self._deliver()
                 await self._rest()
         finally:
+            self._ended = True
             self._read_from(set())
             futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._batches.values()]
             for future in futures:
@@ -165,7 +173,8 @@ class AsyncSearchClient:
         self._readers = descriptors
 
     async def close(self) -> None:
-        """End the sessions. What is outstanding ends with `Unavailable`."""
+        """End the sessions. What is outstanding ends with `Unavailable`, and what is asked from now on."""
+        self._ended = True
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from runtime.errors import TrinityError, WorkerLost
-from runtime.retrieval.dispatch import Dispatcher
+from runtime.errors import TrinityError
+from runtime.retrieval.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.pool_session import Question
 from runtime.retrieval.results import SearchBatch, SearchResult, failed
 
@@ -18,6 +18,7 @@ class BatchRun:
         self, dispatcher: Dispatcher, questions: list[Question], rows: npt.NDArray[np.float32], k: int
     ) -> None:
         self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
+        self._since_ns = time.monotonic_ns()
         self._sent = 0  # questions that were taken, or have failed before they were
         self._rows_of = {question.ticket: row for row, question in enumerate(questions)}
         self._results: list[SearchResult | None] = [None] * len(questions)
@@ -30,12 +31,14 @@ class BatchRun:
     def send(self) -> None:
         """Ask what there is room for. Raises `InvalidRequest` for what cannot be asked: nothing was sent then."""
         while self._sent < len(self._questions):
-            questions, rows = self._questions[self._sent :], self._rows[self._sent :]
-            if time.monotonic_ns() >= questions[0].expires_ns:
-                self._give_up(questions)
+            next_ones = slice(self._sent, self._sent + TOGETHER)
+            questions = self._questions[next_ones]
+            end = self._dispatcher.unserved(questions[0], self._since_ns, time.monotonic_ns())
+            if end is not None:
+                self._give_up(end)
                 return
             try:
-                count = self._dispatcher.ask_many(questions, rows)
+                count = self._dispatcher.ask_many(questions, self._rows[next_ones])
             except TrinityError as error:
                 if self._sent == 0:
                     raise
@@ -45,9 +48,9 @@ class BatchRun:
                 return
             self._sent += count
 
-    def _give_up(self, questions: list[Question]) -> None:
-        for question in questions:
-            self._fail(question, WorkerLost("no pool took the query before its deadline"))
+    def _give_up(self, end: TrinityError) -> None:
+        for question in self._questions[self._sent :]:
+            self._fail(question, end)
         self._sent = len(self._questions)
 
     def _fail(self, question: Question, error: TrinityError) -> None:

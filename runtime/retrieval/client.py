@@ -27,7 +27,6 @@ from runtime.retrieval.replicas import ReplicaPolicy
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
 from runtime.retrieval.vectors import as_floats
 
-_WAIT_NS = 10_000_000_000  # a query without a deadline waits no longer than this for a pool
 _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 
 
@@ -81,14 +80,16 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        wait_for_room: bool = False,
     ) -> int:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
         `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
-        Raises `InvalidRequest` (wrong size, a limit passed) or `Overloaded`; nothing was accepted then.
+        `wait_for_room`: is kept, within bounds, while the rings are full. Raises `InvalidRequest` (wrong size, a limit
+        passed), `Overloaded`, or `Unavailable` (the client was closed); nothing was accepted then.
         """
         question = self.question(as_floats(vector), k, collection, stage, deadline_ns, top_m, search_width, patience)
-        self._dispatcher.ask(question)
+        self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
     def question(
@@ -108,7 +109,7 @@ class SearchClient:
                 raise InvalidRequest(f"{name} must be an integer, not {value!r}", name)
         return Question(
             next(self._tickets), vector, k, stage, collection, top_m, search_width or self._defaults.search_width,
-            patience, deadline_ns, deadline_ns or time.monotonic_ns() + _WAIT_NS,
+            patience, deadline_ns,
         )  # fmt: skip
 
     def search(
@@ -153,7 +154,8 @@ class SearchClient:
         """Ask for each of `vectors` [n, d] and wait for all; more than the rings hold at once go in as others come out.
 
         What ended a query that was not answered stands in its result; nothing is raised for it. `deadline_ms` is the
-        whole batch's. Raises `InvalidRequest` for what cannot be asked at all.
+        whole batch's; without one the batch ends early if nothing is answered for ten seconds. Raises `InvalidRequest`
+        for what cannot be asked at all, `Unavailable` if the client was closed.
         """
         batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
         try:
@@ -178,7 +180,8 @@ class SearchClient:
         search_width: int | None,
         patience: int | None,
     ) -> BatchRun:
-        """A batch, of which nothing is sent yet. Raises `InvalidRequest`."""
+        """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
+        self._dispatcher.check_open()
         rows = as_floats(vectors, "vectors")
         if rows.ndim != 2:
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
@@ -193,7 +196,8 @@ class SearchClient:
         self._dispatcher.cancel(ticket)
 
     def poll(self) -> list[SearchResult]:
-        """What has ended since the last call. Never waits."""
+        """What has ended since the last call. Never waits. Raises `Unavailable` after `close`."""
+        self._dispatcher.check_open()
         results = [*self._kept.values(), *self._dispatcher.collect()]
         self._kept.clear()
         return results

@@ -3,7 +3,8 @@
 A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
 shards, whose answers are merged; `replicas.py` says to which. When a pool dies, its questions are asked again
 elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. Every
-question that was taken ends once, whole or with an error.
+question that was taken ends once, whole or with an error. One without a deadline waits for as long as its collection
+is answered at all, and ten seconds more.
 """
 
 import time
@@ -14,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
-from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
+from runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TrinityError,
+    Unavailable,
+    WorkerLost,
+)
 from runtime.retrieval.gather import Gather
 from runtime.retrieval.pool_session import PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
@@ -23,7 +32,8 @@ from runtime.retrieval.results import SearchResult, SearchStatistics, failed
 _MAX_PARKED = 1024
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
-_TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
+_WAIT_NS = 10_000_000_000  # a query without a deadline waits for a pool, while none of its collection is answered
+TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
 
 
 class Dispatcher:
@@ -36,7 +46,9 @@ class Dispatcher:
         self._routes: dict[tuple[str, int], tuple[int, ...]] = {}  # (collection, shard) → live pools
         self._splits: dict[str, int] = {}  # collection → number of shards
         self._parked: deque[Question] = deque()  # waiting for any pool
+        self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
         self._ended: list[SearchResult] = []
+        self._open = True
 
     # ---- pools
 
@@ -88,32 +100,53 @@ class Dispatcher:
 
     # ---- questions
 
-    def ask(self, question: Question) -> None:
-        """Send a question, or keep what of it cannot be sent now. Raises `InvalidRequest`, `Overloaded`: not taken."""
+    def ask(self, question: Question, patient: bool = False) -> None:
+        """Send a question, or keep what of it cannot be sent now; also while the rings are full if it is `patient`.
+
+        Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
+        """
+        self.check_open()
         parts = self._parts(question)
         if len(parts) > 1:
             self._check_room()
-        if not self._try(parts[0]):
+        try:
+            sent = self._try(parts[0])
+        except Overloaded:
+            if not patient:
+                raise
+            sent = False
+        if not sent:
             self._check_room()
-            self._parked.append(parts[0])
+            self._park(parts[0])
         for part in parts[1:]:
             self._send_or_park(part)
 
+    def check_open(self) -> None:
+        """Raises `Unavailable` after `close`."""
+        if not self._open:
+            raise Unavailable("the search client was closed")
+
     def _check_room(self) -> None:
         if len(self._parked) >= _MAX_PARKED:
-            raise Overloaded(f"no pool is up and {len(self._parked)} queries wait for one, the limit is {_MAX_PARKED}")
+            raise Overloaded(f"{len(self._parked)} queries wait for a pool to take them, the limit is {_MAX_PARKED}")
+
+    def _park(self, question: Question) -> None:
+        question.parked_ns = question.parked_ns or time.monotonic_ns()
+        self._parked.append(question)
 
     def ask_many(self, questions: list[Question], rows: npt.NDArray[np.float32]) -> int:
         """`ask` for as many questions as there is room for now, from the first on; how many.
 
-        They are alike but for their vectors, `rows`. Raises `InvalidRequest`.
+        They are alike but for their vectors, `rows`, and no more than `TOGETHER`. Raises `InvalidRequest`,
+        `Unavailable` (closed).
         """
+        self.check_open()
         if self._shards(questions[0].collection) != 1:
             return self._ask_each(questions)
         now, sent = time.monotonic_ns(), 0
         for number in self._replicas.choose(self._routes.get((questions[0].collection, 0), ()), now):
             try:
-                sent = self.pools[number].submit_many(rows[:_TOGETHER], questions[:_TOGETHER])
+                sent = self.pools[number].submit_many(rows, questions)
             except (RingFull, PeerLost, Draining):
                 continue
             except InvalidArgument as error:
@@ -144,7 +177,7 @@ class Dispatcher:
                 return True
         except Overloaded:
             pass
-        self._parked.append(question)
+        self._park(question)
         return False
 
     def _try(self, question: Question) -> bool:
@@ -163,6 +196,7 @@ class Dispatcher:
                 raise InvalidRequest(str(error)) from error
             else:
                 self._replicas.sent(number, now)
+                question.parked_ns = 0
                 return True
         if full is not None:
             raise Overloaded(str(full)) from full
@@ -178,7 +212,8 @@ class Dispatcher:
     # ---- ends
 
     def collect(self) -> list[SearchResult]:
-        """What has ended since the last call."""
+        """What has ended since the last call. Raises `Unavailable` after `close`."""
+        self.check_open()
         now = time.monotonic_ns()
         for number, pool in enumerate(self.pools):
             for question, result in pool.poll(now):
@@ -196,8 +231,9 @@ class Dispatcher:
             question = self._parked.popleft()
             if question.gather is not None and question.gather.ended:
                 continue
-            if now >= question.expires_ns:
-                self._fail(question, WorkerLost("no pool took the query before its deadline"))
+            end = self.unserved(question, question.parked_ns, now)
+            if end is not None:
+                self._fail(question, end)
                 continue
             try:
                 parts = self._parts(question)
@@ -209,6 +245,20 @@ class Dispatcher:
             except TrinityError as error:
                 self._fail(question, error)
 
+    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+        """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
+        if question.deadline_ns:
+            late = now_ns >= question.deadline_ns
+            return DeadlineExceeded("no pool took the query before its deadline") if late else None
+        if now_ns < max(since_ns, self._answered.get(question.collection, 0)) + _WAIT_NS:
+            return None
+        shards = self._splits.get(question.collection, 1)
+        for shard in range(shards) if question.gather is None else (question.shard,):
+            if (question.collection, shard) not in self._routes:
+                of = f"shard {shard} of " if shards > 1 else ""
+                return Unavailable(f"no pool with {of}{question.collection!r} is up")
+        return Unavailable(f"no pool with {question.collection!r} had room for {_WAIT_NS / 1e9:g} s")
+
     def _end(self, question: Question, result: Result, now: int) -> None:
         gather = question.gather
         if gather is not None and gather.ended:
@@ -218,11 +268,10 @@ class Dispatcher:
             found = SearchResult(question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns)
             whole = found if gather is None else gather.add(found)
             if whole is not None:
+                self._answered[question.collection] = now
                 self._ended.append(whole)
-        elif (
-            result.status in ("lost", "stale_epoch") and question.attempts < _MAX_ATTEMPTS and now < question.expires_ns
-        ):
-            self._parked.append(question)
+        elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
+            self._park(question)
         else:
             self._fail(question, _error_of_status(result.status, question))
 
@@ -240,6 +289,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the sessions. What is outstanding never comes."""
+        self._open = False
         for pool in self.pools:
             pool.close()
 

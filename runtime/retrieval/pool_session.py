@@ -29,8 +29,8 @@ class Question(msgspec.Struct, eq=False):
     top_m: int | None
     search_width: int
     patience: int | None
-    deadline_ns: int
-    expires_ns: int
+    deadline_ns: int  # 0 for none
+    parked_ns: int = 0  # since when it waits for a pool; 0: it does not
     shard: int = 0
     attempts: int = 0
     gather: Gather | None = None

@@ -99,7 +99,7 @@ class Retriever:
             self.cancel(ticket)
 
     def ask(self, vector: npt.NDArray[np.float32], collection: str, k: int, stage: Stage, deadline_ns: int) -> int:
-        """Send a query vector to the pool. Raises `Overloaded` or `WorkerLost` when no pool takes it."""
+        """Send a query vector to the pool. Raises `Overloaded` when there is no room for it."""
         ticket = self.client.submit(vector, k, stage=stage, deadline_ns=deadline_ns, collection=collection)
         self._collections[ticket] = collection
         return ticket

@@ -217,11 +217,13 @@ def test_a_result_that_does_not_fit_is_refused_and_the_request_stays(
         ({"stage": "later"}, "stage must be one of"),
         ({"k": 0}, r"k 0 must be within 1\.\.6"),
         ({"k": 7}, r"k 7 must be within 1\.\.6"),
-        ({"top_m": 1025}, r"top_m 1025 within 1\.\.1024"),
+        ({"top_m": 1025}, r"^top_m 1025 must be within 1\.\.1024$"),
         ({"search_width": 0}, "search_width 0"),
         ({"patience": 0}, "patience 0"),
         ({"patience": 1 << 16}, "patience 65536"),
         ({"deadline_ns": -1}, "got -1"),
+        ({"deadline_ns": 2**63}, "within 0..9223372036854775807, got 9223372036854775808"),
+        ({"deadline_ns": 1.5}, "an integer .* got 1.5"),
     ],
 )
 def test_submit_refuses_what_cannot_be_and_accepts_nothing(
@@ -285,3 +287,27 @@ def test_a_pool_that_drains_refuses_many_and_takes_cancellations(server: RingSer
     assert client.cancel(request_id)
     (request,) = server.receive()
     assert server.cancellations() == [Cancel(request.client, request_id)]
+
+
+@pytest.mark.parametrize("send", ["send_row", "send_rows"])
+def test_a_submit_that_fails_half_way_leaves_nothing_outstanding(
+    server: RingServer, monkeypatch: pytest.MonkeyPatch, send: str
+) -> None:
+    def broken(*_: object) -> int:
+        raise MemoryError("no memory")
+
+    def submit(client: RingClient) -> None:
+        if send == "send_row":
+            ask(client)
+        else:
+            client.submit_many([vector(0), vector(1)], collection="docs", stage="prefill", k=2)
+
+    with attach(server) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session.requests, send, broken)
+            for _ in range(SLOTS + 1):
+                with pytest.raises(MemoryError):
+                    submit(client)
+        assert client.outstanding == 0
+        assert [ask(client, seed=seed) for seed in range(SLOTS)] == list(range(1, SLOTS + 1))
+        assert answer(server) == SLOTS

@@ -10,8 +10,7 @@ import pytest
 from gpu import GraphIndex
 from runtime.node.placement import NodePlan
 from runtime.pool import process
-from runtime.retrieval import client as client_module
-from runtime.retrieval import pool_session
+from runtime.retrieval import dispatch, pool_session
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.collection import Collection
 from tests.pool.pools import InProcessPool, plan_of
@@ -54,7 +53,7 @@ MakeClient = Callable[..., SearchClient]
 def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
     """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process."""
     monkeypatch.setattr(pool_session, "RETRY_NS", 10_000_000)
-    monkeypatch.setattr(client_module, "_WAIT_NS", 60 * 10**9)
+    monkeypatch.setattr(dispatch, "_WAIT_NS", 60 * 10**9)
     made: list[SearchClient] = []
 
     def make(plan: NodePlan) -> SearchClient:

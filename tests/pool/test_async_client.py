@@ -12,8 +12,9 @@ import uvloop
 
 from gpu import GraphIndex
 from runtime import AsyncSearchClient
-from runtime.errors import InvalidRequest, TrinityError, Unavailable
+from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.retrieval import dispatch
 from tests.pool.conftest import MakePool
 from tests.pool.pools import InProcessPool, plan_of
 
@@ -151,6 +152,47 @@ def test_what_is_outstanding_when_the_client_is_closed_ends_with_an_error(
             ends = await asyncio.gather(search, batch, return_exceptions=True)
         assert all(isinstance(end, Unavailable) for end in ends)
         assert all(isinstance(end, TrinityError) for end in ends)
+
+    run(body)
+
+
+def test_what_is_asked_after_the_client_was_closed_is_unavailable_at_once(run: Run, queries: Vectors) -> None:
+    async def body(client: AsyncSearchClient) -> None:
+        await client.close()
+        for search in (client.search(queries[0]), client.search_batch(queries), client.search_batch(queries[:0])):
+            with pytest.raises(Unavailable, match="the search client was closed"):
+                await search
+
+    run(body)
+
+
+def test_more_searches_at_once_than_the_rings_hold_wait_for_room(
+    run: Run, queries: Vectors, index: GraphIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+
+    async def body(client: AsyncSearchClient) -> None:
+        searches = (client.search(query, 4, top_m=32, search_width=2) for query in queries)
+        assert [result.ids.tolist() for result in await asyncio.gather(*searches)] == expected
+        monkeypatch.setattr(dispatch, "_MAX_PARKED", 3)
+        ends = await asyncio.gather(*(client.search(query, 4) for query in queries), return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, Overloaded)]
+        assert len(refused) == len(queries) - 2 * 8 - 3
+        assert all("the limit is 3" in str(end) for end in refused)
+
+    run(body)
+
+
+def test_a_search_that_waits_for_room_ends_at_its_deadline(
+    run: Run, pools: list[InProcessPool], queries: Vectors
+) -> None:
+    async def body(client: AsyncSearchClient) -> None:
+        with pools[0].held(), pools[1].held():
+            waiting = [asyncio.ensure_future(client.search(query)) for query in queries[: 2 * 8]]
+            await asyncio.sleep(0)
+            with pytest.raises(DeadlineExceeded):
+                await client.search(queries[0], deadline_ms=1)
+        await asyncio.gather(*waiting)
 
     run(body)
 

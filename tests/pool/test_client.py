@@ -12,7 +12,7 @@ import pytest
 from gpu import GraphIndex
 from ipc import AttachTimeout
 from ipc.endpoints import new_token, private_endpoint
-from runtime.errors import InvalidRequest, Overloaded, Unavailable, WorkerLost
+from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
 from runtime.node.placement import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval import dispatch, pool_session
@@ -136,9 +136,9 @@ def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
     early = client.submit(queries[0], 3, collection="docs", deadline_ns=time.monotonic_ns() + 1_000_000)
     late = client.submit(queries[0], 3, collection="docs", deadline_ns=time.monotonic_ns() + 3600 * 10**9)
     found = collect(client, 1)
-    assert isinstance(found[early].error, WorkerLost)
+    assert isinstance(found[early].error, DeadlineExceeded)
     assert len(found[early].ids) == len(found[early].distances) == 0
-    with pytest.raises(WorkerLost, match="no pool took the query before its deadline"):
+    with pytest.raises(DeadlineExceeded, match="no pool took the query before its deadline"):
         client.search(queries[0], 3, deadline_ms=1)
     client.cancel(late)
     assert client.poll() == []
@@ -151,7 +151,7 @@ def test_no_more_queries_wait_for_a_pool_than_the_limit(
     client = make_client(plan_of(collection))
     for query in queries[:3]:
         client.submit(query, 3, collection="docs")
-    with pytest.raises(Overloaded, match="no pool is up and 3 queries wait for one, the limit is 3"):
+    with pytest.raises(Overloaded, match="3 queries wait for a pool to take them, the limit is 3"):
         client.submit(queries[3], 3, collection="docs")
 
 
@@ -250,3 +250,31 @@ def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path:
     held.release()
     with pytest.raises(Unavailable, match="no node runs in"):
         SearchClient.connect(tmp_path / "run")
+
+
+def test_a_query_without_a_deadline_that_no_pool_takes_is_unavailable(
+    collection: Path, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(plan_of(collection))
+    monkeypatch.setattr(dispatch, "_WAIT_NS", 1_000_000)
+    with pytest.raises(Unavailable, match="no pool with 'docs' is up"):
+        client.search(queries[0], 3)
+
+
+def test_a_closed_client_refuses_everything_and_attaches_to_nothing(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+) -> None:
+    client = attached(make_client(two[0]))
+    client.close()
+    calls = (
+        lambda: client.search(queries[0], 3),
+        lambda: client.submit(queries[0], 3, collection="docs"),
+        lambda: client.search_batch(queries, 3),
+        lambda: client.search_batch(queries[:0], 3),
+        client.poll,
+    )
+    for call in calls:
+        with pytest.raises(Unavailable, match="the search client was closed"):
+            call()
+    assert not client.live
+    client.close()

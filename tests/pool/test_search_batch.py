@@ -1,5 +1,6 @@
 """Many queries in one call: all answered, in order, however small the rings; what fails fails by itself."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from runtime.errors import DeadlineExceeded, InvalidRequest, WorkerLost
+from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.retrieval import batch as batch_module
+from runtime.retrieval import dispatch
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import attached, collect, plan_of
 
@@ -87,7 +90,87 @@ def test_a_batch_without_a_pool_ends_at_its_deadline_with_an_error_for_each(
 ) -> None:
     batch = make_client(plan_of(collection)).search_batch(queries, 3, deadline_ms=30)
     assert len(batch.errors) == len(queries)
-    assert all(isinstance(error, WorkerLost | DeadlineExceeded) for error in batch.errors.values())
+    assert all(isinstance(error, DeadlineExceeded) for error in batch.errors.values())
+
+
+class Clock:
+    """The real time, and as much more as a test says."""
+
+    def __init__(self) -> None:
+        self.ahead_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + self.ahead_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (batch_module, dispatch):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, clock: Clock
+) -> None:
+    plan = plan_of(collection, ring_slots=4)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
+    while not batch.done:
+        batch.send()
+        client.sleep((), 1)
+        if any([batch.take(result) for result in client.poll()]):
+            clock.ahead_ns += dispatch._WAIT_NS // 2
+    assert clock.ahead_ns > 2 * dispatch._WAIT_NS
+    assert not batch.result().errors
+
+
+def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, clock: Clock
+) -> None:
+    plan = plan_of(collection, ring_slots=4)
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    with pool.held():
+        batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
+        batch.send()
+        clock.ahead_ns += dispatch._WAIT_NS
+        batch.send()
+    for result in collect(client, 4).values():
+        batch.take(result)
+    errors = batch.result().errors
+    assert len(errors) == len(queries) - 4
+    assert all(isinstance(error, Unavailable) and "had room" in str(error) for error in errors.values())
+
+
+class Parts(list[Any]):
+    """Counts how many elements are copied out of it by slices."""
+
+    copied = 0
+
+    def __getitem__(self, where: Any) -> Any:
+        found = super().__getitem__(where)
+        if isinstance(where, slice):
+            self.copied += len(found)
+        return found
+
+
+def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    many = np.tile(queries, (4, 1))
+    batch = client.batch(many, 3, "docs", "prefill", None, None, None, None)
+    questions = batch._questions = Parts(batch._questions)
+    batch.send()
+    assert len(many) <= questions.copied <= 2 * len(many)
+    for result in collect(client, len(many)).values():
+        batch.take(result)
+    assert not batch.result().errors
 
 
 def test_a_batch_survives_the_death_of_a_pool_under_it(

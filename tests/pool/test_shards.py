@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from runtime.errors import CollectionError, ConfigError, InvalidRequest, WorkerLost
+from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.placement import NodePlan
+from runtime.retrieval import dispatch
 from runtime.retrieval.collection import Collection
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import InProcessPool, attached, collect, plan_of, until
@@ -108,8 +109,25 @@ def test_without_one_shard_a_query_ends_with_an_error_and_never_with_a_part_of_t
     tickets = [client.submit(query, 3, collection="docs", deadline_ns=deadline) for query in queries[:5]]
     found = collect(client, 5)
     assert sorted(found) == tickets
-    assert all(isinstance(result.error, WorkerLost) and len(result.ids) == 0 for result in found.values())
+    assert all(isinstance(result.error, DeadlineExceeded) and len(result.ids) == 0 for result in found.values())
     assert client.statistics().waiting == 0
+
+
+def test_a_shard_that_nobody_has_is_named(
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(split, shards=2, workers=2)
+    pools = pools_of(plan, make_pool)
+    client = attached(make_client(plan))
+    pools[1].die()
+    monkeypatch.setattr(dispatch, "_WAIT_NS", 1_000_000)
+    until(lambda: client.statistics().pools[1].state == "lost", client.poll)
+    with pytest.raises(Unavailable, match="no pool with shard 1 of 'docs' is up"):
+        client.search(queries[0], 3)
+    monkeypatch.setattr(dispatch, "_MAX_PARKED", 4)
+    batch = client.search_batch(queries, 3)
+    assert len(batch.errors) == len(queries)
+    assert all("shard 1 of 'docs'" in str(error) for error in batch.errors.values())
 
 
 def test_a_query_that_one_shard_refuses_ends_once(
