@@ -7,7 +7,7 @@ with SearchClient.connect("my-node") as client:
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,8 @@ _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 class SearchClient:
     """Submits queries to the pools at `endpoints` and polls results. One thread; only `search…` and `sleep` wait.
 
-    `defaults` gives top_m and search_width for queries that name none.
+    `defaults` gives top_m and search_width for queries that name none; `find` tells where the pools are now, once all
+    that were known are lost.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class SearchClient:
         name: str,
         defaults: PoolSection | None = None,
         policy: ReplicaPolicy | None = None,
+        find: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._defaults = defaults or PoolSection()
-        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy)
+        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find)
         self._tickets = itertools.count(1)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
@@ -55,8 +57,11 @@ class SearchClient:
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
-        """A client of a running node, by its name or run directory. Raises `Unavailable` if no pool answers."""
-        client = cls(find_node(node).pools, name)
+        """A client of a running node, by its name or run directory; it finds the node again if that is restarted.
+
+        Raises `Unavailable` if no pool answers.
+        """
+        client = cls(find_node(node).pools, name, find=lambda: find_node(node).pools)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
             if client._dispatcher.look_after(now) and not client._dispatcher.seeking:

@@ -9,7 +9,7 @@ is answered at all, and ten seconds more.
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.retrieval.gather import Gather
-from runtime.retrieval.pool_session import PoolSession, Question
+from runtime.retrieval.pool_session import RETRY_NS, PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.results import SearchResult, SearchStatistics, failed
 
@@ -39,9 +39,18 @@ TOGETHER = 32  # questions of a batch that go to one pool before the next has it
 class Dispatcher:
     """All sessions of one client, and its questions. One thread; never waits."""
 
-    def __init__(self, endpoints: Iterable[str], name: str, top_m: int, policy: ReplicaPolicy | None) -> None:
+    def __init__(
+        self,
+        endpoints: Iterable[str],
+        name: str,
+        top_m: int,
+        policy: ReplicaPolicy | None = None,
+        find: Callable[[], Iterable[str]] | None = None,
+    ) -> None:
+        self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
         self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
         self._up = [False] * len(self.pools)  # as far as was noticed
+        self._find_ns = 0  # not before then
         self._replicas = Replicas(len(self.pools), policy)
         self._routes: dict[tuple[str, int], tuple[int, ...]] = {}  # (collection, shard) → live pools
         self._splits: dict[str, int] = {}  # collection → number of shards
@@ -56,7 +65,30 @@ class Dispatcher:
         """Have sessions with as many pools as can be had. Whether there is one with any."""
         for number, pool in enumerate(self.pools):
             self._note(number, pool.look_after(now_ns))
+        if not any(self._up):
+            self._find_again(now_ns)
         return any(self._up)
+
+    def _find_again(self, now_ns: int) -> None:
+        """All pools are lost: a node that was started again has others, where its run directory says."""
+        if self._find is None or now_ns < self._find_ns or any(pool.asked for pool in self.pools):
+            return
+        self._find_ns = now_ns + RETRY_NS
+        try:
+            endpoints = list(self._find())
+        except TrinityError:  # the node is not up
+            return
+        if endpoints == [pool.endpoint for pool in self.pools]:
+            return
+        for pool, endpoint in zip(self.pools, endpoints, strict=False):
+            pool.endpoint = endpoint
+        for pool in self.pools[len(endpoints) :]:
+            pool.close()
+        kept = self.pools[: len(endpoints)]
+        new = [PoolSession(endpoint, self._name, self._top_m) for endpoint in endpoints[len(kept) :]]
+        self.pools = [*kept, *new]
+        self._up = [False] * len(self.pools)
+        self._replicas = Replicas(len(self.pools), self._policy)
 
     @property
     def seeking(self) -> bool:
@@ -220,6 +252,8 @@ class Dispatcher:
                 self._replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
                 self._end(question, result, now)
             self._note(number, pool.look_after(now))
+        if not any(self._up):
+            self._find_again(now)
         if self._parked:
             self._unpark(now)
         ended, self._ended = self._ended, []

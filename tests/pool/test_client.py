@@ -278,3 +278,27 @@ def test_a_closed_client_refuses_everything_and_attaches_to_nothing(
             call()
     assert not client.live
     client.close()
+
+
+def test_a_client_finds_a_node_that_was_stopped_and_started_again(
+    collection: Path, make_pool: MakePool, queries: Vectors, tmp_path: Path
+) -> None:
+    def start(workers: int) -> tuple[RunDir, list[InProcessPool]]:
+        """A node's life: its pools have endpoints of their own."""
+        plan = plan_of(collection, workers=workers)
+        pools = [make_pool(plan, f"pool-{number}").start() for number in range(workers)]
+        held = RunDir.acquire(tmp_path / "run")
+        held.write(NodeInfo("n", os.getpid(), "", "", tuple(pool.endpoint for pool in pools), ("docs",)))
+        return held, pools
+
+    held, pools = start(1)
+    with SearchClient.connect(tmp_path / "run", timeout_s=60) as client:
+        for workers in (2, 1):
+            for pool in pools:
+                pool.die()
+            held.release()
+            until(lambda: not client.live, client.poll)
+            held, pools = start(workers)
+            assert len(client.search(queries[0], 5, deadline_ms=60_000).ids) == 5
+            assert [pool.endpoint for pool in client.statistics().pools] == [pool.endpoint for pool in pools]
+    held.release()
