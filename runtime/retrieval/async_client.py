@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from ipc import Stage
 from runtime.errors import TrinityError, Unavailable
+from runtime.retrieval.arguments import deadline_of
 from runtime.retrieval.batch import BatchRun
-from runtime.retrieval.client import SearchClient, deadline_of
+from runtime.retrieval.client import SearchClient
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed

@@ -20,14 +20,13 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
 from runtime.node.placement import NodePlan
 from runtime.node.run_dir import find_node
+from runtime.retrieval.arguments import Wanted, check_finite, deadline_of, wanted
 from runtime.retrieval.batch import BatchRun
 from runtime.retrieval.dispatch import Dispatcher
 from runtime.retrieval.pool_session import Question
 from runtime.retrieval.replicas import ReplicaPolicy
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
 from runtime.retrieval.vectors import as_floats
-
-_LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 
 
 class SearchClient:
@@ -61,6 +60,8 @@ class SearchClient:
 
         Raises `Unavailable` if no pool answers.
         """
+        if not isinstance(node, str | Path):
+            raise InvalidRequest(f"node must be a name or the Path of a run directory, not {node!r}", "node")
         client = cls(find_node(node).pools, name, find=lambda: find_node(node).pools)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
@@ -93,29 +94,23 @@ class SearchClient:
         `wait_for_room`: is kept, within bounds, while the rings are full. Raises `InvalidRequest` (wrong size, a limit
         passed), `Overloaded`, or `Unavailable` (the client was closed); nothing was accepted then.
         """
-        question = self.question(as_floats(vector), k, collection, stage, deadline_ns, top_m, search_width, patience)
+        asked = self._wanted(k, collection, stage, deadline_ns, top_m, search_width, patience)
+        row = as_floats(vector)
+        if row.ndim != 1:
+            raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
+        check_finite(row)
+        question = self._question(row, asked)
         self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
-    def question(
-        self,
-        vector: npt.NDArray[np.float32],
-        k: int,
-        collection: str,
-        stage: Stage,
-        deadline_ns: int,
-        top_m: int | None,
-        search_width: int | None,
-        patience: int | None,
-    ) -> Question:
-        """A new query, not asked yet. Raises `InvalidRequest` for numbers that are none."""
-        for name, value in (("k", k), ("top_m", top_m), ("search_width", search_width), ("patience", patience)):
-            if value is not None and type(value) is not int:
-                raise InvalidRequest(f"{name} must be an integer, not {value!r}", name)
-        return Question(
-            next(self._tickets), vector, k, stage, collection, top_m, search_width or self._defaults.search_width,
-            patience, deadline_ns,
-        )  # fmt: skip
+    def _question(self, vector: npt.NDArray[np.float32], asked: Wanted) -> Question:
+        return Question(next(self._tickets), vector, *asked)
+
+    def _wanted(
+        self, k: Any, collection: Any, stage: Any, deadline_ns: Any, top_m: Any, search_width: Any, patience: Any
+    ) -> Wanted:
+        width = self._defaults.search_width if search_width is None else search_width
+        return wanted(k, stage, collection, top_m, width, patience, deadline_ns)
 
     def search(
         self,
@@ -187,14 +182,11 @@ class SearchClient:
     ) -> BatchRun:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self._dispatcher.check_open()
+        asked = self._wanted(k, collection, stage, deadline_of(deadline_ms), top_m, search_width, patience)
         rows = as_floats(vectors, "vectors")
-        if rows.ndim != 2:
+        if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
-        deadline_ns = deadline_of(deadline_ms)
-        questions = [
-            self.question(row, k, collection, stage, deadline_ns, top_m, search_width, patience) for row in rows
-        ]
-        return BatchRun(self._dispatcher, questions, rows, k)
+        return BatchRun(self._dispatcher, [self._question(row, asked) for row in rows], rows, asked.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""
@@ -261,12 +253,3 @@ class SearchClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def deadline_of(deadline_ms: float | None) -> int:
-    """`deadline_ms` from now on, on the monotonic clock in ns; 0 for none. Raises `InvalidRequest`."""
-    if deadline_ms is None:
-        return 0
-    if not 0 < deadline_ms <= _LONGEST_MS:
-        raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_LONGEST_MS}", "deadline_ms")
-    return time.monotonic_ns() + int(deadline_ms * 1e6)

@@ -24,6 +24,7 @@ from runtime.errors import (
     Unavailable,
     WorkerLost,
 )
+from runtime.retrieval.arguments import check_finite
 from runtime.retrieval.gather import Gather
 from runtime.retrieval.pool_session import RETRY_NS, PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
@@ -335,7 +336,11 @@ def _error_of_status(status: str, question: Question) -> TrinityError:
         case "deadline_exceeded":
             return DeadlineExceeded("the pool could not answer the query before its deadline")
         case "invalid_request":
-            return InvalidRequest("the pool refused the query: a value that is not finite, or a limit passed", "vector")
+            try:
+                check_finite(question.vector)
+            except InvalidRequest as error:
+                return error
+            return InvalidRequest("the pool refused the query: a limit of its own is passed")
         case "lost" | "stale_epoch":
             return WorkerLost(f"the pool died with the query, {question.attempts} times")
         case "cancelled":

@@ -44,14 +44,15 @@ def failed(ticket: int, error: TrinityError) -> SearchResult:
 class SearchBatch:
     """The results of many queries, in their order: `batch[i]` is the `SearchResult` of query i.
 
-    `ids` int64 [n, k] and `distances` float32 [n, k] hold them as arrays, -1 and +inf where there is none; `errors`
-    maps the number of each query that was not answered to what ended it.
+    `ids` int64 [n, k] and `distances` float32 [n, k] hold them as arrays, -1 and +inf where there is none (if no query
+    was answered, they are [n, 0]); `errors` maps the number of each query that was not answered to what ended it.
     """
 
     def __init__(self, results: list[SearchResult], k: int) -> None:
         self.results = tuple(results)
-        self.ids = np.full((len(results), k), -1, np.int64)
-        self.distances = np.full((len(results), k), np.inf, np.float32)
+        width = k if not results or any(result.error is None for result in results) else 0
+        self.ids = np.full((len(results), width), -1, np.int64)
+        self.distances = np.full((len(results), width), np.inf, np.float32)
         self.errors: dict[int, TrinityError] = {}
         for row, result in enumerate(results):
             self.ids[row, : len(result.ids)] = result.ids

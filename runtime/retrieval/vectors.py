@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from runtime.errors import InvalidRequest
 
+_NUMBERS = "fiub"  # kinds of dtype
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType, dlpack.h
 
 
@@ -23,7 +24,10 @@ def as_floats(vectors: Any, name: str = "vector") -> npt.NDArray[np.float32]:
         elif hasattr(vectors, "__dlpack_device__"):
             found = _from_dlpack(vectors, name)
     try:
-        return np.array(found, dtype=np.float32)
+        array = np.asarray(found)
+        if array.dtype.kind not in _NUMBERS:
+            raise InvalidRequest(f"{name}: not an array of real numbers: its type is {array.dtype}", name)
+        return np.array(array, dtype=np.float32)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{name}: not an array of numbers: {error}", name) from error
 

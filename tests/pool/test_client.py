@@ -194,15 +194,6 @@ def test_a_query_that_cannot_be_is_refused_at_once(
     assert client.poll() == []
 
 
-def test_a_vector_that_only_the_engine_can_refuse_ends_with_a_typed_error(
-    make_pool: MakePool, make_client: MakeClient, collection: Path
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan).start()
-    with pytest.raises(InvalidRequest, match="not finite"):
-        attached(make_client(plan)).search([float("nan")] * 16, 3)
-
-
 def test_a_cancelled_query_is_not_asked_again_when_its_pool_dies(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:

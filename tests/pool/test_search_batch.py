@@ -61,13 +61,22 @@ def test_what_fails_in_a_batch_fails_by_itself_and_by_name(
     assert batch.ids[2].tolist() == [-1] * 3
     assert np.isinf(batch.distances[7]).all()
     assert (batch.ids[[0, 1, 3, 4, 5, 6, 8]] >= 0).all()
-    with pytest.raises(InvalidRequest, match="not finite"):
+    with pytest.raises(InvalidRequest, match=r"vector\[0\] is nan: not finite"):
         batch.checked()
 
 
-def test_an_empty_batch_has_no_results(collection: Path, make_client: MakeClient) -> None:
-    batch = make_client(plan_of(collection)).search_batch(np.empty((0, 16)), 3)
+@pytest.mark.parametrize("nothing", [np.empty((0, 16)), []])
+def test_an_empty_batch_has_no_results(collection: Path, make_client: MakeClient, nothing: Any) -> None:
+    batch = make_client(plan_of(collection)).search_batch(nothing, 3)
     assert (len(batch), batch.ids.shape) == (0, (0, 3))
+
+
+def test_a_batch_of_which_nothing_was_answered_takes_no_room_for_answers(
+    collection: Path, make_client: MakeClient, queries: Vectors
+) -> None:
+    batch = make_client(plan_of(collection)).search_batch(queries, 65_535, deadline_ms=1)
+    assert len(batch.errors) == len(queries)
+    assert batch.ids.shape == batch.distances.shape == (len(queries), 0)
 
 
 @pytest.mark.parametrize(

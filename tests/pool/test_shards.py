@@ -136,8 +136,8 @@ def test_a_query_that_one_shard_refuses_ends_once(
     plan = plan_of(split, shards=2, workers=2)
     pools_of(plan, make_pool)
     client = attached(make_client(plan))
-    ticket = client.submit([float("nan")] * 16, 3, collection="docs")
-    assert isinstance(collect(client, 1)[ticket].error, InvalidRequest)
+    batch = client.search_batch([[float("nan")] * 16], 3)
+    assert isinstance(batch.errors[0], InvalidRequest)
     assert len(client.search(queries[0], 3).ids) == 3
     assert client.poll() == []
 
