@@ -19,6 +19,7 @@ import pytest
 
 from gpu import GraphIndex, SearchParams
 from runtime.errors import TrinityError, WorkerLost
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
@@ -100,7 +101,7 @@ def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queri
 
 
 def _serve(plan: NodePlan, name: str, epoch: int) -> None:
-    table = WorkerTable.create("pool", name)
+    table = WorkerTable.create("pool", name, metrics_of("pool", plan.config.slo))
     pool = Pool(Worker(WorkerSpec(plan, name, epoch, table.reference, os.getpid())))
     while True:
         pool.step()
