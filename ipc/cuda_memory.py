@@ -40,6 +40,8 @@ class CudaMemory:
         _make_current(cuda, device)
         address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
         _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
+        # The memset is on the legacy stream, for which streams of our kind do not wait.
+        _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
         return cls(cuda, device, address, size, exported=True)
 
     @classmethod

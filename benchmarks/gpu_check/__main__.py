@@ -35,9 +35,12 @@ SECTIONS = {
 }
 
 
-def run(setup: Setup, seconds: float) -> dict[str, Outcome]:
-    """Every section's outcome, by its name."""
-    begin, outcomes = time.monotonic(), {}
+def run(setup: Setup, begin: float, seconds: float, path: Path) -> dict[str, Outcome]:
+    """Every section's outcome, by its name. After each, all that is known is written: a later one may end the process.
+
+    No section begins later than `seconds` after `begin`, in `time.monotonic()`.
+    """
+    outcomes: dict[str, Outcome] = {}
     for name, section in SECTIONS.items():
         at = time.monotonic()
         try:
@@ -52,7 +55,19 @@ def run(setup: Setup, seconds: float) -> dict[str, Outcome]:
         outcomes[name] = outcome
         for line, value in outcome.lines:
             print(f"{name:12} {line:44} {value}", flush=True)
+        write(setup, outcomes, path)
     return outcomes
+
+
+def write(setup: Setup, outcomes: dict[str, Outcome], path: Path) -> None:
+    """PATH.json and PATH.md."""
+    sections = {
+        name: {"seconds": outcome.seconds, "lines": outcome.lines, "data": outcome.data}
+        for name, outcome in outcomes.items()
+    }
+    record = {"machine": setup.machine, "settings": setup.settings, "sections": sections}
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(setup, outcomes))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,15 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
+    begin = time.monotonic()
     setup = prepare(options)
-    outcomes = run(setup, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"gpu-{setup.file_name}"
-    record = {"machine": setup.machine, "settings": setup.settings, "sections": {}}
-    for name, outcome in outcomes.items():
-        record["sections"][name] = {"seconds": outcome.seconds, "lines": outcome.lines, "data": outcome.data}
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(setup, outcomes))
+    outcomes = run(setup, begin, options.seconds, path)
     print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")
     return int(any(outcome.failed for outcome in outcomes.values()))
 

@@ -38,7 +38,8 @@ class Peer:
         metric = "inner_product" if setup.data.metric == "ip" else "sqeuclidean"  # cosine: the set is normalised
         base = np.ascontiguousarray(setup.data.base.astype(dtype))
         graph = np.ascontiguousarray(setup.index.data.graph)
-        self._index = self.cagra.from_graph(self.cupy.asarray(graph), self.cupy.asarray(base), metric=metric)
+        self._held = (self.cupy.asarray(graph), self.cupy.asarray(base))  # the index may be no more than a view of them
+        self._index = self.cagra.from_graph(*self._held, metric=metric)
 
     def search(self, queries: np.ndarray, k: int, top_m: int) -> np.ndarray:
         """Ids [q, k]; queries come from the host and ids go there, as with us."""

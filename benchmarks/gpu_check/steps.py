@@ -46,7 +46,9 @@ def check(setup: Setup) -> Outcome:
         single.close()
         engine.close()
         same = float(np.mean(found.ids == plain.ids))
-        what = f"{_LAUNCH} extends a launch, {form}" + ("" if made == form else f" (the device gave {made})")
+        what = f"{_LAUNCH} extends a launch, {form}" + (
+            "" if made == form else f" (the device gave {made}: {engine.refused})"
+        )
         lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as plain"))
         lines.append((f"… one query at a time, {form}, p50", micros(alone.percentile(0.5))))
         data["forms"][form] = {**_form(found), "made": made, "alone_p50_s": alone.percentile(0.5), "same_ids": same}

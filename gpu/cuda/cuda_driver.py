@@ -20,6 +20,8 @@ except ImportError as error:
     ) from None
 
 _ORDINAL = re.compile(r"cuda(?::(\d+))?\Z")
+# A loop's body has a stream of its own, made while the outer stream is captured: relaxed captures allow that.
+_CAPTURE_MODE = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _UNASKED_SHARED_BYTES = 48 * 1024  # a block may have this much dynamic shared memory without asking
 
 
@@ -163,8 +165,7 @@ class CudaDriver:
     # ---- graphs
 
     def begin_capture(self, stream: int) -> None:
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _checked("cuStreamBeginCapture", cuda.cuStreamBeginCapture(stream, mode))
+        _checked("cuStreamBeginCapture", cuda.cuStreamBeginCapture(stream, _CAPTURE_MODE))
 
     def end_capture(self, stream: int) -> int:
         graph = _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(stream))
@@ -203,8 +204,9 @@ class CudaDriver:
         updated = cuda.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, replace)
         _checked("cuStreamUpdateCaptureDependencies", updated)
         body = self.create_stream()
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        begun = cuda.cuStreamBeginCaptureToGraph(body, parameters.conditional.phGraph_out[0], None, None, 0, mode)
+        begun = cuda.cuStreamBeginCaptureToGraph(
+            body, parameters.conditional.phGraph_out[0], None, None, 0, _CAPTURE_MODE
+        )
         _checked("cuStreamBeginCaptureToGraph", begun)
         self._bodies.append(body)
         return Loop(body, int(handle))

@@ -73,6 +73,7 @@ class CudaEngine:
         self._next_ticket = 1
         self._pending: dict[int, int] = {}  # slot → its command
         self._launches = 0
+        self._hangs = False  # a launch has not ended in time, and never may
         self._own_driver = False
         self.waited_ns = 0
         self.extends_made = 0
@@ -155,6 +156,12 @@ class CudaEngine:
         return self._graphs.form
 
     @property
+    def refused(self) -> str:
+        """Why the device cannot launch in the form that was wanted; empty if it can."""
+        assert self._graphs is not None
+        return self._graphs.refused
+
+    @property
     def extends_per_launch(self) -> int:
         """The most extends of a launch: what was wanted, or 1 where the device cannot."""
         assert self._graphs is not None
@@ -234,6 +241,8 @@ class CudaEngine:
         """See `Engine.close`. A driver that `open` made is closed too."""
         if self._stream:
             stream, self._stream = self._stream, 0
+            if self._hangs:  # waiting for it, or freeing what it uses, would hang too: the process's end frees it
+                return
             with contextlib.suppress(DeviceError):  # a launch that failed must not keep the memory
                 self._driver.synchronise(stream)
             if self._graphs is not None:
@@ -298,6 +307,7 @@ class CudaEngine:
         if self._driver.idle(self._stream) and words[0] != wanted:
             raise DeviceError(f"launch {wanted} ended, but only {words[0]} launches are reported")
         if waited_ns > _GIVE_UP_NS:
+            self._hangs = True
             raise DeviceError(f"launch {wanted} has not ended within {_GIVE_UP_NS // 10**9} s")
 
     def _open(self) -> BatchMemory:

@@ -79,15 +79,17 @@ class LaunchGraphs:
         self.buckets = tuple(sorted(buckets))
         self.form: Form = form
         self.limit = limit
+        self.refused = ""  # why the form that was asked for could not be had
         self._graphs: dict[int, int] = {}
         try:
             if form == "fused":
                 kernels.load_fused()
             self._capture_all()
-        except DeviceError:
+        except DeviceError as error:
             self.close()
             if form == "plain":
                 raise
+            self.refused = str(error)
             self.form, self.limit = "plain", 1
             self._capture_all()
 

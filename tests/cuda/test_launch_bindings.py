@@ -136,7 +136,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Pat
     )
     out, calls = run(library, script)
     stream, body, handle, graph = out[0].split()
-    begin = calls.index(f"cuStreamBeginCapture {stream} 1")  # 1: thread-local
+    begin = calls.index(f"cuStreamBeginCapture {stream} 2")  # 2: relaxed
     names = [call.split()[0] for call in calls[begin:]]
     assert names[1:5] == [
         "cuGraphConditionalHandleCreate",
@@ -146,7 +146,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Pat
     ]
     assert calls[begin + 1].endswith(" 1 1")  # it begins as 1, in each replay
     assert calls[begin + 2].endswith(f"after 0 type 13 handle {handle} kind 1 size 1")  # conditional, while
-    assert calls[begin + 5] == f"cuStreamBeginCaptureToGraph {body} {0x5550} 0 0 1"
+    assert calls[begin + 5] == f"cuStreamBeginCaptureToGraph {body} {0x5550} 0 0 2"
     assert f"stream {body} arguments {handle} 0" in calls[begin + 6]
     assert calls[begin + 7].startswith(f"cuStreamEndCapture {body}")
     assert calls[begin + 8].startswith(f"cuStreamDestroy_v2 {body}")

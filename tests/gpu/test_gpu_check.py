@@ -47,8 +47,21 @@ def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
     assert "| first |  | FAILED: AssertionError: an id comes twice |" in page
     assert "| second |  | skipped: no such tool |" in page
     assert "| third | speed | 1/s |" in page
-    late = gpu_check.run(None, seconds=-1.0)  # type: ignore[arg-type]
-    assert [outcome.lines[0][1][:8] for outcome in late.values()] == ["skipped:"] * 3
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
+    assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 3
+
+
+def test_what_is_known_is_written_before_a_section_that_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fatal(setup: Any) -> Outcome:
+        raise SystemExit(9)
+
+    sections = {"first": lambda setup: Outcome([("speed", "1/s")]), "second": fatal}
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--dry-run", "--out", str(tmp_path)])
+    assert "| first | speed | 1/s |" in (tmp_path / "gpu-dry-run.md").read_text()
 
 
 @pytest.fixture(scope="module")
