@@ -27,11 +27,11 @@ from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
 
 SECTIONS = {
     "correctness": correctness.check,
-    "sanitizer": sanitizer.check,
     "exchange": exchange.check,
     "steps": steps.check,
     "load": load.check,
     "cuvs": peers.check,
+    "sanitizer": sanitizer.check,  # last: it is slow, and nothing needs it
 }
 
 

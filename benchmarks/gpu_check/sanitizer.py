@@ -1,4 +1,4 @@
-"""compute-sanitizer's memcheck and racecheck over a small run, where it is installed."""
+"""compute-sanitizer's tools over a small run in each form of launch, where it is installed."""
 
 import shutil
 import subprocess
@@ -8,25 +8,35 @@ from pathlib import Path
 from benchmarks.gpu_check.report import Outcome, Skipped
 from benchmarks.gpu_check.setup import Setup
 
-_TOOLS = ("memcheck", "racecheck")
-_SECONDS = 90
+_TOOLS = ("memcheck", "racecheck", "synccheck")
+_FORMS = ("plain", "fused")
+_SECONDS = 40
+_TOOLKIT = "/usr/local/cuda/bin"
 
 
 def check(setup: Setup) -> Outcome:
-    """The small run: alone in a dry run, under each tool on a GPU. Raises AssertionError where a tool complains."""
+    """The small run: alone in a dry run, under each tool on a GPU. A complaint is a line; the other tools go on."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.small_run", setup.device]
     if not setup.on_gpu:
-        text = _run(small)
+        text = _run([*small, "plain"])
         return Outcome([("small run", text.splitlines()[-1]), *((tool, "skipped: no GPU") for tool in _TOOLS)])
-    sanitizer = shutil.which("compute-sanitizer")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=_TOOLKIT)
     if sanitizer is None:
-        raise Skipped("no compute-sanitizer on the PATH")
-    lines, outputs = [], {}
+        raise Skipped(f"no compute-sanitizer on the PATH or in {_TOOLKIT}")
+    outcome = Outcome([], {})
     for tool in _TOOLS:
-        text = _run([sanitizer, "--tool", tool, "--error-exitcode", "9", *small])
-        outputs[tool] = text[-4000:]
-        lines.append((tool, next(line for line in reversed(text.splitlines()) if "SUMMARY" in line).strip("= ")))
-    return Outcome(lines, outputs)
+        for form in _FORMS:
+            what = f"{tool}, {form}"
+            try:
+                text = _run([sanitizer, "--tool", tool, "--error-exitcode", "9", *small, form])
+                found = next((line for line in reversed(text.splitlines()) if "SUMMARY" in line), "no summary")
+                outcome.lines.append((what, found.strip("= ")))
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                text = str(error)
+                outcome.lines.append((what, f"FAILED: {text.splitlines()[0]}"))
+                outcome.failed = True
+            outcome.data[what] = text[-4000:]
+    return outcome
 
 
 def _run(command: list[str]) -> str:

@@ -1,17 +1,20 @@
-"""A few queries over a small index, watched by compute-sanitizer: `python -m benchmarks.gpu_check.small_run DEVICE`."""
+"""A few queries over a small index, watched by compute-sanitizer.
+
+python -m benchmarks.gpu_check.small_run DEVICE plain|fused
+"""
 
 import sys
 
 from benchmarks.gpu_check.drive import drive
 from benchmarks.gpu_check.setup import random_set
-from gpu import GraphIndex, SearchParams, open_engine
+from gpu import Engine, GraphIndex, SearchParams, open_engine
 
 
-def main(device: str) -> None:
+def main(device: str, form: str) -> None:
     """int8 over l2, so that rescoring is watched too; pauses and releases among the queries."""
     data = random_set(800, 40, 24, seed=3)
     index = GraphIndex.build(data.base, metric="l2", dtype="int8", degree=8)
-    engine = open_engine(device, {"docs": index}, slots=8, max_top_m=64)
+    engine = _engine(device, form, {"docs": index})
     paused = engine.admit(data.queries[0], SearchParams(5, 32, 2), "docs")
     engine.extend()
     engine.pause(paused)
@@ -24,5 +27,13 @@ def main(device: str) -> None:
     print(f"{found.finished} queries in {found.steps} steps")
 
 
+def _engine(device: str, form: str, collections: dict[str, GraphIndex]) -> Engine:
+    if form == "plain":
+        return open_engine(device, collections, slots=8, max_top_m=64)
+    from gpu.cuda.engine import CudaEngine
+
+    return CudaEngine.open(device, collections, slots=8, max_top_m=64, extends_per_launch=4, form=form)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
