@@ -19,13 +19,13 @@ from tests.gpu.cases import clustered
 def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    assert list(record["sections"]) == ["correctness", "sanitizer", "exchange", "steps", "load", "cuvs"]
+    assert list(record["sections"]) == ["correctness", "exchange", "steps", "load", "cuvs", "sanitizer"]
     assert record["settings"]["vectors"] == 1500
     assert record["sections"]["load"]["data"]["capacity_per_s"] > 0
     assert len(record["sections"]["steps"]["data"]["roofline"]["measured"]) == 5
     page = (tmp_path / "gpu-dry-run.md").read_text()
     forms = ("16 extends a launch, loop", "16 extends a launch, fused")
-    for what in ("memcheck", "racecheck", *forms, "through CUDA IPC"):
+    for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC"):
         assert f"| {what} | skipped: no GPU" in page
     assert "| cuvs |  | skipped: no GPU |" in page
     assert "FAILED" not in page
