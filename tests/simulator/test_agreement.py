@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ipc import Parameters, Request, Stage
-from runtime.node.config import PoolSection, parse_config
+from runtime.node.config import PoolSection, SloSection, parse_config
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
@@ -117,7 +118,7 @@ class Machine:
 
 @pytest.fixture
 def table() -> Iterator[WorkerTable]:
-    made = WorkerTable.create("pool", "pool-0")
+    made = WorkerTable.create("pool", "pool-0", metrics_of("pool", SloSection()))
     yield made
     made.close()
 
