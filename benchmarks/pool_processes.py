@@ -23,7 +23,7 @@ from benchmarks.pool_schedulers import POOLS
 from gpu import CpuEngine, SearchParams
 from ipc import RingClient, RingFull
 from runtime.node.config import parse_config
-from runtime.node.metrics import METRICS
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
@@ -72,7 +72,8 @@ class Outcome(NamedTuple):
 
 def _pool_main(plan: NodePlan, name: str, core: int, pipe: Connection) -> None:
     _pin(core)
-    table = WorkerTable.create("pool", "pool-0")
+    metrics = metrics_of("pool", plan.config.slo)
+    table = WorkerTable.create("pool", "pool-0", metrics)
     pool = POOLS[name](Worker(WorkerSpec(plan, "pool-0", 1, table.reference, os.getppid())))
     gc.collect()
     gc.freeze()
@@ -81,7 +82,7 @@ def _pool_main(plan: NodePlan, name: str, core: int, pipe: Connection) -> None:
         for _ in range(200):
             pool.step()
     pool.close()
-    pipe.send({metric.name: table.read(metric)[0] for metric in METRICS["pool"] if metric.kind == "counter"})
+    pipe.send({metric.name: table.read(metric)[0] for metric in metrics if metric.kind == "counter"})
 
 
 def _client_main(queries: Vectors, core: int, pipe: Connection) -> None:
