@@ -1,6 +1,6 @@
 """Does the simulated pool wait as the real one does? One list of arrivals through both.
 
-    python -m benchmarks.agreement --data ../shared/data/ann [--collection DIR] [--out benchmarks/results/agreement]
+    python -m benchmarks.agreement --data DIR [--collection DIR] [--out benchmarks/results/agreement]
 
 A client asks a real pool process (`benchmarks/pool_processes.py`) at random times, 30% prefill and 70% decode queries,
 at half and at 80% of what the pool can do by its service times. The simulator gets the same queries at the times at

@@ -1,6 +1,6 @@
 """Which policy serves more requests within their SLOs? The simulator's answer, on real traces, at 50 to 120% load.
 
-    python -m benchmarks.policy --data ../shared/data/traces [--processes 2]
+    python -m benchmarks.policy --data DIR [--processes 2]
 
 All of it is simulated: production's scheduler, router and control law on a virtual clock. Nothing is timed here but
 the simulator itself, and the same seed gives the same figures on any machine.

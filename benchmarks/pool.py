@@ -1,6 +1,6 @@
 """The pool's table: what the rings cost, and what the scheduler keeps of prefill's latency under a decode flood.
 
-    python -m benchmarks.pool --data ../shared/data/ann [--rounds 3] [--seconds 3] [--out benchmarks/results/pool]
+    python -m benchmarks.pool --data DIR [--rounds 3] [--seconds 3] [--out benchmarks/results/pool]
     python -m benchmarks.pool --quick
 
 Real pool processes, clients and the bare engine on one machine (`benchmarks/pool_processes.py`). Every round runs
@@ -177,6 +177,8 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
         name, metric = "synthetic-64-l2, 8,000 clustered vectors", "l2"
         truth = np.argsort(((queries[:, None] - base[None]) ** 2).sum(-1), axis=1)[:, :10]
     else:
+        if options.data is None:
+            sys.exit("--data DIR is needed, or --quick for synthetic vectors")
         name, metric = "minilm-384-cosine", "cosine"
         base = np.load(options.data / f"{name}.base.npy").astype(np.float32)
         queries = np.load(options.data / f"{name}.query.npy").astype(np.float32)
@@ -194,7 +196,7 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
 def parser_of(text: str | None) -> argparse.ArgumentParser:
     """The options that all of the pool's benchmarks have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/ann"))
+    parser.add_argument("--data", type=Path, help="a folder with minilm-384-cosine.{base,query,truth}.npy")
     parser.add_argument("--collection", type=Path, help="where the built collection is kept, for another run")
     parser.add_argument("--quick", action="store_true", help="synthetic vectors, one short round")
     parser.add_argument("--rounds", type=int)

@@ -1,6 +1,6 @@
 """Do questions find their passages through a collection as well as through exact search?
 
-    python -m benchmarks.retrieval --data ../shared/data/text --collection /tmp/squad
+    python -m benchmarks.retrieval --data DIR --collection /tmp/squad
 
 Builds a collection of the SQuAD 1.1 passages at --collection (or uses the one that is there), asks it dev questions,
 and prints recall@1, @5 and @10: the part of the questions for which a passage that a person marked is among the first

@@ -1,7 +1,7 @@
 """Prefill and decode under load, measured on this machine in one run, under nine minutes.
 
     python -m benchmarks.serve                                       # a small random Llama, drawn arrivals
-    python -m benchmarks.serve --data ../shared/data/traces          # arrivals and lengths as in a real trace, scaled
+    python -m benchmarks.serve --data DIR          # arrivals and lengths as in a real trace, scaled
     python -m benchmarks.serve --model smollm2 --only ttft,handover  # a real model: slower by ten
 
 Two cores: prefill on the first, decode on the last; the colocated workers one on each. Every comparison is made within
