@@ -24,6 +24,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 from benchmarks.gpu_check import correctness, exchange, load, peers, sanitizer, steps  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
+from gpu import DeviceUnavailable  # noqa: E402
 
 SECTIONS = {
     "correctness": correctness.check,
@@ -89,7 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
-    setup = prepare(options)
+    try:
+        setup = prepare(options)
+    except DeviceUnavailable as error:
+        parser.error(f"--device {options.device}: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"gpu-{setup.file_name}"
     outcomes = run(setup, begin, options.seconds, path)

@@ -51,6 +51,16 @@ def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 3
 
 
+def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = "GPU-00000000-0000-0000-0000-000000000000"
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--device", device, "--out", str(tmp_path / "out")])
+    assert f"error: --device {device}: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_known_is_written_before_a_section_that_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
