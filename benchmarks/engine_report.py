@@ -49,10 +49,10 @@ def report(result: Record) -> str:
         lines.append("|---|" + "---:|" * (len(wanted) + 3))
         for record in engines:
             cells = [_cell(record, hnswlib, recall) for recall in wanted]
-            at_64 = next((f"{point['recall']:.4f}" for point in record["points"] if point["effort"] == 64), "-")
             build = "-" if "stepwise" in record["label"] else f"{record['built']['seconds']:.1f}"
             lines.append(
-                f"| {record['label']} | {' | '.join(cells)} | {at_64} | {build} | {record['bytes'] / 2**20:.0f} |"
+                f"| {record['label']} | {' | '.join(cells)} | {record['recall_64']:.4f} | {build} | "
+                f"{record['bytes'] / 2**20:.0f} |"
             )
         lines += ["", *_ratios(engines, wanted), _builds(engines)]
     return "\n".join(lines) + "\n"

@@ -84,6 +84,7 @@ class Attachment:
             view = self.memory.view
             self.requests = RingProducer(view[: layouts[0].size], layouts[0], answer.epoch)
             self.results = RingConsumer(view[split : split + layouts[1].size], layouts[1], answer.epoch)
+            self.results.beat(time.monotonic_ns())  # else the pool takes the place back
         except BaseException:
             self.memory.close()
             raise

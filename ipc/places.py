@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class ClientPlace:
         self.lease = 0  # of the pool's arena; 0: none
         self.last_id = 0
         self.received = 0
+        self.granted_ns = time.monotonic_ns()
+        self.joined = False  # whether the client was seen to have opened the rings
 
     @classmethod
     def make(
@@ -87,6 +90,11 @@ class ClientPlace:
             bell=bell,
             arena=arena,
         )
+
+    def has_joined(self) -> bool:
+        """Whether the client has opened the rings: one that gave up while it was being answered never does."""
+        self.joined = self.joined or self.results.heartbeat_ns > 0
+        return self.joined
 
     def traffic(self) -> dict[str, int]:
         """Requests received and results published so far."""

@@ -32,6 +32,7 @@ from ipc.spin import SpinBudget
 from ipc.statistics import ServerStatistics
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
+JOIN_NS = 10_000_000_000  # how long a client may take to open its rings; longer than any attaching client waits
 LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are requests
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
 _MAX_NAME = 100
@@ -319,7 +320,8 @@ class RingServer:
         heard = self._reception.listen(0)
         for client in tuple(self._turns):
             try:
-                if client.pidfd in heard or client.requests.producer_state == CLOSED:
+                absent = not client.joined and not client.has_joined() and now > client.granted_ns + JOIN_NS
+                if absent or client.pidfd in heard or client.requests.producer_state == CLOSED:
                     self._counts["lost"] += 1
                     self._forget(client, CLOSED)
                     continue

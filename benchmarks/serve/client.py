@@ -73,19 +73,37 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 
 
-async def _offer(url: str, timed: Sequence[tuple[float, Body]]) -> list[Outcome]:
+async def _offer(url: str, timed: Sequence[tuple[float, Body]], patience_s: float) -> list[Outcome]:
     begin = time.monotonic()
 
     async def one(at_s: float, body: Body) -> Outcome:
         await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
-        return await ask(url, body)
+        return await ask(url, body, patience_s)
 
     return await asyncio.gather(*(one(at_s, body) for at_s, body in timed))
 
 
-def offer(url: str, timed: Sequence[tuple[float, Body]]) -> list[Outcome]:
-    """Send each body at its time (seconds from now); their outcomes, in that order."""
-    return asyncio.run(_offer(url, timed))
+def offer(url: str, timed: Sequence[tuple[float, Body]], patience_s: float = 120.0) -> list[Outcome]:
+    """Send each body at its time (seconds from now); their outcomes, in that order.
+
+    Who has waited `patience_s` for the end of an answer hangs up, and the node drops the request.
+    """
+    return asyncio.run(_offer(url, timed, patience_s))
+
+
+def at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
+    """All of them, each as soon as fewer than `outstanding` are under way."""
+
+    async def run() -> list[Outcome]:
+        room = asyncio.Semaphore(outstanding)
+
+        async def one(body: Body) -> Outcome:
+            async with room:
+                return await ask(url, body)
+
+        return await asyncio.gather(*(one(body) for body in bodies))
+
+    return asyncio.run(run())
 
 
 def in_turn(url: str, bodies: Sequence[Body]) -> list[Outcome]:

@@ -3,16 +3,18 @@
 Attainment is over the requests that were sent: one that fails has missed its limits.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Outcome, in_turn, offer
+from benchmarks.serve.client import Outcome, at_once, in_turn, offer
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
 
-_LOADS = (0.3, 0.55, 0.8, 1.05)  # of what prefill's core alone could take
+_LOADS = (0.3, 0.55, 0.8, 1.05)  # of what the node answers when it always has enough to do
+_FULL = 24  # outstanding requests that are enough
 _TTFT_SCALE, _TPOT_SCALE = 6.0, 3.0  # limits, in unloaded times
 _ATTAINMENT = 0.9
 
@@ -26,16 +28,19 @@ def run(bench: Bench) -> Section:
     alone = in_turn(node.url, [bench.body(random, shape.prompt_tokens, shape.output_tokens) for _ in range(6)])
     ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in alone], 50)
     tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in alone], 50)
-    unit = 1 / percentile([o.timings["prefill"] for o in alone], 50)
-    rates = [load * unit for load in _LOADS]
+    capacity = _capacity(bench, node)
+    rates = [load * capacity for load in _LOADS]
     section.text = (
         f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {ttft_s * 1e3:.0f} ms, "
         f"TPOT {tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {_ATTAINMENT:.0%} of the sent "
-        "requests meet both. Load in requests/s."
+        "requests meet both. Load in requests/s; who cannot meet the limits any more hangs up."
     )
 
+    patience_s = ttft_s + tpot_s * shape.most_output_tokens + 1.0
+
     def attained(stand: Stand, rate: float, **more: object) -> float:
-        outcomes = offer(stand.url, bench.load(rate, bench.seconds(8.0), bench.seed + 100, **more))
+        timed = bench.load(rate, bench.seconds(8.0), bench.seed + 100, **more)
+        outcomes = offer(stand.url, timed, patience_s)
         return sum(_met(outcome, ttft_s, tpot_s) for outcome in outcomes) / max(1, len(outcomes))
 
     lines = {stand.kind: _curve(rates, lambda rate, stand=stand: attained(stand, rate)) for stand in (node, colocated)}
@@ -60,6 +65,14 @@ def run(bench: Bench) -> Section:
     ]
     section.details = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rates": rates}
     return section
+
+
+def _capacity(bench: Bench, node: Stand) -> float:
+    """Requests/s that a node answers when it always has enough to do."""
+    bodies = [body for _, body in bench.load(100.0, bench.seconds(1.5), bench.seed + 200)]
+    begin = time.monotonic()
+    outcomes = at_once(node.url, bodies, _FULL)
+    return sum(outcome.whole for outcome in outcomes) / (time.monotonic() - begin)
 
 
 def goodput(points: Sequence[tuple[float, float]]) -> float:

@@ -14,7 +14,7 @@ from runtime.retrieval.gather import Gather
 from runtime.retrieval.results import PoolState, PoolStatistics
 
 RETRY_NS = 500_000_000  # a lost pool is tried again this often …
-RETRY_MS = 400.0  # … for so long; a pool whose loop runs answers in about one
+_RETRY_MS = (400.0, 1600.0)  # … for so long at first, and at most; a pool whose loop runs answers in about one
 _ROUND_TRIPS = 1024
 
 
@@ -44,6 +44,7 @@ class PoolSession:
         self._name = name
         self._top_m = top_m  # of questions that name none
         self._retry_ns = 0
+        self._patience_ms = _RETRY_MS[0]  # doubles with every attempt: on a busy machine an answer takes its time
         self._seeker: threading.Thread | None = None
         self._found: list[RingClient] = []  # by the seeker
         self.client: RingClient | None = None
@@ -76,8 +77,10 @@ class PoolSession:
         return self._seeker is not None and self._seeker.is_alive()
 
     def _seek(self) -> None:
+        patience_ms, self._patience_ms = self._patience_ms, min(2 * self._patience_ms, _RETRY_MS[1])
         with suppress(IpcError):  # nobody there, refused, or dead half way through
-            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=RETRY_MS))
+            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=patience_ms))
+            self._patience_ms = _RETRY_MS[0]
 
     def _adopt(self) -> None:
         while self._found:

@@ -2,6 +2,8 @@
 
 import os
 import struct
+import time
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -22,6 +24,8 @@ from ipc import (
     connect,
 )
 from ipc.descriptors import RESULT_HEADER
+from ipc.doorbell import FdMailbox
+from ipc.server import JOIN_NS
 from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attach, encode
 from tests.ipc.processes import attach, child, ended_well, endpoint
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests
@@ -185,6 +189,19 @@ def test_a_session_message_that_cannot_be_is_answered_with_a_refusal(server: Rin
 
 def zmq_dealer(server: RingServer) -> Any:
     return connect(zmq.DEALER, server.endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
+
+
+def test_the_place_of_a_client_that_never_opens_its_rings_is_taken_back(server: RingServer) -> None:
+    with zmq_dealer(server) as socket, closing(FdMailbox()) as mailbox:
+        socket.send(encode(Attach(VERSION, "gone", os.getpid(), "eventfd", mailbox.name)))
+        while not socket.poll(0):
+            server.wait(1)
+        with attach(server) as client:
+            assert server.statistics().clients == 2
+            server._housekeep(time.monotonic_ns() + JOIN_NS)
+            assert (server.statistics().clients, server.statistics().lost) == (1, 1)
+            ask(client)
+            assert answer(server) == 1
 
 
 def test_messages_over_the_limit_or_of_odd_shape_disturb_nobody(server: RingServer) -> None:

@@ -112,5 +112,10 @@ def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
 
 def attached(client: SearchClient) -> SearchClient:
     """With every pool of the plan."""
-    until(lambda: all(pool.state != "lost" for pool in client.statistics().pools), client.poll)
+
+    def poll() -> None:
+        assert client.poll() == []
+        client.sleep((), 1)  # else nobody else gets on
+
+    until(lambda: all(pool.state != "lost" for pool in client.statistics().pools), poll)
     return client
