@@ -88,6 +88,16 @@ def killed(node: BenchmarkNode, worker: str) -> dict[str, float]:
     return {"started_s": started, "ready_s": ready, "node_s": time.monotonic() - begin}
 
 
+def killed_under_load(node: BenchmarkNode, config: NodeConfig, worker: str) -> dict[str, Any]:
+    """`killed`'s times while requests come, and how these ended."""
+    with load(node, config) as ends:
+        node.wait(lambda: ends["ok"] >= 4)
+        times = killed(node, worker)
+        enough = ends["ok"] + 4
+        node.wait(lambda: ends["ok"] >= enough)
+    return times | {"ends": dict(ends)}
+
+
 def rolled(node: BenchmarkNode, worker: str) -> float:
     """Seconds that an orderly restart of an idle worker takes: its drain, which is nothing, and its load."""
     begin = time.monotonic()
@@ -178,12 +188,7 @@ def main() -> int:
     with running(options.config) as node:
         for worker in [found.name for found in node.status().workers]:
             orderly_s = rolled(node, worker)
-            with load(node, config) as ends:
-                node.wait(lambda ends=ends: ends["ok"] >= 4)  # type: ignore[misc]
-                times = killed(node, worker)
-                enough = ends["ok"] + 4
-                node.wait(lambda ends=ends, enough=enough: ends["ok"] >= enough)  # type: ignore[misc]
-            found["workers"][worker] = times | {"orderly_s": orderly_s, "ends": dict(ends)}
+            found["workers"][worker] = killed_under_load(node, config, worker) | {"orderly_s": orderly_s}
             print(worker, found["workers"][worker], flush=True)
     found["supervisor"] = supervisor_killed(options.config)
     if options.rounds:

@@ -170,7 +170,7 @@ def measure_decode(
 
 def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[int], rounds: int) -> None:
     print(f"\n{'KV copy':24}{'ours ms':>12}{'plain copy ms':>16}{'ratio':>8}   MB")
-    source = kv_array(memoryview(model.kv.numpy()).cast("B").toreadonly(), model.kv.shape)
+    source = kv_array(model.kv.numpy().data.cast("B").toreadonly(), model.kv.shape)
     for tokens in lengths:
         blocks = range(-(-tokens // model.block_tokens))
         count = model.info.kv_bytes_per_token * len(blocks) * model.block_tokens

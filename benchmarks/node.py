@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launchers.http_client import get
@@ -44,7 +44,7 @@ class BenchmarkNode:
             return status.ready and get(status.info.url, "/health")[0] == 200
         return False
 
-    def wait(self, condition, within_s: float = _START_S) -> float:  # type: ignore[no-untyped-def]
+    def wait(self, condition: Callable[[], object], within_s: float = _START_S) -> float:
         """Seconds until `condition()` held. Raises `TimeoutError`."""
         begin = time.monotonic()
         while not condition():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.policy_rows import FIXED, NAIVE, Report, Row
 
@@ -167,7 +168,7 @@ def draw_plans(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _pyplot():  # type: ignore[no-untyped-def]
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -101,5 +101,5 @@ def _distances(
         return found
     dots = (rows * asked).sum(axis=2)
     if metric == "ip":
-        return -dots
-    return 1 - dots / np.maximum(np.linalg.norm(rows, axis=2) * np.linalg.norm(asked, axis=2), 1e-30)
+        return np.asarray(-dots)
+    return np.asarray(1 - dots / np.maximum(np.linalg.norm(rows, axis=2) * np.linalg.norm(asked, axis=2), 1e-30))

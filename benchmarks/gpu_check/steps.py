@@ -39,16 +39,14 @@ def check(setup: Setup) -> Outcome:
             lines.append((f"{_LAUNCH} extends a launch, {form}", "skipped: no GPU"))
             continue
         engine = setup.engine(extends_per_launch=_LAUNCH, form=form)
-        made = getattr(engine, "form", "plain")
+        made, refused = getattr(engine, "form", "plain"), getattr(engine, "refused", "")
         found = drive(engine, queries, setup.params)
         single = setup.engine(1, extends_per_launch=_LAUNCH, form=form)
         alone = drive(single, queries[:50], setup.params)
         single.close()
         engine.close()
         same = float(np.mean(found.ids == plain.ids))
-        what = f"{_LAUNCH} extends a launch, {form}" + (
-            "" if made == form else f" (the device gave {made}: {engine.refused})"
-        )
+        what = f"{_LAUNCH} extends a launch, {form}" + ("" if made == form else f" (the device gave {made}: {refused})")
         lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as plain"))
         lines.append((f"… one query at a time, {form}, p50", micros(alone.percentile(0.5))))
         data["forms"][form] = {**_form(found), "made": made, "alone_p50_s": alone.percentile(0.5), "same_ids": same}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -35,8 +36,8 @@ def arrivals(
     begin = seed * wanted % max(1, len(found) - wanted)
     window = found[begin : begin + wanted]
     window = [replace(arrival, at_s=arrival.at_s - window[0].at_s) for arrival in window]
-    prompt = shape.prompt_tokens / np.mean([arrival.prompt_tokens for arrival in window])
-    output = shape.output_tokens / np.mean([arrival.output_tokens for arrival in window])
+    prompt = shape.prompt_tokens / fmean(arrival.prompt_tokens for arrival in window)
+    output = shape.output_tokens / fmean(arrival.output_tokens for arrival in window)
     return [_bounded(a.at_s, a.prompt_tokens * prompt, a.output_tokens * output, shape) for a in at_rate(window, rate)]
 
 

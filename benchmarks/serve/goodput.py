@@ -4,7 +4,7 @@ Attainment is over the requests that were sent: one that fails has missed its li
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +17,8 @@ _LOADS = (0.3, 0.55, 0.8, 1.05)  # of what the node answers when it always has e
 _FULL = 24  # outstanding requests that are enough
 _TTFT_SCALE, _TPOT_SCALE = 6.0, 3.0  # limits, in unloaded times
 _ATTAINMENT = 0.9
+
+Curve = list[tuple[float, float]]  # requests/s, share of the sent requests that met their limits
 
 
 def run(bench: Bench) -> Section:
@@ -38,20 +40,21 @@ def run(bench: Bench) -> Section:
 
     patience_s = ttft_s + tpot_s * shape.most_output_tokens + 1.0
 
-    def attained(stand: Stand, rate: float, **more: object) -> float:
+    def curve(stand: Stand, rates: Sequence[float], **more: object) -> Curve:
+        return [(rate, attained(stand, rate, more)) for rate in rates]
+
+    def attained(stand: Stand, rate: float, more: dict[str, object]) -> float:
         timed = bench.load(rate, bench.seconds(8.0), bench.seed + 100, **more)
         outcomes = offer(stand.url, timed, patience_s)
         return sum(_met(outcome, ttft_s, tpot_s) for outcome in outcomes) / max(1, len(outcomes))
 
-    lines = {stand.kind: _curve(rates, lambda rate, stand=stand: attained(stand, rate)) for stand in (node, colocated)}
+    lines: dict[str, Curve] = {stand.kind: curve(stand, rates) for stand in (node, colocated)}
     retrieval = {"collection": "docs", "k": 4, "every_tokens": 8}
     fewer = rates[1:3]
-    adaptive = {"adaptive": _curve(fewer, lambda rate: attained(node, rate, retrieval=retrieval))}
+    adaptive = {"adaptive": curve(node, fewer, retrieval=retrieval)}
     for reserve in (0.1, 0.9):
         with bench.stand("node", control={"enabled": False}, pool={"reserve": reserve}) as fixed:
-            adaptive[f"r = {reserve:g}"] = _curve(
-                fewer, lambda rate, fixed=fixed: attained(fixed, rate, retrieval=retrieval)
-            )
+            adaptive[f"r = {reserve:g}"] = curve(fixed, fewer, retrieval=retrieval)
     section.curves = {
         "node and colocated: requests/s, attainment": lines,
         "reserve, with retrieval and probes: requests/s, attainment": adaptive,
@@ -82,10 +85,6 @@ def goodput(points: Sequence[tuple[float, float]]) -> float:
 
 def _ratio(one: float, other: float) -> float:
     return one / other if other else float("nan" if not one else "inf")
-
-
-def _curve(rates: Sequence[float], attained: Callable[[float], float]) -> list[tuple[float, float]]:
-    return [(rate, attained(rate)) for rate in rates]
 
 
 def _met(outcome: Outcome, ttft_s: float, tpot_s: float) -> bool:

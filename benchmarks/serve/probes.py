@@ -1,5 +1,7 @@
 """How long answers stand still for probes: waiting for passages, or writing on until they come."""
 
+from statistics import fmean
+
 import numpy as np
 
 from benchmarks.serve.bench import Bench, question
@@ -24,18 +26,18 @@ def run(bench: Bench) -> Section:
         retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": mode, "probe_tokens": 64}
         bodies = [bench.of_prompt(question(random), output, retrieval=retrieval) for _ in range(bench.count(12))]
         found[mode] += [o for o in offer(stand.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.whole]
-    stalled = {mode: np.mean([o.timings["probe_stall"] for o in outcomes]) * 1e3 for mode, outcomes in found.items()}
-    brought = {mode: np.mean([len(o.passages) for o in outcomes]) for mode, outcomes in found.items()}
+    stalled = {mode: fmean(o.timings["probe_stall"] for o in outcomes) * 1e3 for mode, outcomes in found.items()}
+    brought = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in found.items()}
     for mode, outcomes in found.items():
         section.measures += [
-            Measure(f"{mode}: stalled, of a request", float(stalled[mode]), "ms"),
+            Measure(f"{mode}: stalled, of a request", stalled[mode], "ms"),
             Measure(f"{mode}: TPOT p50", percentile([o.timings["tpot"] * 1e3 for o in outcomes], 50), "ms"),
-            Measure(f"{mode}: passages of a request", float(brought[mode])),
+            Measure(f"{mode}: passages of a request", brought[mode]),
         ]
-    ratio = float(stalled["wait"] / max(stalled["prefetch"], 1e-6))
+    ratio = stalled["wait"] / max(stalled["prefetch"], 1e-6)
     section.measures += [
         Measure("stalled, wait / prefetch", ratio, "×", "≥", 3.0),
-        Measure("passages, prefetch / wait", float(brought["prefetch"] / brought["wait"]), "×", "≥", 0.9),
+        Measure("passages, prefetch / wait", brought["prefetch"] / brought["wait"], "×", "≥", 0.9),
     ]
     section.details = {"requests": {mode: len(outcomes) for mode, outcomes in found.items()}}
     return section

@@ -41,7 +41,7 @@ def run(bench: Bench) -> Section:
             while not workers.prefill._offered:
                 workers.prefill.step()
             decode._bridge.receive(decode._link.frontend_epoch)
-            pulled = []
+            pulled: list[float] = []
             while not pulled or decode._bridge.pulling or decode._bridge.waiting:
                 pulled.append(_timed(decode))
             within += pulled
