@@ -22,7 +22,7 @@ import numpy as np
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role
-from runtime.node.metrics import KNOBS, METRICS, Histogram, Metric
+from runtime.node.metrics import KNOBS, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 3
@@ -40,7 +40,7 @@ class State(IntEnum):
 class WorkerTable:
     """One worker's table. The supervisor makes it with `create`, the worker opens it by reference.
 
-    Both give the same `metrics` (`metrics_of` the node's SLOs); without, the role's own with their default buckets.
+    Both give the same `metrics`: `metrics_of` the role and the node's SLOs.
     """
 
     def __init__(self, memory: SharedMemory, role: Role, metrics: Sequence[Metric]) -> None:
@@ -61,8 +61,7 @@ class WorkerTable:
         self.role = role
 
     @classmethod
-    def create(cls, role: Role, name: str, metrics: Sequence[Metric] | None = None) -> "WorkerTable":
-        metrics = METRICS[role] if metrics is None else metrics
+    def create(cls, role: Role, name: str, metrics: Sequence[Metric]) -> "WorkerTable":
         words = _words(role, metrics)
         table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role, metrics)
         table._header[0], table._header[1], table._header[6] = _MAGIC, _VERSION, words
@@ -72,9 +71,8 @@ class WorkerTable:
         return table
 
     @classmethod
-    def open(cls, reference: MemoryReference, role: Role, metrics: Sequence[Metric] | None = None) -> "WorkerTable":
+    def open(cls, reference: MemoryReference, role: Role, metrics: Sequence[Metric]) -> "WorkerTable":
         """Raises `ValueError` if the memory is no table, or one of other metrics."""
-        metrics = METRICS[role] if metrics is None else metrics
         table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, metrics)
         if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
             raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")

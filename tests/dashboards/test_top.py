@@ -29,7 +29,7 @@ from runtime.node.control_loop import ControlLoop
 from runtime.node.exporter import NodeCollector, render
 from runtime.node.figures import NodeFigures, Usage
 from runtime.node.gpus import Gpus
-from runtime.node.metrics import PREFILL_TIME, TTFT_TIME
+from runtime.node.metrics import METRICS, PREFILL_TIME, TTFT_TIME
 from runtime.node.placement import WorkerPlan
 from runtime.node.table import WorkerTable
 from tests.node.fake_nvml import FakeNvml
@@ -42,8 +42,7 @@ class Source:
 
     def __init__(self) -> None:
         self.looks = 0
-        self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0") for role in ("pool", "decode", "frontend")}
-        self.tables["prefill-0"] = WorkerTable.create("prefill", "prefill-0")
+        self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", metrics) for role, metrics in METRICS.items()}
         plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]  # type: ignore[misc]
         self.config = NodeConfig()
         self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))

@@ -21,7 +21,7 @@ PLACES = {metric.name: metric for metric in METRICS["frontend"]}
 
 @pytest.fixture
 def table() -> Iterator[WorkerTable]:
-    made = WorkerTable.create("frontend", "frontend-0")
+    made = WorkerTable.create("frontend", "frontend-0", METRICS["frontend"])
     yield made
     made.close()
 

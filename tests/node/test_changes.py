@@ -11,6 +11,7 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import ControlSection, PoolSection
 from runtime.node.control import NodeStatus, ask, change_worker, restart_node
 from runtime.node.control_loop import ControlLoop
+from runtime.node.metrics import METRICS
 from runtime.node.table import WorkerTable
 from tests.node.test_supervisor import TinyNode, worker
 from tests.node.tiny_node import TINY_WORKER
@@ -149,14 +150,14 @@ def test_there_is_a_limit_to_the_workers_of_a_role(start: StartTiny) -> None:
 
 
 def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
-    tables = {name: WorkerTable.create("decode", name) for name in ("decode-0", "decode-1")}
+    tables = {name: WorkerTable.create("decode", name, METRICS["decode"]) for name in ("decode-0", "decode-1")}
     loop = ControlLoop(ControlSection(), PoolSection(), tables)
     for table in tables.values():
         table.add("trinity_decode_row_seconds_total", 5.0)
     before = loop._readings()
     loop.left(tables.pop("decode-1"))
     assert loop._readings() == before
-    table = WorkerTable.create("decode", "decode-1")
+    table = WorkerTable.create("decode", "decode-1", METRICS["decode"])
     loop.joined(table)
     table.add("trinity_decode_row_seconds_total", 2.0)
     assert loop._readings().row_s == before.row_s + 2.0

@@ -12,7 +12,7 @@ from runtime.errors import ConfigError
 from runtime.node.config import ControlSection, PoolSection, parse_config
 from runtime.node.control_law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
 from runtime.node.control_loop import ControlLoop
-from runtime.node.metrics import POOL_WAIT_PREFILL
+from runtime.node.metrics import METRICS, POOL_WAIT_PREFILL
 from runtime.node.table import WorkerTable
 
 SETTINGS = ControlSection()
@@ -141,6 +141,7 @@ def test_alternation_slower_than_the_dwell_is_damped_to_a_part_of_the_step() -> 
     assert 0 < max(values[400:]) - min(values[400:]) <= SETTINGS.step / 2
 
 
+@settings(deadline=None)
 @given(st.floats(0.2, 5.0), st.floats(0.2, 5.0), st.floats(0.1, 0.9))
 def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
     prefill_load: float, decode_load: float, start: float
@@ -208,9 +209,9 @@ def test_a_quantile_of_a_histogram_lies_in_the_bucket_of_the_true_one(values: li
 @pytest.fixture
 def tables() -> Iterator[dict[str, WorkerTable]]:
     made = {
-        "pool-0": WorkerTable.create("pool", "pool-0"),
-        "pool-1": WorkerTable.create("pool", "pool-1"),
-        "decode-0": WorkerTable.create("decode", "decode-0"),
+        "pool-0": WorkerTable.create("pool", "pool-0", METRICS["pool"]),
+        "pool-1": WorkerTable.create("pool", "pool-1", METRICS["pool"]),
+        "decode-0": WorkerTable.create("decode", "decode-0", METRICS["decode"]),
     }
     yield made
     for table in made.values():

@@ -21,7 +21,7 @@ ALL = [metric for role in ROLES for metric in METRICS[role]]
 
 @pytest.fixture
 def table() -> Iterator[WorkerTable]:
-    made = WorkerTable.create("pool", "pool-0")
+    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
     yield made
     made.close()
 
@@ -56,8 +56,8 @@ def test_names_follow_prometheus(metric: object) -> None:
 
 
 def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
-    other = WorkerTable.create("pool", "pool-1")
-    worker = WorkerTable.open(table.reference, "pool")
+    other = WorkerTable.create("pool", "pool-1", METRICS["pool"])
+    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
     worker.begin(epoch=1, pid=42)
     worker.add("trinity_pool_queries_decode_total", 3)
     worker.add("trinity_pool_queries_decode_total")
@@ -72,7 +72,7 @@ def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
-    made = WorkerTable.create(role, f"{role}-0")
+    made = WorkerTable.create(role, f"{role}-0", METRICS[role])
     found = parsed({f"{role}-0": made})
     assert {metric.exported.removesuffix("_total") for metric in METRICS[role]} <= set(found)
     series = [(sample.name, tuple(sample.labels.items())) for family in found.values() for sample in family.samples]
@@ -94,7 +94,7 @@ def test_a_value_on_an_edge_belongs_to_the_bucket_of_that_edge(table: WorkerTabl
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.0, 100.0), max_size=60))
 def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list[float]) -> None:
-    made = WorkerTable.create("pool", "pool-0")
+    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
     for value in values:
         made.observe(POOL_LATENCY, value)
     family = parsed({"pool-0": made})[POOL_LATENCY.name]
@@ -107,7 +107,7 @@ def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(POOL_LATENCY.buckets)), max_size=8)))
 def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[list[float]]) -> None:
-    made = WorkerTable.create("pool", "pool-0")
+    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
     for step in steps:
         made.observe_many(POOL_LATENCY, step)
         for value in step:
@@ -138,7 +138,7 @@ def test_the_configured_slo_limits_are_edges_and_a_value_at_the_limit_is_within_
 def test_a_table_of_other_slo_limits_is_refused() -> None:
     made = WorkerTable.create("frontend", "frontend-0", metrics_of("frontend", SloSection(search_s=0.0123)))
     with pytest.raises(ValueError, match="words"):
-        WorkerTable.open(made.reference, "frontend")
+        WorkerTable.open(made.reference, "frontend", METRICS["frontend"])
     made.close()
 
 
@@ -152,7 +152,7 @@ def test_every_sample_says_of_which_node_and_model_it_is(table: WorkerTable) -> 
 
 def test_counters_and_histograms_survive_a_new_process_and_gauges_start_at_zero(table: WorkerTable) -> None:
     for epoch in (1, 2):
-        worker = WorkerTable.open(table.reference, "pool")
+        worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
         worker.begin(epoch, pid=100 + epoch)
         assert worker.state is State.STARTING
         worker.add("trinity_pool_extends_total", 10)
@@ -181,15 +181,15 @@ def _beat_of(table: WorkerTable) -> int:
 
 def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTable) -> None:
     with SharedMemory.create("other", 4096) as memory, pytest.raises(ValueError, match="not a table"):
-        WorkerTable.open(memory.reference, "pool")
+        WorkerTable.open(memory.reference, "pool", METRICS["pool"])
     reference = table.reference
     table.close()
     with pytest.raises(MemoryRefused):
-        WorkerTable.open(reference, "pool")
+        WorkerTable.open(reference, "pool", METRICS["pool"])
 
 
 def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_set(table: WorkerTable) -> None:
-    worker = WorkerTable.open(table.reference, "pool")
+    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
     assert math.isnan(table.knob("reserve"))
     worker.begin_knob("reserve", 0.3)
     assert table.knob("reserve") == 0.3

@@ -16,7 +16,8 @@ import zmq
 from msgspec.structs import replace
 
 from ipc import bind
-from runtime.node.config import parse_config
+from runtime.node.config import Role, parse_config
+from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import WorkerTable
 from runtime.retrieval.passages import Passage
@@ -48,7 +49,8 @@ class FakeWorker:
     def __init__(self, plan: NodePlan, name: str) -> None:
         self.plan, self.name = plan, name
         self.epoch, self.pid, self.stopping = 1, os.getpid(), False
-        self.table = WorkerTable.create(name.split("-")[0], name)  # type: ignore[arg-type]
+        role: Role = "prefill" if name.startswith("prefill") else "decode"
+        self.table = WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
         self.log = logging.getLogger(name)
 
 
