@@ -47,6 +47,7 @@ class Line(msgspec.Struct, frozen=True):
 def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
     """Measure what `config` names: its collections and its model; simulations take the first collection's extends.
 
+    Of a collection that is split, one shard is measured: a pool worker searches one, and all are of one size.
     Raises `ConfigError` if it names neither.
     """
     if not config.collections and config.model is None:
@@ -57,9 +58,10 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
-                search = search_times(opened.index, config.pool)
+                index = opened.shards[0]  # of a split collection: a pool worker has one shard, and this is the largest
+                search = search_times(index, config.pool)
                 lines.append(Line.fit([o.active for o in search.measured], [o.seconds for o in search.measured]))
-                costs.append(query_time(opened.index, config.pool, lines[-1]))
+                costs.append(query_time(index, config.pool, lines[-1]))
                 curves.append(search)
         roofline = replace(found.roofline, search=tuple(curves))
         line = lines[0]

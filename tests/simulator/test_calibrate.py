@@ -8,7 +8,8 @@ import pytest
 from gpu import GraphIndex
 from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, PoolSection
+from runtime.node.config import CollectionSection, NodeConfig, PoolSection
+from runtime.retrieval.collection import Collection
 from runtime.simulator.calibrate import Line, calibrate, search_times
 from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.service import ServiceTimes
@@ -66,3 +67,24 @@ def test_a_roofline_is_drawn(tmp_path: Path) -> None:
 def test_a_node_that_names_nothing_cannot_be_calibrated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to calibrate"):
         calibrate(NodeConfig(), ServiceTimes())
+
+
+def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker_searches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = np.random.default_rng(0).standard_normal((301, 16), np.float32)
+    Collection.build(vectors, tmp_path / "split", metric="l2", degree=8, shards=3)
+    sizes: list[int] = []
+
+    def noted(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
+        sizes.append(index.size)
+        return search_times(index, pool)
+
+    monkeypatch.setattr("runtime.simulator.calibrate.search_times", noted)
+    pool = PoolSection(slots=4, top_m=16, search_width=1)
+    config = NodeConfig(collections=(CollectionSection("docs", str(tmp_path / "split"), shards=3),), pool=pool)
+    times = calibrate(config, ServiceTimes())
+    assert sizes == [101]
+    assert len(times.roofline.search) == 1
+    assert times.extend_time_s(4) > 0
+    assert times.source.startswith("measured on this machine: extends of docs")
