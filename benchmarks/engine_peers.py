@@ -4,11 +4,13 @@ All graphs have 32 edges a node at the bottom: hnswlib, faiss and usearch with M
 degree 32, window 200.
 """
 
+import functools
 import importlib
 import importlib.metadata
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,45 +69,75 @@ class Trinity:
 
 
 class TrinityStepwise:
-    """The same index through the slots, one extend at a time."""
+    """The same index through the slots, one extend at a time: as in a node, a process for each thread."""
 
     def __init__(self, whole: Trinity, slots: int = 32) -> None:
         self._whole, self._slots = whole, slots
         self.label, self.compressed = f"{whole.label} stepwise", whole.compressed
+        self._processes: ProcessPoolExecutor | None = None
+        self._asked: Array | None = None
 
     def build(self, data: DataSet, threads: int) -> None:
         """Nothing to do: the index is the other one's."""
+        self._processes = None
 
     def save(self, directory: Path) -> None:
         """Nothing of its own."""
 
     def load(self, directory: Path, data: DataSet) -> None:
         """Nothing of its own."""
+        self._processes = None
 
     def bytes(self) -> int:
         return self._whole.bytes()
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
-        parts = np.array_split(queries, threads)
-        with ThreadPoolExecutor(threads) as pool:  # an engine belongs to one thread
-            return np.concatenate(list(pool.map(lambda part: self._run(part, effort), parts)))
+        if threads == 1:
+            return stepwise(self._whole.index, queries, effort, self._slots)
+        if self._processes is None:
+            self._folder = tempfile.TemporaryDirectory()
+            self._whole.index.save(Path(self._folder.name) / "index")
+            self._processes = ProcessPoolExecutor(threads, multiprocessing.get_context("spawn"))
+        if self._asked is not queries:
+            self._asked = queries
+            for number, part in enumerate(np.array_split(queries, threads)):
+                np.save(f"{self._folder.name}/{number}.npy", part)
+            _search(self._processes, self._folder.name, 8, self._slots, threads)  # starts and compiles
+        return _search(self._processes, self._folder.name, effort, self._slots, threads)
 
-    def _run(self, queries: Array, effort: int) -> Array:
-        engine = CpuEngine({"data": self._whole.index}, slots=self._slots)
-        params = SearchParams(k=10, top_m=effort, search_width=1)
-        found = np.empty((len(queries), 10), np.int64)
-        asked = [0] * self._slots
-        following = running = 0
-        while following < len(queries) or running:
-            while running < self._slots and following < len(queries):
-                asked[engine.admit(queries[following], params, "data")] = following
-                following += 1
-                running += 1
-            for slot in engine.extend().tolist():
-                found[asked[slot]] = engine.result(slot)[0]
-                engine.release(slot)
-                running -= 1
-        return found
+
+def _search(processes: ProcessPoolExecutor, folder: str, effort: int, slots: int, threads: int) -> Array:
+    parts = [processes.submit(_stepwise_part, folder, number, effort, slots) for number in range(threads)]
+    return np.concatenate([part.result() for part in parts])
+
+
+@functools.lru_cache(1)
+def _opened(folder: str) -> GraphIndex:
+    return GraphIndex.load(Path(folder) / "index")
+
+
+def _stepwise_part(folder: str, number: int, effort: int, slots: int) -> Array:
+    """In a process of its own."""
+    return stepwise(_opened(folder), np.load(f"{folder}/{number}.npy"), effort, slots)
+
+
+def stepwise(index: GraphIndex, queries: Array, effort: int, slots: int) -> Array:
+    """Ids [q, 10], through an engine's slots as the pool does it."""
+    engine = CpuEngine({"data": index}, slots=slots)
+    params = SearchParams(k=10, top_m=effort, search_width=1)
+    found = np.empty((len(queries), 10), np.int64)
+    asked = [0] * slots
+    following = running = 0
+    while following < len(queries) or running:
+        while running < slots and following < len(queries):
+            asked[engine.admit(queries[following], params, "data")] = following
+            following += 1
+            running += 1
+        for slot in engine.extend().tolist():
+            found[asked[slot]] = engine.result(slot)[0]
+            engine.release(slot)
+            running -= 1
+    return found
 
 
 class Hnswlib:

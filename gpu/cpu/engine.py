@@ -1,6 +1,7 @@
 """The engine on a CPU: a running batch advanced by one extend at a time."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +11,25 @@ from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import EXTENDS
 from gpu.index import GraphIndex
+from gpu.index_data import IndexData
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState, SlotTable
 
 _NONE = np.zeros(0, np.int32)
-_REMEMBERED = 1024  # sets of parameters that need not be checked again
+_REMEMBERED = 1024  # kinds of queries that need not be checked again
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class _Kind(NamedTuple):
+    """What queries with these parameters have in common."""
+
+    collection: str
+    params: SearchParams
+    data: IndexData
+    shape: tuple[int]  # of a query
+    line: npt.NDArray[np.int64]
 
 
 class CpuEngine:
@@ -37,11 +52,12 @@ class CpuEngine:
         self._collections = Collections(collections)
         self.limits = limits = Limits.of(slots, max_top_m, max_k, max_search_width)
         self._data = self._collections.data
-        self._lines: dict[tuple[int, SearchParams], npt.NDArray[np.int64]] = {}
+        self._kinds: dict[tuple[str, SearchParams], _Kind] = {}
+        self._latest: _Kind | None = None  # most queries ask what the one before asked
         self._state = BatchState(self._data, slots, max_top_m, max_search_width, limits.max_k)
         self._batch = self._state.batch
         self._slots = SlotTable(slots, self._batch.active)
-        self._asked = [(0, 0)] * slots  # number of the collection, k
+        self._asked: list[_Kind | None] = [None] * slots
 
     @property
     def free_slots(self) -> int:
@@ -62,18 +78,16 @@ class CpuEngine:
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
-        number = self._collections.number(collection)
-        line = self._lines.get((number, params))
-        if line is None:
-            line = self._new_line(number, params)
-        dim = self._data[number].rows.dim
+        asked = self._latest
+        if asked is None or params is not asked.params or collection != asked.collection:
+            asked = self._latest = self._kind(collection, params)
         vector = query if isinstance(query, np.ndarray) else np.asarray(query)
-        if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
-            vector = checked(vector[None], dim)[0]
+        if vector.dtype is not _FLOAT32 or vector.shape != asked.shape or not vector.flags.c_contiguous:
+            vector = checked(vector[None], asked.shape[0])[0]
         slot = self._slots.next_free()
-        if not running.admit(self._state.handle, slot, vector, line):
+        if not running.admit(self._state.handle, slot, vector, asked.line):
             raise refusal(vector, 0)
-        self._asked[slot] = (number, params.k)
+        self._asked[slot] = asked
         return self._slots.take()
 
     def extend(self) -> npt.NDArray[np.int32]:
@@ -97,9 +111,10 @@ class CpuEngine:
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
-        number, k = self._asked[slot]
-        batch = self._batch
-        return self._data[number].ids_of(batch.nodes[slot, :k].copy()), batch.found[slot, :k].copy()
+        asked, batch = self._asked[slot], self._batch
+        assert asked is not None
+        k = asked.params.k
+        return asked.data.ids_of(batch.nodes[slot, :k].copy()), batch.found[slot, :k].copy()
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""
@@ -121,10 +136,14 @@ class CpuEngine:
     def close(self) -> None:
         """See `Engine.close`. Memory goes with the last reference to it."""
 
-    def _new_line(self, number: int, params: SearchParams) -> npt.NDArray[np.int64]:
-        self.limits.check(params)
-        line = self._state.line(number, params)
-        if len(self._lines) >= _REMEMBERED:
-            self._lines.clear()
-        self._lines[number, params] = line
-        return line
+    def _kind(self, collection: str, params: SearchParams) -> _Kind:
+        found = self._kinds.get((collection, params))
+        if found is None:
+            number = self._collections.number(collection)
+            self.limits.check(params)
+            if len(self._kinds) >= _REMEMBERED:
+                self._kinds.clear()
+            data = self._data[number]
+            found = _Kind(collection, params, data, (data.rows.dim,), self._state.line(number, params))
+            self._kinds[collection, params] = found
+        return found
