@@ -1,19 +1,22 @@
 """`DeviceMemory` in a GPU's memory, shared through CUDA IPC. Importing this needs the extra [cuda].
 
-The pool allocates and exports, clients open. CUDA's own rules: the exporting process cannot open its own handle;
+One process allocates and exports, others open. CUDA's own rules: the exporting process cannot open its own handle;
 freeing before the last importer has closed is undefined; a handle is worth nothing after its exporter has ended (the
 arena's epoch tells); memory of a stream-ordered or virtual allocator cannot be exported this way, so this one comes
-from cuMemAlloc. Both processes must be in one PID namespace, and MIG devices have no CUDA IPC.
+from cuMemAlloc. A handle may be of a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which reaches it as a peer
+of its own one (the runtime API says so of cudaIpcOpenMemHandle, and UCX relies on it). Both processes must be in one
+PID namespace, and MIG devices have no CUDA IPC.
 """
 
 import contextlib
 import ctypes
 import os
+import uuid
 from typing import Any
 
 import numpy as np
 
-from ipc.device_memory import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Reference, Source
+from ipc.device_memory import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Source
 from ipc.errors import InvalidArgument, MemoryRefused
 
 try:
@@ -33,27 +36,26 @@ class CudaMemory:
         self._aside = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
 
     @classmethod
-    def create(cls, size: int, device: int, cuda: Any = _cuda) -> "CudaMemory":
-        """`size` bytes of zeros on a device (by ordinal). Raises MemoryRefused, InvalidArgument."""
+    def create(cls, size: int, device: str, cuda: Any = _cuda) -> "CudaMemory":
+        """`size` bytes of zeros on a device: "cuda", "cuda:N" or a UUID. Raises MemoryRefused, InvalidArgument."""
         if not 1 <= size <= MAX_BYTES:
             raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
-        _make_current(cuda, device)
+        ordinal = _make_current(cuda, device)
         address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
         _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
         # The memset is on the legacy stream, for which streams of our kind do not wait.
         _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
-        return cls(cuda, device, address, size, exported=True)
+        return cls(cuda, ordinal, address, size, exported=True)
 
     @classmethod
     def open(cls, reference: CudaReference, device: str, cuda: Any = _cuda) -> "CudaMemory":
-        """Another process's memory, to be used from `device` ("cuda:N"; another GPU reaches it as a peer).
+        """Another process's memory, to be used from `device` ("cuda", "cuda:N" or a UUID), on whichever GPU it lies.
 
         Raises MemoryRefused.
         """
         if reference.pid == os.getpid():
             raise MemoryRefused("a process cannot open the GPU memory that it exported itself")
-        ordinal = int(device.partition(":")[2] or 0)
-        _make_current(cuda, ordinal)
+        ordinal = _make_current(cuda, device)
         handle = cuda.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), reference.handle, HANDLE_BYTES)
         lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
@@ -61,7 +63,12 @@ class CudaMemory:
         return cls(cuda, ordinal, address, reference.size, exported=False)
 
     @property
-    def reference(self) -> Reference:
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """As an array of bytes (version 3), for torch and its like; who uses it must not outlive the memory."""
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3}
+
+    @property
+    def reference(self) -> CudaReference:
         if not self._exported or not self._open:
             raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
         handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
@@ -112,6 +119,15 @@ class CudaMemory:
     def flush(self) -> None:
         _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self.stream))
 
+    def idle(self) -> bool:
+        if not self._open:
+            return True  # closing waited
+        code = self._cuda.cuStreamQuery(self.stream)
+        if code[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _checked(self._cuda, "cuStreamQuery", code)
+        return True
+
     def unblock(self, offset: int, value: int) -> None:
         self._store(self._aside, offset, value)
         _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._aside))
@@ -131,14 +147,29 @@ class CudaMemory:
             _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
 
 
-def _make_current(cuda: Any, device: int) -> None:
+def _make_current(cuda: Any, device: str) -> int:
+    """Work on `device` from here on, in its primary context (torch's too); its ordinal."""
     try:
         _checked(cuda, "cuInit", cuda.cuInit(0))
     except RuntimeError as error:  # the library is not there at all
         raise MemoryRefused(f"there is no CUDA driver on this machine: {error}") from None
-    handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(device))
+    ordinal = _ordinal(cuda, device)
+    handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
     context = _checked(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(handle))
     _checked(cuda, "cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
+    return ordinal
+
+
+def _ordinal(cuda: Any, device: str) -> int:
+    count = int(_checked(cuda, "cuDeviceGetCount", cuda.cuDeviceGetCount()))
+    for ordinal in range(count):
+        if device == f"cuda:{ordinal}" or (device == "cuda" and ordinal == 0):
+            return ordinal
+        handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
+        raw = bytes(_checked(cuda, "cuDeviceGetUuid", cuda.cuDeviceGetUuid(handle)).bytes)
+        if device == f"GPU-{uuid.UUID(bytes=raw)}":
+            return ordinal
+    raise MemoryRefused(f"{device!r} is none of the {count} GPUs that this process sees")
 
 
 def _checked(cuda: Any, call: str, result: tuple[Any, ...]) -> Any:

@@ -100,6 +100,9 @@ class DeviceMemory(Protocol):
     def flush(self) -> None:
         """Wait until everything queued is done."""
 
+    def idle(self) -> bool:
+        """Whether everything queued is done. Never waits; raises MemoryRefused if some of it failed."""
+
     def unblock(self, offset: int, value: int) -> None:
         """Store a word at once, past the queue: what waits for it goes on."""
 
@@ -155,6 +158,10 @@ class HostMemory:
 
     def flush(self) -> None:
         """Nothing is ever queued here."""
+
+    def idle(self) -> bool:
+        """Always."""
+        return True
 
     def unblock(self, offset: int, value: int) -> None:
         self.store_word(offset, value)

@@ -1,4 +1,4 @@
-"""KV hand-over through shared memory: prefill owns an arena of slots, decode pulls, and its word frees the slot.
+"""KV hand-over between processes: prefill owns an arena of slots, decode pulls, and its word frees the slot.
 
 Here is what they say to each other; `handover_source.py` is prefill's end, `handover_sink.py` decode's. The memory, and
 how a torn copy is noticed, are `arena.py`'s. Offers travel prefill → decode and outcomes decode → prefill, over one-way
@@ -8,6 +8,7 @@ decode process died), or 'expired' (no word within the lease; safe, because a la
 
 import msgspec
 
+from ipc.device_memory import CudaReference
 from ipc.memory import MemoryReference, Pid
 
 MAX_PAYLOAD_BYTES = 1 << 22  # of an offer's message, not of the arena
@@ -16,7 +17,10 @@ MAX_REASON = 500
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """A slot to pull: `payload` is the source's message, `source` its name. (`reply`, `offer_id`) identifies it."""
+    """A slot to pull: `payload` is the source's message, `source` its name. (`reply`, `offer_id`) identifies it.
+
+    `device` is where the arena's own payload lies, if not in `arena` itself but in a GPU's memory.
+    """
 
     offer_id: int
     source: str
@@ -26,6 +30,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     generation: int
     arena: MemoryReference
     payload: bytes
+    device: CudaReference | None = None
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):

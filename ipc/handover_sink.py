@@ -6,7 +6,8 @@ import select
 import msgspec
 import zmq
 
-from ipc.arena import MappedArena
+from ipc.arena import MappedArena, OpenDevice
+from ipc.device_memory import DeviceMemory
 from ipc.endpoints import bind, connect, receive_all, send_now
 from ipc.errors import InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
 from ipc.handover import (
@@ -37,12 +38,14 @@ class SinkStatistics(msgspec.Struct, frozen=True):
 class HandoverSink:
     """Receives offers at `endpoint` and answers each once, with `acknowledge` or `reject`. One thread; never blocks.
 
-    `socket` (ZeroMQ, bound) is readable when offers came.
+    `socket` (ZeroMQ, bound) is readable when offers came. `open_device` opens payloads in a GPU's memory; without it
+    offers of such arenas are refused.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, open_device: OpenDevice | None = None) -> None:
         self.endpoint = endpoint
         self.socket = bind(zmq.PULL, endpoint, max_message_bytes=MAX_PAYLOAD_BYTES + 4096)
+        self._open_device = open_device
         self._replies: dict[str, zmq.Socket[bytes]] = {}
         self._arenas: dict[MemoryReference, MappedArena] = {}
         self._deaths = select.epoll()
@@ -95,7 +98,8 @@ class HandoverSink:
         if arena is None:
             if len(self._arenas) >= MAX_PEERS:
                 raise MemoryRefused(f"{MAX_PEERS} arenas are mapped already")
-            arena = self._arenas[offer.arena] = MappedArena(offer.arena, offer.epoch)
+            arena = MappedArena(offer.arena, offer.epoch, offer.device, self._open_device)
+            self._arenas[offer.arena] = arena
             self._deaths.register(arena.pidfd, select.EPOLLIN)
         elif arena.epoch != offer.epoch:
             raise StaleEpoch(f"the offer is of epoch {offer.epoch}, the arena of epoch {arena.epoch}")
@@ -109,15 +113,33 @@ class HandoverSink:
 
         A mapping that is in use outlives its owner, so what was offered can still be pulled after the owner's death.
         """
+        return self._arena_of(offer).payload
+
+    def device_memory(self, offer: Offer) -> DeviceMemory:
+        """The GPU memory that the payload is; opened once per arena, and only to read from. Raises `PeerLost`.
+
+        Unlike host memory it does not outlive its owner: what was not pulled by then is not current any more.
+        """
+        arena = self._arena_of(offer)
+        if arena.device is None:
+            raise ProtocolViolation(f"the arena of process {offer.arena.pid} is in host memory")
+        return arena.device
+
+    def _arena_of(self, offer: Offer) -> MappedArena:
         arena = self._arenas.get(offer.arena)
         if arena is None:
             raise PeerLost(f"the owner of the arena (process {offer.arena.pid}) is gone")
-        return arena.payload
+        return arena
 
     def current(self, offer: Offer) -> bool:
-        """Ask after copying: False means that the slot was begun anew or the offer withdrawn, and the copy is void."""
+        """Ask after copying: False means that the slot was begun anew or the offer withdrawn, and the copy is void.
+
+        So is a copy out of a GPU's memory whose owner has died: CUDA says nothing of what it holds then.
+        """
         arena = self._arenas.get(offer.arena)
-        return arena is not None and self._is_open(offer) and arena.generation(offer.slot) == offer.generation
+        if arena is None or not self._is_open(offer) or arena.generation(offer.slot) != offer.generation:
+            return False
+        return arena.device is None or arena.pidfd not in self._dead()
 
     def acknowledge(self, offer: Offer) -> bool:
         """The content is pulled, the source may begin the slot. False: the offer was answered or withdrawn before."""
@@ -146,7 +168,7 @@ class HandoverSink:
 
     def _drop_dead(self) -> None:
         """Forget arenas whose owner died, unless an offer of theirs is still open."""
-        dead = {fd for fd, _ in self._deaths.poll(0)}
+        dead = self._dead()
         if not dead:
             return
         used = {offer.arena for offer in self._open.values()}
@@ -155,6 +177,9 @@ class HandoverSink:
                 self._deaths.unregister(arena.pidfd)
                 del self._arenas[reference]
                 arena.close()
+
+    def _dead(self) -> set[int]:
+        return {fd for fd, _ in self._deaths.poll(0)}
 
     def close(self) -> None:
         """Unmap and close. Offers left open end at their source with 'lost' or 'expired'. Idempotent."""

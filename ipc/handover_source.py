@@ -118,6 +118,7 @@ class HandoverSource:
             self._arena.generation(slot),
             self._arena.memory.reference,
             payload,
+            self._arena.device_reference,
         )
         if not send_now(target.socket, encode(message)):
             raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")

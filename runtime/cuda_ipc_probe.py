@@ -19,7 +19,7 @@ def main(part: str) -> int:
 
     pattern = np.arange(_BYTES, dtype=np.uint8)
     if part == "export":
-        memory = CudaMemory.create(_BYTES, 0)
+        memory = CudaMemory.create(_BYTES, "cuda:0")
         memory.write(0, pattern)
         memory.flush()
         sys.stdout.buffer.write(msgspec.json.encode(memory.reference) + b"\n")

@@ -33,20 +33,16 @@ def check(setup: Setup) -> Outcome:
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
     memory: DeviceMemory
     if setup.on_gpu:
-        from gpu.cuda.cuda_driver import find_device
         from ipc.cuda_memory import CudaMemory
 
-        ordinal = find_device(setup.device)
-        device = f"cuda:{ordinal}"
-        memory = CudaMemory.create(size, ordinal)
+        memory = CudaMemory.create(size, setup.device)
     else:
-        device = setup.device
         memory = HostMemory.create(size)
     arena = DeviceArena(memory, _SLOTS, queries.shape[1] * 4, _EPOCH)
     number, lease = arena.lease(_SLOTS)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    client = context.Process(target=_client, args=(theirs, device, memory.reference, lease, queries), daemon=True)
+    client = context.Process(target=_client, args=(theirs, setup.device, memory.reference, lease, queries), daemon=True)
     client.start()
     theirs.close()
     try:

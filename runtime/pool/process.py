@@ -271,11 +271,10 @@ def _arena(worker: Worker, dim: int) -> DeviceArena | None:
     slots, device = worker.plan.config.pool.arena_slots, worker.place.device
     if device == "cpu" or not slots:
         return None
-    from gpu.cuda.cuda_driver import find_device
     from ipc.cuda_memory import CudaMemory
 
     try:
-        memory = CudaMemory.create(arena_bytes(slots, 4 * dim), find_device(device))
+        memory = CudaMemory.create(arena_bytes(slots, 4 * dim), device)
         _ = memory.reference
     except IpcError as error:  # a MIG device has no CUDA IPC, say
         worker.log.warning("no arena for vectors from GPUs: %s", error)

@@ -1,27 +1,50 @@
-"""A stand-in for `cuda.bindings.driver` as far as `ipc.cuda_memory` uses it: device memory is host memory, streams are
-done at once, and every call is written down. Enumerations and handles are the real package's.
+"""A stand-in for `cuda.bindings.driver` as far as `ipc.cuda_memory` uses it: device memory is host memory that a handle
+opens in any process, and every call is written down. Enumerations and handles are the real package's.
+
+Streams are done at once, or, with `lazy`, when the test lets them: `run`, or a synchronisation.
 """
 
 import ctypes
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from msgspec.structs import replace
+
+from ipc import MemoryReference, SharedMemory
+from ipc.device_memory import CudaReference
+
+_HANDLE = "<qqqq"  # pid, fd, size, inode
+GPUS = 2
+MAX_BYTES = 1 << 40
 
 
 class FakeCuda:
-    """One device. `calls` has each call's name and arguments."""
+    """The devices of one process. `calls` has each call's name and arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lazy: bool = False) -> None:
         from cuda.bindings import driver
 
         self._real = driver
-        self._memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self._memory: dict[int, SharedMemory] = {}
         self._next = 100
+        self._lazy = lazy
+        self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+    def queued(self) -> int:
+        """Copies that the streams have not come to yet."""
+        return sum(len(queue) for queue in self._queued.values())
+
+    def run(self, count: int | None = None) -> None:
+        """Let every stream do its next `count` copies (None: all)."""
+        for queue in self._queued.values():
+            for _ in range(len(queue) if count is None else min(count, len(queue))):
+                queue.popleft()()
 
     def _done(self, *values: Any) -> tuple[Any, ...]:
         return (self._real.CUresult.CUDA_SUCCESS, *values)
@@ -33,8 +56,17 @@ class FakeCuda:
     def cuInit(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
         return self._done()
 
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:  # noqa: N802
+        return self._done(GPUS)
+
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append(("device", ordinal))
         return self._done(self._real.CUdevice(ordinal))
+
+    def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:  # noqa: N802
+        uuid = self._real.CUuuid()
+        ctypes.memmove(uuid.getPtr(), bytes([int(device)] * 16), 16)
+        return self._done(uuid)
 
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:  # noqa: N802
         return self._done(self._real.CUcontext(1))
@@ -51,15 +83,22 @@ class FakeCuda:
 
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
         self.calls.append(("synchronise", stream))
+        while self._queued[stream]:
+            self._queued[stream].popleft()()
         return self._done()
 
+    def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append(("query", stream))
+        return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if self._queued[stream] else self._done()
+
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
-        memory = np.empty(size, np.uint8)
-        self._memory[memory.ctypes.data] = memory
-        return self._done(self._real.CUdeviceptr(memory.ctypes.data))
+        memory = SharedMemory.create("fake-gpu", size)
+        self._memory[memory.address] = memory
+        return self._done(self._real.CUdeviceptr(memory.address))
 
     def cuMemFree(self, address: int) -> tuple[Any, ...]:  # noqa: N802
         self.calls.append(("free", address))
+        self._memory.pop(address).close()
         return self._done()
 
     def cuMemsetD8(self, address: int, value: int, count: int) -> tuple[Any, ...]:  # noqa: N802
@@ -67,17 +106,26 @@ class FakeCuda:
         return self._done()
 
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:  # noqa: N802
-        handle = self._real.CUipcMemHandle()
-        ctypes.memmove(handle.getPtr(), address.to_bytes(8, "little"), 8)
+        there, handle = self._memory[address].reference, self._real.CUipcMemHandle()
+        packed = struct.pack(_HANDLE, there.pid, there.fd, there.size, there.inode)
+        ctypes.memmove(handle.getPtr(), packed, len(packed))
         self.calls.append(("export", address))
         return self._done(handle)
 
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
         self.calls.append(("open", flags))
-        return self._done(self._real.CUdeviceptr(int.from_bytes(ctypes.string_at(handle.getPtr(), 8), "little")))
+        packed = ctypes.string_at(handle.getPtr(), struct.calcsize(_HANDLE))
+        try:
+            there = MemoryReference(*struct.unpack(_HANDLE, packed))
+            memory = SharedMemory.open(there, max_size=MAX_BYTES, writable=True)
+        except Exception:
+            return (self._real.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self._memory[memory.address] = memory
+        return self._done(self._real.CUdeviceptr(memory.address))
 
     def cuIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:  # noqa: N802
         self.calls.append(("close", address))
+        self._memory.pop(address).close()
         return self._done()
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:  # noqa: N802
@@ -91,7 +139,10 @@ class FakeCuda:
 
     def _copy(self, kind: str, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
         self.calls.append((kind, stream, size))
-        ctypes.memmove(target, source, size)
+        if self._lazy:
+            self._queued[stream].append(lambda: ctypes.memmove(target, source, size))
+        else:
+            ctypes.memmove(target, source, size)
         return self._done()
 
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
@@ -103,3 +154,8 @@ class FakeCuda:
         self.calls.append(("wait", stream, address, value, flags))
         assert (ctypes.c_uint32.from_address(address).value - value) % 2**32 < 2**31, "this would wait for ever here"
         return self._done()
+
+
+def from_elsewhere(reference: CudaReference) -> CudaReference:
+    """As if another process had exported it: a real driver opens no handle of its own process."""
+    return replace(reference, pid=1)

@@ -5,8 +5,8 @@ import pytest
 
 from ipc import MemoryRefused
 from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.device_memory import CudaReference, DeviceSpan
-from tests.ipc.fake_cuda import FakeCuda
+from ipc.device_memory import DeviceSpan, span_of
+from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 pytest.importorskip("cuda.bindings.driver")
 from ipc.cuda_memory import CudaMemory
@@ -14,11 +14,8 @@ from ipc.cuda_memory import CudaMemory
 
 def ends() -> tuple[FakeCuda, CudaMemory, CudaMemory]:
     cuda = FakeCuda()
-    owner = CudaMemory.create(arena_bytes(2, 64), 0, cuda)
-    reference = owner.reference
-    assert isinstance(reference, CudaReference)
-    peer = CudaMemory.open(CudaReference(1, "cuda:0", reference.handle, reference.size), "cuda:0", cuda)
-    return cuda, owner, peer
+    owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0", cuda)
+    return cuda, owner, CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda)
 
 
 def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own_on_one_stream_each() -> None:
@@ -33,7 +30,9 @@ def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own
     wrote, stored, waited, read, acked = cuda.calls
     assert (wrote, stored[:2]) == (("on device", peer.stream, 64), ("store", peer.stream))
     assert waited[:2] == ("wait", owner.stream)
-    assert waited[2:] == stored[2:]  # the same word and generation; flags 0: with a barrier, and at least
+    base, theirs = (memory.__cuda_array_interface__["data"][0] for memory in (owner, peer))
+    assert waited[2] - base == stored[2] - theirs  # the same word, each where it has mapped it …
+    assert waited[3:] == stored[3:]  # … and generation; flags 0: with a barrier, and at least
     assert (read, acked[:2]) == (("on device", owner.stream, 64), ("store", owner.stream))
     assert slot_of_engine.tolist() == query.tolist()
 
@@ -64,9 +63,52 @@ def test_memory_is_exported_once_opened_lazily_closed_by_the_client_and_freed_by
 def test_a_process_cannot_open_what_it_exported() -> None:
     cuda, owner, _ = ends()
     reference = owner.reference
-    assert isinstance(reference, CudaReference)
     with pytest.raises(MemoryRefused, match="cannot open the GPU memory that it exported itself"):
         CudaMemory.open(reference, "cuda:0", cuda)
+
+
+@pytest.mark.parametrize(
+    ("device", "ordinal"),
+    [
+        ("cuda", 0),
+        ("cuda:1", 1),
+        ("GPU-01010101-0101-0101-0101-010101010101", 1),
+        ("GPU-00000000-0000-0000-0000-000000000000", 0),
+    ],
+)
+def test_memory_is_made_and_opened_on_the_device_that_placement_names(device: str, ordinal: int) -> None:
+    cuda = FakeCuda()
+    owner = CudaMemory.create(64, device, cuda)
+    assert [call for call in cuda.calls if call[0] == "device"][-1] == ("device", ordinal)
+    assert owner.reference.device == f"cuda:{ordinal}"
+    CudaMemory.open(from_elsewhere(owner.reference), device, cuda)
+    assert [call for call in cuda.calls if call[0] in ("device", "open")][-2:] == [("device", ordinal), ("open", 1)]
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:", "cpu", "GPU-02020202-0202-0202-0202-020202020202", ""])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(MemoryRefused, match=f"'{device}' is none of the 2 GPUs"):
+        CudaMemory.create(64, device, FakeCuda())
+
+
+def test_whether_copies_are_done_is_asked_without_waiting() -> None:
+    cuda = FakeCuda(lazy=True)
+    owner = CudaMemory.create(64, "cuda:0", cuda)
+    assert owner.idle()
+    owner.write(0, np.arange(8, dtype=np.int64))
+    cuda.calls.clear()
+    assert not owner.idle()
+    assert cuda.calls == [("query", owner.stream)]
+    cuda.run()
+    assert owner.idle()
+
+
+def test_the_memory_is_an_array_of_bytes_to_who_knows_cuda_arrays() -> None:
+    owner = CudaMemory.create(4096, "cuda:0", FakeCuda())
+    span = span_of(owner)
+    assert isinstance(span, DeviceSpan)
+    assert span.nbytes == 4096
+    assert span.address == owner.__cuda_array_interface__["data"][0]
 
 
 def test_without_a_driver_the_refusal_says_so() -> None:
@@ -75,4 +117,4 @@ def test_without_a_driver_the_refusal_says_so() -> None:
             raise RuntimeError('"cuda" is an NVIDIA driver library')
 
     with pytest.raises(MemoryRefused, match="no CUDA driver on this machine"):
-        CudaMemory.create(64, 0, NoDriver())
+        CudaMemory.create(64, "cuda:0", NoDriver())

@@ -51,7 +51,7 @@ def fake_cuda_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
     from ipc.cuda_memory import CudaMemory
 
     cuda = fake_cuda.FakeCuda()
-    owner = CudaMemory.create(size, 0, cuda)
+    owner = CudaMemory.create(size, "cuda:0", cuda)
     reference = owner.reference
     assert isinstance(reference, CudaReference)
     elsewhere = CudaReference(1, reference.device, reference.handle, reference.size)

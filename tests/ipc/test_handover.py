@@ -1,4 +1,7 @@
-"""The KV hand-over: offers, pulls, answers, and what happens when either side goes away or lies."""
+"""The KV hand-over: offers, pulls, answers, and what happens when either side goes away or lies.
+
+Every test runs over both memories that a payload can lie in: the host's, and a GPU's (a stand-in, see `fake_cuda`).
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,12 +27,28 @@ from ipc import (
     private_endpoint,
     send_now,
 )
+from ipc.device_memory import CudaReference, DeviceMemory
 from ipc.handover import MAX_PAYLOAD_BYTES, Ended, Seen, encode
+from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import child
 
 SLOTS = 4
 SLOT_BYTES = 1000
 SOON_MS = 20_000
+
+
+def make_arena(kind: str, epoch: int) -> KvArena:
+    if kind == "host":
+        return KvArena.create(SLOTS, SLOTS * SLOT_BYTES, epoch)
+    from ipc.cuda_memory import CudaMemory
+
+    return KvArena.create_on(CudaMemory.create(SLOTS * SLOT_BYTES, "cuda:0", FakeCuda()), SLOTS, epoch)
+
+
+def open_device(reference: CudaReference) -> DeviceMemory:
+    from ipc.cuda_memory import CudaMemory
+
+    return CudaMemory.open(from_elsewhere(reference), "cuda:1", FakeCuda())
 
 
 def address() -> str:
@@ -61,9 +80,17 @@ def outcomes(source: HandoverSource, count: int = 1) -> list[Outcome]:
     return found
 
 
+@pytest.fixture(params=["host", "GPU"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Whose memory the payload lies in."""
+    if request.param == "GPU":
+        pytest.importorskip("cuda.bindings.driver")
+    return str(request.param)
+
+
 @pytest.fixture
-def arena() -> Iterator[KvArena]:
-    made = KvArena.create(SLOTS, SLOTS * SLOT_BYTES, epoch=3)
+def arena(kind: str) -> Iterator[KvArena]:
+    made = make_arena(kind, epoch=3)
     yield made
     made.close()
 
@@ -76,17 +103,29 @@ def source(arena: KvArena) -> Iterator[HandoverSource]:
 
 @pytest.fixture
 def sink() -> Iterator[HandoverSink]:
-    with HandoverSink(address()) as made:
+    with HandoverSink(address(), open_device) as made:
         yield made
 
 
 def fill(arena: KvArena, slot: int, byte: int) -> None:
     arena.begin(slot)
-    arena.payload[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes([byte]) * SLOT_BYTES
+    if arena.device is not None:
+        arena.device.write(slot * SLOT_BYTES, np.full(SLOT_BYTES, byte, np.uint8))
+        arena.device.flush()
+    else:
+        arena.payload[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes([byte]) * SLOT_BYTES
 
 
-def content(sink: HandoverSink, offer: Offer) -> bytes:
-    return bytes(sink.memory(offer)[offer.slot * SLOT_BYTES : (offer.slot + 1) * SLOT_BYTES])
+def content(sink: HandoverSink, offer: Offer, begin: int = 0, end: int = SLOT_BYTES) -> bytes:
+    """Bytes `begin:end` of the offered slot."""
+    begin, end = offer.slot * SLOT_BYTES + begin, offer.slot * SLOT_BYTES + end
+    if offer.device is None:
+        return bytes(sink.memory(offer)[begin:end])
+    found = np.zeros(end - begin, np.uint8)
+    memory = sink.device_memory(offer)
+    memory.read(begin, found)
+    memory.flush()
+    return found.tobytes()
 
 
 def test_a_slot_is_offered_pulled_and_acknowledged(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
@@ -111,6 +150,7 @@ def test_a_rejected_offer_comes_back_with_its_reason(source: HandoverSource, sin
     assert source.statistics().rejected == 1
 
 
+@pytest.mark.parametrize("kind", ["host"], indirect=True)  # CUDA maps what it opens for writing, too
 def test_the_puller_cannot_write_into_the_arena(source: HandoverSource, sink: HandoverSink) -> None:
     source.offer(sink.endpoint, 0, b"")
     (offer,) = receive(sink)
@@ -124,7 +164,8 @@ def test_an_arena_is_mapped_once_for_all_its_offers(source: HandoverSource, sink
     (first,) = receive(sink)
     source.offer(sink.endpoint, 1, b"")
     (second,) = receive(sink)
-    assert sink.memory(first) is sink.memory(second)
+    memory = sink.memory if first.device is None else sink.device_memory
+    assert memory(first) is memory(second)
     assert sink.statistics().arenas == 1
 
 
@@ -132,9 +173,9 @@ def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverS
     fill(arena, 1, 5)
     source.offer(sink.endpoint, 1, b"")
     (offer,) = receive(sink)
-    half = bytes(sink.memory(offer)[SLOT_BYTES : SLOT_BYTES + SLOT_BYTES // 2])
+    half = content(sink, offer, end=SLOT_BYTES // 2)
     fill(arena, 1, 6)
-    copied = half + bytes(sink.memory(offer)[SLOT_BYTES + SLOT_BYTES // 2 : 2 * SLOT_BYTES])
+    copied = half + content(sink, offer, begin=SLOT_BYTES // 2)
     assert len(set(copied)) == 2
     assert not sink.current(offer)
 
@@ -199,7 +240,7 @@ def test_an_answer_after_the_lease_changes_nothing(arena: KvArena, sink: Handove
 
 
 def _receive_and_hang(endpoint: str) -> None:
-    with HandoverSink(endpoint) as sink:
+    with HandoverSink(endpoint, open_device) as sink:
         receive(sink)
         sink.socket.poll()  # for ever
 
@@ -216,7 +257,7 @@ def test_the_offers_of_a_killed_decode_process_end_as_lost(arena: KvArena) -> No
 
 
 def _pull_and_hang(endpoint: str) -> None:
-    with HandoverSink(endpoint) as sink:
+    with HandoverSink(endpoint, open_device) as sink:
         sink.acknowledge(receive(sink)[0])
         sink.socket.poll()  # for ever
 
@@ -229,15 +270,15 @@ def test_a_sink_that_was_started_again_does_not_inherit_the_death_of_the_last_on
             assert [outcome.accepted for outcome in outcomes(source)] == [True]
             process.kill()
             process.join(20)
-        with HandoverSink(endpoint) as sink:
+        with HandoverSink(endpoint, open_device) as sink:
             offer_id = source.offer(endpoint, 1, b"")
             assert source.poll() == []
             sink.acknowledge(receive(sink)[0])
             assert outcomes(source) == [Outcome(offer_id, 1, True, "")]
 
 
-def _offer_and_hang(endpoint: str) -> None:
-    arena = KvArena.create(SLOTS, SLOTS * SLOT_BYTES, epoch=1)
+def _offer_and_hang(endpoint: str, kind: str) -> None:
+    arena = make_arena(kind, epoch=1)
     fill(arena, 3, 8)
     with HandoverSource("prefill-9", arena) as source:
         source.offer(endpoint, 3, b"")
@@ -246,8 +287,26 @@ def _offer_and_hang(endpoint: str) -> None:
             source.socket.poll()
 
 
-def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: HandoverSink) -> None:
-    with child(_offer_and_hang, sink.endpoint) as process:
+@pytest.mark.parametrize("kind", ["GPU"], indirect=True)
+def test_gpu_memory_of_a_killed_prefill_process_is_not_current_any_more(sink: HandoverSink, kind: str) -> None:
+    """CUDA says nothing of what it holds then, so a copy that was under way is void, and nothing new is begun."""
+    with child(_offer_and_hang, sink.endpoint, kind) as process:
+        (offer,) = receive(sink)
+        assert content(sink, offer) == bytes([8]) * SLOT_BYTES
+        assert sink.current(offer)
+        process.kill()
+        process.join(20)
+    assert not sink.current(offer)
+    assert sink.reject(offer, "its owner is gone")
+    sink.receive()
+    assert sink.statistics().arenas == 0
+    with pytest.raises(PeerLost, match="gone"):
+        sink.device_memory(offer)
+
+
+@pytest.mark.parametrize("kind", ["host"], indirect=True)
+def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: HandoverSink, kind: str) -> None:
+    with child(_offer_and_hang, sink.endpoint, kind) as process:
         (offer,) = receive(sink)
         process.kill()
         process.join(20)
@@ -262,7 +321,7 @@ def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: Handove
 
 
 def _pull(endpoint: str, count: int) -> None:
-    with HandoverSink(endpoint) as sink:
+    with HandoverSink(endpoint, open_device) as sink:
         done = 0
         while done < count:
             for offer in receive(sink):
@@ -320,6 +379,7 @@ def offered(source: HandoverSource, owner: KvArena, **changes: Any) -> bytes:
         "generation": 0,
         "arena": owner.memory.reference,
         "payload": b"",
+        "device": owner.device_reference,
     }
     return encode(Offer(**{**fields, **changes}))
 
@@ -358,6 +418,39 @@ def test_an_offer_with_hostile_numbers_is_rejected(
     assert len(receive(sink)) == 1
 
 
+def test_an_offer_whose_header_and_message_disagree_on_where_the_payload_is_is_rejected(
+    arena: KvArena, source: HandoverSource, sink: HandoverSink
+) -> None:
+    elsewhere = CudaReference(1, "cuda:0", bytes(64), 9)
+    devices = [elsewhere] if arena.device_reference is None else [elsewhere, None]
+    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
+        for device in devices:
+            hostile.send(offered(source, arena, device=device))
+            assert receive(sink) == []
+    assert sink.statistics().refused == len(devices)
+
+
+@pytest.mark.parametrize("kind", ["GPU"], indirect=True)
+def test_a_handle_that_opens_nothing_is_rejected_and_nothing_stays_mapped(
+    arena: KvArena, source: HandoverSource, sink: HandoverSink
+) -> None:
+    forged = CudaReference(1, "cuda:0", bytes(64), SLOTS * SLOT_BYTES)
+    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
+        hostile.send(offered(source, arena, device=forged))
+        assert receive(sink) == []
+    assert (sink.statistics().refused, sink.statistics().arenas) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["GPU"], indirect=True)
+def test_a_decode_worker_without_a_gpu_says_so_to_a_prefill_worker_with_one(source: HandoverSource) -> None:
+    with HandoverSink(address()) as sink:
+        offer_id = source.offer(sink.endpoint, 0, b"")
+        assert receive(sink) == []
+        (outcome,) = outcomes(source)
+        assert (outcome.offer_id, outcome.accepted) == (offer_id, False)
+        assert "and we have no GPU" in outcome.reason
+
+
 def test_a_sealed_memory_that_is_no_arena_is_rejected(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
@@ -377,7 +470,8 @@ def test_a_sealed_memory_that_is_no_arena_is_rejected(
 def test_an_arena_with_a_hostile_header_is_rejected(
     arena: KvArena, source: HandoverSource, sink: HandoverSink, word: int, value: int
 ) -> None:
-    arena.memory.view[:64].cast("q")[word] = value
+    header = arena.memory.view[:64].cast("q")
+    header[word] = value if header[word] != value else 1  # a payload in GPU memory has 0 as its offset
     with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
         hostile.send(offered(source, arena))
         assert receive(sink) == []
