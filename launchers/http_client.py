@@ -2,7 +2,7 @@
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
         return dict(json.loads(response.read()))
 
 
-def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Iterator[Json]:
+def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Generator[Json, None, None]:
     """The events of a streamed answer as they come. Raises the `TrinityError` that ended it, if one did."""
     with _response(url, "POST", path, {**body, "stream": True}, timeout_s) as response:
         if response.status != 200:

@@ -45,7 +45,7 @@ _ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYN
 _KIND = {name: number for number, name in enumerate(_ORDERS)}
 _HEAD = struct.Struct("<IIQQQ")
 _NAMES = [kernel.name for kernel in KERNELS]
-_C_NAMES = {np.uint32: "uint32", np.uint64: "uint64"}
+_C_NAMES: dict[type, str] = {np.uint32: "uint32", np.uint64: "uint64"}
 
 
 def require_compiler() -> None:

@@ -126,7 +126,7 @@ def test_a_result_is_taken_when_its_own_ticket_shows_and_not_its_predecessors() 
         assert setup.engine.extend().tolist() == []
         assert setup.engine.extend().tolist() == [slot]
         ids, distances = setup.engine.result(slot)
-        assert (ids.tolist(), ids.dtype, distances.dtype) == ([0, 0, 0], np.int64, np.float32)
+        assert (ids.tolist(), ids.dtype.name, distances.dtype.name) == ([0, 0, 0], "int64", "float32")
         setup.engine.release(slot)
 
 

@@ -115,7 +115,8 @@ def test_an_engine_of_long_launches_serves_arrivals_and_finds_what_the_reference
     random = np.random.default_rng(3)
     params = [SearchParams(k=5, top_m=int(random.integers(5, 40)), search_width=2) for _ in range(12)]
     queries = exact_vectors(random, len(params))
-    waiting, running, done = list(range(len(params))), {}, 0
+    waiting, done = list(range(len(params))), 0
+    running: dict[int, int] = {}
     with Backend("emulated", form).engine({"docs": GraphIndex(data)}, slots=3, extends_per_launch=limit) as engine:
         while waiting or running:
             while waiting and engine.free_slots:

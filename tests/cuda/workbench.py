@@ -104,11 +104,12 @@ class Workbench:
         self.launch(layout.EXTEND_FUSED, self.shape.slots, self.shape.fused_shared_bytes, *numbers)
         self.driver.synchronise(self.stream)
 
-    def slot(self, number: int) -> npt.NDArray[Any]:
+    def slot(self, number: int) -> np.void:
         """The head of a slot's line as the device has it."""
         head = np.zeros(1, layout.SLOT)
         self.driver.copy_to_host(self.stream, head, self.addresses["slots"] + number * self.shape.line_bytes)
-        return head[0]
+        line: np.void = head[0]
+        return line
 
     def read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
         """One of the batch's arrays in device memory."""

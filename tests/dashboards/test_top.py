@@ -43,7 +43,7 @@ class Source:
     def __init__(self) -> None:
         self.looks = 0
         self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", metrics) for role, metrics in METRICS.items()}
-        plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]  # type: ignore[misc]
+        plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]
         self.config = NodeConfig()
         self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
         self.control = ControlLoop(self.config.control, self.config.pool, {})

@@ -28,7 +28,8 @@ BODY: dict[str, Any] = {
 
 def answer_of(node: RunningNode, body: dict[str, Any]) -> tuple[str, list[int]]:
     """How a streamed request ended, by its finish reason or its error's code, and its tokens."""
-    reason, tokens = "", []
+    reason = ""
+    tokens: list[int] = []
     try:
         for event in stream(node.info.url, "/v1/completions", body | {"return_token_ids": True}):
             choice = event["choices"][0]

@@ -21,6 +21,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.requests import Ended
@@ -30,7 +31,6 @@ from runtime.serving.messages import (
     Cancel,
     Failed,
     Hello,
-    Passage,
     Prefill,
     Report,
     Retrieved,
@@ -164,7 +164,7 @@ class Player(Worker):
                 elif isinstance(message, Cancel):
                     self.cancels.append(message.request_id)
                     self.drop(message.request_id)
-                else:
+                elif isinstance(message, Prefill):
                     self.prefills.append(message)
                     self.take(message)
                 self.cluster.changed()

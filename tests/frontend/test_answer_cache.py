@@ -157,7 +157,7 @@ class Letters:
 
 def cluster(**settings: Any) -> tuple[Cluster, Stand]:
     stand = Stand(ttl_s=1000.0)
-    answers = PromptAnswers(stand.cache, Letters())  # type: ignore[arg-type]
+    answers = PromptAnswers(stand.cache, Letters())
     return Cluster(settings=Settings(model="tiny", collections={"docs": 4}, **settings), answers=answers), stand
 
 
@@ -184,7 +184,11 @@ def test_a_streamed_answer_is_stored_and_given_as_a_stream() -> None:
     started, _ = cluster()
     with started as node:
         client = node.client()
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "what say=3 now"}], "temperature": 0}
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "what say=3 now"}],
+            "temperature": 0,
+        }
         retrieval = {"retrieval": {"collection": "docs", "k": 2}}
         texts = []
         for _ in range(2):

@@ -158,7 +158,7 @@ def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, fie
 
 
 def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
-    harmless = {
+    harmless: dict[str, Any] = {
         "n": 1,
         "best_of": 1,
         "echo": False,

@@ -289,7 +289,7 @@ def test_each_key_opens(locked: Cluster, key: str) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/nothing"])
 def test_without_a_right_key_nothing_under_v1_answers(locked: Cluster, header: str | None, path: str) -> None:
-    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    headers = {} if header is None else {b"Authorization": header.encode("latin-1")}
     with locked.http() as http:
         answer = http.request("POST", path, headers=headers, content=b"not even JSON")
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")

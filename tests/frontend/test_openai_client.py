@@ -87,7 +87,8 @@ def test_token_ids_go_in_and_come_out(cluster: Cluster, client: openai.OpenAI) -
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_an_answer_ends_at_its_limit_of_tokens(client: openai.OpenAI, name: str) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=ask("go on"), **{name: 4})
+    limit: dict[str, Any] = {name: 4}
+    answer = client.chat.completions.create(model="tiny", messages=ask("go on"), **limit)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4

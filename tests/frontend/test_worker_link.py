@@ -21,7 +21,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.serving.frontend import worker_link
-from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
+from runtime.serving.frontend.requests import ClientGone, Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
@@ -73,7 +73,7 @@ class Stand:
         return worker
 
     def submit(self, request_id: str = "r1", timeout_s: float = 60.0, **options: Any) -> Request:
-        options = {"prompt": "hello", "sampling": Sampling(max_tokens=8)} | options
+        options = {"prompt": "hello", "sampling": Sampling(max_tokens=8), **options}
         now = self.clock()
         return self.link.submit(request_id, received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
 
@@ -116,11 +116,11 @@ def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
             assert (sent.request_id, sent.frontend_epoch, sent.prompt) == ("r1", EPOCH, (1, 2, 3))
             assert (sent.decode_worker, sent.decode_endpoint) == ("d0", decode.me.endpoint)
             assert sent.deadline_ns - sent.received_ns == 60 * 10**9
-            pieces: list[Piece] = [Retrieved("r1", PASSAGES)]
-            await prefill.say(pieces[0])  # type: ignore[arg-type]
+            found = Retrieved("r1", PASSAGES)
+            await prefill.say(found)
             await prefill.settle()
             await decode.say(Tokens("r1", "a", (5,)))
-            assert await request.next() == pieces[0]
+            assert await request.next() == found
             assert await request.next() == Tokens("r1", "a", (5,))
             await decode.say(Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9}))
             assert (await request.next()).finish_reason == "stop"  # type: ignore[union-attr]

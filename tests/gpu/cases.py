@@ -1,16 +1,18 @@
 """Data on which distances are exact in float32, so that two searches can be compared id by id."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from gpu.index_data import IndexData
-from gpu.rows import checked_vectors, encode
+from gpu.rows import Dtype, FloatArray, Metric, checked_vectors, encode
 
-METRICS = ("cosine", "l2", "ip")
-DTYPES = ("float32", "float16", "int8")
+METRICS: tuple[Metric, ...] = ("cosine", "l2", "ip")
+DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8")
 
 
-def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> npt.NDArray[np.float32]:
+def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> FloatArray:
     """Vectors with 0, 1, 4 or 16 entries of ±1: their norms are powers of two, so that normalising them is exact."""
     vectors = np.zeros((count, dim), np.float32)
     for vector in vectors:
@@ -20,7 +22,7 @@ def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> npt
 
 
 def random_index(
-    random: np.random.Generator, count: int, metric: str, dtype: str, degree: int, seeds: int
+    random: np.random.Generator, count: int, metric: Metric, dtype: Dtype, degree: int, seeds: int
 ) -> IndexData:
     """Exact vectors under a graph of random edges, with loops and doubles: no search may rely on a good graph."""
     vectors = checked_vectors(exact_vectors(random, count), metric)
@@ -30,7 +32,7 @@ def random_index(
 
 
 def exact_neighbors(
-    vectors: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], metric: str, k: int
+    vectors: npt.NDArray[np.floating[Any]], queries: npt.NDArray[np.floating[Any]], metric: Metric, k: int
 ) -> npt.NDArray[np.int64]:
     """The true k nearest rows of each query."""
     if metric == "cosine":
@@ -46,7 +48,7 @@ def recall(found: npt.NDArray[np.int64], truth: npt.NDArray[np.int64]) -> float:
     return float(np.mean([len(np.intersect1d(a, b)) / truth.shape[1] for a, b in zip(found, truth, strict=True)]))
 
 
-def clustered(random: np.random.Generator, count: int, dim: int, clusters: int = 30) -> npt.NDArray[np.float32]:
+def clustered(random: np.random.Generator, count: int, dim: int, clusters: int = 30) -> FloatArray:
     """Gaussian clusters of low intrinsic dimension, like embeddings: something a graph can be searched for."""
     basis = random.standard_normal((12, dim))
     centres = random.standard_normal((clusters, 12)) * 2

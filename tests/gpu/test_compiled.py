@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import gpu
-from gpu.cpu import stages
+from gpu.cpu import keys
 
 _PROGRAM = """
 import numpy as np
-from gpu.cpu import stages
-print(stages.key_of(np.float32(1), 2), len(stages.key_of.stats.cache_hits))
+from gpu.cpu import keys
+print(keys.key_of(np.float32(1), 2), len(keys.key_of.stats.cache_hits))
 """
 
 
@@ -24,7 +24,7 @@ def run(directory: Path) -> list[str]:
 
 def test_code_is_kept_for_the_next_process_until_any_source_changes(tmp_path: Path) -> None:
     shutil.copytree(Path(gpu.__file__).parent, tmp_path / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
-    key = str(stages.key_of(1.0, 2))
+    key = str(keys.key_of(1.0, 2))
     assert run(tmp_path) == [key, "0"]
     assert run(tmp_path) == [key, "1"]
     with (tmp_path / "gpu" / "cpu" / "simd.py").open("a") as source:

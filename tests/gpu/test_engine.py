@@ -16,6 +16,7 @@ from gpu import (
     SearchParams,
     UnknownCollection,
 )
+from gpu.rows import FloatArray
 from tests.gpu.cases import clustered
 from tests.gpu.engines import BACKENDS, Backend
 
@@ -29,7 +30,8 @@ def index() -> GraphIndex:
 
 @pytest.fixture(params=BACKENDS, ids=str)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return request.param
+    backend: Backend = request.param
+    return backend
 
 
 @pytest.fixture
@@ -38,8 +40,8 @@ def engine(backend: Backend, index: GraphIndex) -> Iterator[Engine]:
         yield engine
 
 
-def query(number: int = 0) -> np.ndarray:
-    return clustered(np.random.default_rng(100 + number), 1, DIM)[0]
+def query(number: int = 0) -> FloatArray:
+    return clustered(np.random.default_rng(100 + number), 1, DIM).reshape(DIM)
 
 
 def finish(engine: Engine, slot: int) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex, InvalidParams, InvalidVector, SearchParams
+from gpu.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, recall
 
 
@@ -14,7 +15,7 @@ def random() -> np.random.Generator:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_recall_is_high_on_clustered_data(random: np.random.Generator, metric: str, dtype: str) -> None:
+def test_recall_is_high_on_clustered_data(random: np.random.Generator, metric: Metric, dtype: Dtype) -> None:
     vectors, queries = np.split(clustered(random, 6100, 128), [6000])
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
     ids, distances = index.search(queries, k=10, top_m=64)
@@ -23,7 +24,7 @@ def test_recall_is_high_on_clustered_data(random: np.random.Generator, metric: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_distances_are_the_metric_s(random: np.random.Generator, dtype: str) -> None:
+def test_distances_are_the_metric_s(random: np.random.Generator, dtype: Dtype) -> None:
     vectors, queries = random.standard_normal((300, 40)), random.standard_normal((5, 40))
     tolerance = {"float32": 1e-5, "float16": 2e-2, "int8": 1e-5}[dtype]
     for metric in METRICS:
@@ -39,7 +40,7 @@ def test_distances_are_the_metric_s(random: np.random.Generator, dtype: str) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
 def test_fewer_vectors_than_k_or_degree_leave_results_missing(
-    random: np.random.Generator, metric: str, dtype: str, count: int
+    random: np.random.Generator, metric: Metric, dtype: Dtype, count: int
 ) -> None:
     vectors = exact_vectors(random, count)
     ids, distances = GraphIndex.build(vectors, metric=metric, dtype=dtype).search(vectors, k=50)
@@ -67,7 +68,7 @@ def test_a_zero_vector_has_cosine_distance_one_to_everything() -> None:
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("metric", METRICS)
-def test_neighbors_do_not_depend_on_the_size_of_the_numbers(size: float, dtype: str, metric: str) -> None:
+def test_neighbors_do_not_depend_on_the_size_of_the_numbers(size: float, dtype: Dtype, metric: Metric) -> None:
     random = np.random.default_rng(2)
     vectors, queries = random.standard_normal((500, 24)), random.standard_normal((20, 24))
     ids, distances = GraphIndex.build(vectors * size, metric=metric, dtype=dtype).search(queries * size, k=5, top_m=128)

@@ -6,14 +6,15 @@ import pytest
 from gpu import GraphIndex
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
 from gpu.cpu.tables import SKETCH_LANES
-from gpu.rows import aligned_empty
+from gpu.rows import Metric, aligned_empty
+from tests.gpu.cases import METRICS
 
 
-@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(metric: str) -> None:
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(metric: Metric) -> None:
     random = np.random.default_rng(3)
     vectors = random.normal(size=(4100, 384)).astype(np.float32)
-    rows = GraphIndex.build(vectors, metric=metric).data.rows  # type: ignore[arg-type]
+    rows = GraphIndex.build(vectors, metric=metric).data.rows
     assert rows.sketch is not None
     queries = random.normal(size=(64, 384)).astype(np.float32)
     shifted = queries.astype(np.float64)

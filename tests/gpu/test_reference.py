@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
 from gpu.reference import ReferenceSearch, search_reference
+from gpu.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
 from tests.gpu.engines import BACKENDS, Backend
 
@@ -24,7 +25,9 @@ exactly = settings(max_examples=60, deadline=None)
 
 @exactly
 @given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params)
-def test_engine_and_reference_agree_on_random_graphs(seed: int, metric: str, dtype: str, wanted: SearchParams) -> None:
+def test_engine_and_reference_agree_on_random_graphs(
+    seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams
+) -> None:
     random = np.random.default_rng(seed)
     count = int(random.integers(1, 300))
     data = random_index(random, count, metric, dtype, int(random.integers(2, 12)), int(random.integers(1, 20)))
@@ -42,10 +45,8 @@ def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_
     backend: Backend, seed: int, wanted: list[SearchParams]
 ) -> None:
     random = np.random.default_rng(seed)
-    data = {
-        name: random_index(random, 200, metric, dtype, 6, 8)
-        for name, metric, dtype in (("a", "l2", "float32"), ("b", "cosine", "float16"), ("c", "ip", "int8"))
-    }
+    kinds: dict[str, tuple[Metric, Dtype]] = {"a": ("l2", "float32"), "b": ("cosine", "float16"), "c": ("ip", "int8")}
+    data = {name: random_index(random, 200, *kind, 6, 8) for name, kind in kinds.items()}
     with backend.engine({name: GraphIndex(part) for name, part in data.items()}, slots=len(wanted)) as engine:
         running = {}
         for one in wanted:
@@ -82,7 +83,7 @@ def test_a_visited_table_that_forgets_changes_nothing() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_with_sketches_engine_and_reference_differ_in_near_ties_only(metric: str, dtype: str) -> None:
+def test_with_sketches_engine_and_reference_differ_in_near_ties_only(metric: Metric, dtype: Dtype) -> None:
     random = np.random.default_rng(3)
     vectors = clustered(random, 5000, 400)
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)

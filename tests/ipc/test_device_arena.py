@@ -3,6 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -282,7 +283,7 @@ def client_process(arena: MemoryReference, descriptors: MemoryReference, lease: 
         ring = RingProducer(memory.view, LAYOUT, EPOCH)
         words = ring.payload(np.int64, 0, 2)
         for number in range(rounds):
-            place = persistently(lambda number=number: client.write(vector(number)))
+            place = persistently(partial(client.write, vector(number)))
             slot = persistently(ring.loan)
             words[slot] = (place.slot, place.generation)
             ring.send()

@@ -103,7 +103,8 @@ def test_what_asks_for_less_than_the_configured_level_is_not_written(capfd: pyte
 
 
 def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(start: StartLog) -> None:
-    disk, lost = Disk(), []
+    disk = Disk()
+    lost: list[int] = []
     disk.stuck.clear()
     log, handler = start(disk.write, queue_lines=3, on_lost=lost.append)
     for number in range(100):  # would never end if it waited
@@ -118,7 +119,7 @@ def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(sta
 
 def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(start: StartLog) -> None:
     disk, lost = Disk(), threading.Semaphore(0)
-    log, handler = start(disk.write, on_lost=lambda lines: [lost.release() for _ in range(lines)])
+    log, handler = start(disk.write, on_lost=lost.release)
     disk.full = True
     for _ in range(5):
         log.info("to nowhere")

@@ -95,9 +95,13 @@ def test_who_follows_gets_every_line_once_over_rotations_and_new_processes(tmp_p
         with path.open("ab") as file:
             file.write(whole[30:])
 
+    def write_over_several_rotations() -> None:
+        for second in (2, 3, 4, 5):
+            writer.write(second)
+
     wait = steps(
         lambda: writer.write(1),
-        lambda: [writer.write(second) for second in (2, 3, 4, 5)] and None,  # several rotations in between
+        write_over_several_rotations,
         begin_a_line,
         end_it,
         lambda: Writer(tmp_path, "decode-0").write(7),

@@ -115,7 +115,7 @@ def start(tmp_path: Path) -> Iterator[StartTiny]:
         process: Callable[..., None] = serve,
         **times: float,
     ) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, command, process, **times))
+        nodes.append(TinyNode(tmp_path, orders or {}, command, process, more="", **times))
         return nodes[-1]
 
     yield start

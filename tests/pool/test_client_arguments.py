@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from runtime import SearchClient
@@ -39,7 +40,8 @@ def test_a_wrong_argument_is_refused_by_name_and_value(arguments: dict[str, Any]
         with pytest.raises(InvalidRequest, match=words) as refused:
             client.search([0.0], **arguments)
         assert refused.value.param == next(iter(arguments))
-        for nothing in ([], np.empty((0, 4))):
+        none: tuple[npt.ArrayLike, ...] = ([], np.empty((0, 4)))
+        for nothing in none:
             with pytest.raises(InvalidRequest, match=words):
                 client.search_batch(nothing, **arguments)
 
@@ -72,11 +74,11 @@ def test_a_vector_that_is_none_is_refused_with_what_it_has(vector: Any, words: s
 
 def test_integers_of_numpy_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_WAIT_NS", 0)
+    numbers: dict[str, Any] = {
+        "k": np.int64(3), "top_m": np.uint16(8), "search_width": np.int32(2), "patience": np.int8(1)
+    }  # fmt: skip
     with SearchClient([], "test") as client, pytest.raises(Unavailable):  # asked, but there is no pool
-        client.search(
-            np.array([1, 0], np.uint8), np.int64(3), top_m=np.uint16(8), search_width=np.int32(2),
-            patience=np.int8(1), deadline_ms=None,
-        )  # fmt: skip
+        client.search(np.array([1, 0], np.uint8), deadline_ms=None, **numbers)
 
 
 @pytest.mark.parametrize("node", [None, 3, b"my-node"])

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from launchers.main import main
@@ -77,7 +79,8 @@ def test_vectors_are_built_and_searched_with_recall(trinity: Trinity, tmp_path: 
     ids = np.arange(300) + 1000
     distances = ((queries.astype(np.float32)[:, None] - vectors) ** 2).sum(axis=2)
     truth = ids[np.argsort(distances, axis=1)[:, :10]]
-    for name, array in {"v": vectors, "q": queries, "ids": ids, "t": truth}.items():
+    arrays: dict[str, npt.NDArray[Any]] = {"v": vectors, "q": queries, "ids": ids, "t": truth}
+    for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     code, _, told = trinity(
         "index", "build", tmp_path / "v.npy", "--out", tmp_path / "docs", "--metric", "l2", "--degree", 16,
@@ -143,7 +146,7 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
 
 def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "docs"
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "launchers.main",
@@ -166,7 +169,7 @@ def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path)
 def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Path) -> None:
     source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
     os.mkfifo(source)
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "launchers.main",

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.serving.kv.swap import SwapSpace
-from runtime.serving.kv.transfer import Transfer
+from runtime.serving.kv.transfer import KvArray, Transfer
 
 SHAPE = (3, 2, 12, 2, 4, 8)
 
 
-def kv(seed: int) -> np.ndarray:  # type: ignore[type-arg]
+def kv(seed: int) -> KvArray:
     return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
 
 

@@ -41,7 +41,7 @@ def ragged_prompts(count: int, seed: int, longest: int = 200) -> list[list[int]]
 
 def table(model: LanguageModel, row: int) -> list[int]:
     """The blocks of a row, for the whole context: scattered, and no other row's."""
-    order = np.random.default_rng(model.blocks).permutation(model.blocks).tolist()
+    order: list[int] = np.random.default_rng(model.blocks).permutation(model.blocks).tolist()
     each = -(-model.context_tokens // model.block_tokens)
     return order[row * each : (row + 1) * each]
 

@@ -1,5 +1,7 @@
 """An answer's pieces add up to the answer: no half characters, nothing behind a stop string, nothing taken back."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from runtime.serving.model.text import TextStream
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
 
@@ -19,7 +21,7 @@ class Words:
 
     vocabulary = (" Hello", " there", ",", " wor", "ld", "!", "\n", " é")
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.vocabulary[number] for number in ids).removeprefix(" ")
 
 

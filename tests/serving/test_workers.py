@@ -141,7 +141,7 @@ def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) ->
     workers = start(context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))
     for mode in ("wait", "prefetch"):
-        workers.submit(mode, [5, 6, 7], 16, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode=mode))  # type: ignore[arg-type]
+        workers.submit(mode, [5, 6, 7], 16, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode=mode))
     workers.run()
     assert [search.at_token for search in workers.told["wait"].searches] == [0, 4, 8, 12]
     places = [search.at_token for search in workers.told["prefetch"].searches]
@@ -200,7 +200,7 @@ def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, order: 
 
 def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
-    order = []
+    order: list[str] = []
     for number, deadline in enumerate((9, 3, 5, 1)):
         workers.submit(f"r{number}", [number + 1] * 40, 1, deadline_ns=deadline << 50)
     while len(order) < 4:

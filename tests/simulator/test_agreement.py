@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,7 @@ class Machine:
         return self.next < len(self.queries) and self.queries[self.next].at_ns <= self.now
 
     def receive(self, limit: int) -> list[Request]:
-        found = []
+        found: list[Request] = []
         while self.next < len(self.queries) and self.queries[self.next].at_ns <= self.now and len(found) < limit:
             query = self.queries[self.next]
             vector = np.array([self.next], np.float32)
@@ -168,7 +169,7 @@ def test_waits_and_latencies_of_both_stages_agree_with_the_real_loops(
             ours, theirs = (
                 np.array([getattr(fate, value) for fate in fates if fate.stage == stage]) for fates in (simulated, real)
             )
-            slack = 0.05 * np.mean([fate.latency_ns for fate in real if fate.stage == stage])
+            slack = 0.05 * fmean(fate.latency_ns for fate in real if fate.stage == stage)
             assert ours.mean() == pytest.approx(theirs.mean(), rel=0.15, abs=slack)
             for percent in (50, 95):
                 assert np.percentile(ours, percent) == pytest.approx(
