@@ -4,8 +4,11 @@
 and started a new process, until that one is ready, and until a request of the role's kind is answered again. Requests
 that ended with anything but an answer are counted by their error. Bars: a pool is ready again within 2 s (its index is
 memory-mapped), other workers within 2 s beyond the time that loading takes (the same worker's first start, measured
-in the same run by a rolling restart). Then the supervisor is killed, and what it leaves behind is counted.
-`--rounds N` starts and stops the node N times more, and counts what each round left. Writes faults.json and faults.md.
+in the same run by a rolling restart). Then the supervisor is killed, and what it leaves behind is counted. Writes
+faults.json and faults.md.
+
+`--rounds N` does another thing instead: it starts the node, has it answer, stops it, N times, and counts what each
+round left. Without `[model]` in the TOML file a round is cheapest. Writes faults-rounds.json and faults-rounds.md.
 """
 
 import argparse
@@ -105,6 +108,17 @@ def rolled(node: BenchmarkNode, worker: str) -> float:
     return time.monotonic() - begin
 
 
+def deaths(path: Path) -> dict[str, Any]:
+    """Kill every worker of the node in turn, under load, and then the supervisor."""
+    config, workers = load_config(path), dict[str, dict[str, Any]]()
+    with running(path) as node:
+        for worker in [found.name for found in node.status().workers]:
+            orderly_s = rolled(node, worker)
+            workers[worker] = killed_under_load(node, config, worker) | {"orderly_s": orderly_s}
+            print(worker, workers[worker], flush=True)
+    return {"workers": workers, "supervisor": supervisor_killed(path)}
+
+
 def left_behind(pids: list[int], token: str) -> list[str]:
     """Processes and sockets of a node that has ended."""
     found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
@@ -125,19 +139,36 @@ def supervisor_killed(config: Path) -> dict[str, Any]:
 
 
 def rounds(config: Path, count: int) -> dict[str, Any]:
-    """Start and stop the node so often; what was left behind in all, and how the node ended."""
+    """Start the node, ask it once and stop it, so often: how it answered, how it ended, and what was left behind."""
     left: list[str] = []
-    codes: Counter[str] = Counter()
+    codes, answers = Counter[str](), Counter[str]()
     times = []
-    for _ in range(count):
+    run_dir = BenchmarkNode.run_dir_of(config)
+    body = bodies(load_config(config))["/v1/retrieval"]
+    for number in range(1, count + 1):
         begin = time.monotonic()
-        node = BenchmarkNode(config)
+        try:
+            node = BenchmarkNode(config, look_s=0.1)  # who looks more often slows the start down
+        except RuntimeError as error:
+            codes["did not start"] += 1
+            print(error, flush=True)
+            continue
         pids = list(node.pids().values())
         token = node.info.control.removeprefix("ipc://@").removesuffix("-control")
+        try:
+            post(node.info.url, "/v1/retrieval", body, timeout_s=60)
+            answers["ok"] += 1
+        except TrinityError as error:
+            answers[error.code] += 1
         codes[str(node.stop())] += 1
-        left += left_behind(pids, token)
+        left += left_behind(pids, token) + ([f"directory {run_dir}"] if run_dir.exists() else [])
         times.append(time.monotonic() - begin)
-    return {"rounds": count, "exit_codes": dict(codes), "left": left, "median_s": statistics.median(times)}
+        if number % 10 == 0:
+            print(f"{number} of {count}: {dict(codes)}, {dict(answers)}, {len(left)} left behind", flush=True)
+    return {
+        "rounds": count, "answers": dict(answers), "exit_codes": dict(codes), "left": left,
+        "median_s": statistics.median(times), "slowest_s": max(times), "model": load_config(config).model is not None,
+    }  # fmt: skip
 
 
 def report(found: dict[str, Any]) -> str:
@@ -163,42 +194,47 @@ def report(found: dict[str, Any]) -> str:
         f"kill -9 of the supervisor: all gone after {found['supervisor']['gone_s']:.2f} s, "
         f"left behind: {', '.join(found['supervisor']['left']) or 'nothing'}.", "",
     ]  # fmt: skip
-    if "rounds" in found:
-        one = found["rounds"]
-        lines += [
-            f"{one['rounds']} starts and stops (median {one['median_s']:.1f} s): exit codes {one['exit_codes']}, "
-            f"left behind: {', '.join(one['left']) or 'nothing'}.",
-            "",
-        ]
     return "\n".join(lines)
+
+
+def report_rounds(found: dict[str, Any]) -> str:
+    """The rounds as Markdown."""
+    one = found["rounds"]
+    lines = [
+        "# Starts and stops", "", f"`{found['command']}`",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
+        f"A node {'with' if one['model'] else 'without'} a model, started, asked one search and stopped "
+        f"{one['rounds']} times; a round took {one['median_s']:.1f} s (median), {one['slowest_s']:.1f} s at most.", "",
+        "| answers | exit codes | left behind: processes, sockets, run directories |", "|---|---|---|",
+        f"| {_counted(one['answers'])} | {_counted(one['exit_codes'])} | {', '.join(one['left']) or 'nothing'} |", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _counted(ends: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in sorted(ends.items()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="start and stop the node so often, and nothing else")
     options = parser.parse_args()
-    config = load_config(options.config)
-    found: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults --config node.toml --rounds {options.rounds}",
-        "load_before": machine_load(),
-        "workers": {},
-    }
-    with running(options.config) as node:
-        for worker in [found.name for found in node.status().workers]:
-            orderly_s = rolled(node, worker)
-            found["workers"][worker] = killed_under_load(node, config, worker) | {"orderly_s": orderly_s}
-            print(worker, found["workers"][worker], flush=True)
-    found["supervisor"] = supervisor_killed(options.config)
+    found: dict[str, Any] = {"command": "python -m benchmarks.faults --config node.toml", "load_before": machine_load()}
     if options.rounds:
+        found["command"] += f" --rounds {options.rounds}"
         found["rounds"] = rounds(options.config, options.rounds)
+        name, text, left = "faults-rounds", report_rounds, found["rounds"]["left"]
+    else:
+        found |= deaths(options.config)
+        name, text, left = "faults", report, found["supervisor"]["left"]
     found["load_after"] = machine_load()
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "faults.md").write_text(report(found))
-    print(report(found))
-    return 1 if found["supervisor"]["left"] or found.get("rounds", {}).get("left") else 0
+    (options.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / f"{name}.md").write_text(text(found))
+    print(text(found))
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from launchers.http_client import get
 from runtime.errors import TrinityError
 from runtime.node.config import load_config
 from runtime.node.control import NodeStatus, node_status
+from runtime.node.placement import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
 
 _LOOK_S = 0.01
@@ -20,15 +21,22 @@ _START_S = 600.0
 
 
 class BenchmarkNode:
-    """`trinity serve` and what is asked of it. `config` names its run directory."""
+    """`trinity serve` and what is asked of it. `config` names its run directory; `look_s` is how often `wait` looks."""
 
-    def __init__(self, config: Path) -> None:
-        self._where = Path(load_config(config).node.run_dir or ".")
+    def __init__(self, config: Path, look_s: float = _LOOK_S) -> None:
+        self._look_s = look_s
+        self._where = self.run_dir_of(config)
         self.log = config.with_suffix(".log")
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--quiet"]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self.wait(self.ready)
+
+    @staticmethod
+    def run_dir_of(config: Path) -> Path:
+        """Where the node of a TOML file keeps what it has while it runs."""
+        section = load_config(config).node
+        return Path(section.run_dir) if section.run_dir else default_run_dir(section.name)
 
     @property
     def info(self) -> NodeInfo:
@@ -52,7 +60,7 @@ class BenchmarkNode:
                 raise RuntimeError(f"the node ended:\n{self.log.read_text()[-2000:]}")
             if time.monotonic() - begin > within_s:
                 raise TimeoutError(f"waited {within_s:.0f} s")
-            select.select([], [], [], _LOOK_S)
+            select.select([], [], [], self._look_s)
         return time.monotonic() - begin
 
     def pids(self) -> dict[str, int]:
