@@ -1,4 +1,4 @@
-"""`trinity workers`: prefill and decode workers that come and go while the node serves."""
+"""`trinity workers`: workers that come and go while the node serves, one by one or all of a GPU."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from launchers.status import show_status
+from runtime.errors import InvalidRequest
 from runtime.node.changes import Verb
 from runtime.node.control import change_worker
 from runtime.node.run_dir import find_node
@@ -14,7 +15,9 @@ workers_app = typer.Typer(help="A running node's workers: list, add, drain, flip
 
 Node = Annotated[str, typer.Option(help="The node's name, or its run directory.")]
 Role = Annotated[str, typer.Argument(help="prefill or decode.")]
+AnyRole = Annotated[str, typer.Argument(help="prefill, decode or pool.")]
 Name = Annotated[str, typer.Option(help="This worker, such as decode-1; else the role's last one.")]
+Gpu = Annotated[str, typer.Option(help='Instead of a role: all workers of this GPU, "cuda:3" or its UUID.')]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait until it is done.")]
 
 
@@ -25,15 +28,21 @@ def list_workers(node: Node = "trinity") -> None:
 
 
 @workers_app.command()
-def add(role: Role, node: Node = "trinity", timeout: Timeout = 600.0) -> None:
-    """Start one more worker of a role; returns when it takes requests."""
-    _change(node, "add", role, timeout, "{} is ready")
+def add(role: AnyRole = "", gpu: Gpu = "", node: Node = "trinity", timeout: Timeout = 600.0) -> None:
+    """Start one more worker of a role, or those that have left a GPU; returns when they take requests.
+
+    Places of the node's own plan whose workers have left are taken again first; a pool has no others.
+    """
+    _change(node, "add", _meant(role, "", gpu), timeout, "{} is ready")
 
 
 @workers_app.command()
-def drain(role: Role, name: Name = "", node: Node = "trinity", timeout: Timeout = 1800.0) -> None:
-    """Take a worker out of the node after it has finished what it has; returns when it is gone."""
-    _change(node, "drain", name or role, timeout, "{} has left")
+def drain(
+    role: AnyRole = "", name: Name = "", gpu: Gpu = "", node: Node = "trinity", timeout: Timeout = 1800.0
+) -> None:
+    """Take a worker, or all of a GPU, out of the node after they have finished what they have; returns when they are
+    gone."""
+    _change(node, "drain", _meant(role, name, gpu), timeout, "{} has left")
 
 
 @workers_app.command()
@@ -42,5 +51,12 @@ def flip(role: Role, name: Name = "", node: Node = "trinity", timeout: Timeout =
     _change(node, "flip", name or role, timeout, "{} is ready in its place")
 
 
+def _meant(role: str, name: str, gpu: str) -> str:
+    if bool(gpu) == bool(role or name):
+        raise InvalidRequest("say either a role (or a worker's --name) or a --gpu")
+    return gpu or name or role
+
+
 def _change(node: str, verb: Verb, what: str, timeout_s: float, done: str) -> None:
-    print(done.format(change_worker(find_node(node), verb, what, timeout_s)))
+    for worker in change_worker(find_node(node), verb, what, timeout_s):
+        print(done.format(worker))

@@ -42,16 +42,16 @@ def run(bench: Bench) -> Section:
         sending = threading.Thread(target=lambda: found.extend(offer(info.url, timed)))
         sending.start()
         time.sleep(2.0)
-        steps: tuple[tuple[str, Callable[[], str]], ...] = (
+        steps: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
             ("add", lambda: change_worker(info, "add", "prefill", _WAIT_S)),
             ("flip", lambda: change_worker(info, "flip", "prefill-0", _WAIT_S)),
             ("drain", lambda: change_worker(info, "drain", "decode-0", _WAIT_S)),
-            ("kill", lambda: _kill(info, "decode")),
+            ("kill", lambda: (_kill(info, "decode"),)),
         )
         begin = time.monotonic()
         with _watched(info) as ready:
             for name, change in steps:
-                section.details[name] = f"{change()} after {time.monotonic() - begin:.1f} s"
+                section.details[name] = f"{', '.join(change())} after {time.monotonic() - begin:.1f} s"
             sending.join()
         first = _first_answers(info, found, ready)
     lost = [outcome.code for outcome in found if not outcome.whole]

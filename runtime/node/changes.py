@@ -1,13 +1,16 @@
-"""Workers that come and go while the node runs: added, drained, flipped to the other role.
+"""Workers that come and go while the node runs: added, drained one by one or with their GPU, flipped to the other role.
 
 Nothing is lost by it. A worker that leaves is given nothing new, finishes what it has, and ends when the frontend has
-let go of it. A flip starts a worker in the other role first, and drains the old one only when that one is ready, so
-that capacity is never less than before: for a while the node holds one model more. The last worker of a role stays.
+let go of it; a pool worker's clients turn to the other replicas, and find it again if it comes back. A flip starts a
+worker in the other role first, and drains the old one only when that one is ready, so that capacity is never less than
+before: for a while the node holds one model more. The last worker of a role stays, and so does that of a shard.
 
-An added worker shares the device and the cores of the one that it is modelled on. Pools and the frontend are fixed:
-their clients know them from the start.
+A place of the plan whose worker has left is taken again before any other. Beyond the plan, an added prefill or decode
+worker shares the device and the cores of the one that it is modelled on; pools are never more than planned, since
+their clients know them from the start. The frontend is fixed.
 """
 
+import itertools
 import logging
 import signal
 from collections.abc import Callable, Sequence
@@ -17,12 +20,13 @@ import msgspec
 
 from runtime.errors import InvalidRequest
 from runtime.node.child import Child, Phase
-from runtime.node.config import NodeConfig, Role
-from runtime.node.placement import WorkerPlan
+from runtime.node.config import Role
+from runtime.node.placement import NodePlan, WorkerPlan
 
 MOST_WORKERS = 8
 Verb = Literal["add", "drain", "flip"]
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+_GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
 
 log = logging.getLogger("supervisor")
 
@@ -33,32 +37,36 @@ class Changes:
     def __init__(
         self,
         children: Sequence[Child],
-        config: NodeConfig,
+        plan: NodePlan,
         *,
         begin: Callable[[WorkerPlan], None],
         end: Callable[[Child], None],
         clock: Callable[[], float],
     ) -> None:
-        self._children, self._config = children, config
+        self._children, self._config, self._planned = children, plan.config, plan.workers
         self._begin, self._end, self._clock = begin, end, clock
         self._flips: dict[str, str] = {}  # the new worker → the one that it is there for
 
-    def ask(self, verb: Verb, what: str) -> str:
-        """Begin a change of `what`: a role to add to; a role (its last ready worker) or a worker to drain or to flip.
+    def ask(self, verb: Verb, what: str) -> tuple[str, ...]:
+        """Begin a change of `what`: a role, a worker, or a GPU ("cuda:N" or its UUID).
 
-        Returns the name of the worker that was added or leaves; of a flip, that of the new one. Raises InvalidRequest
-        for what cannot be.
+        A role is one to add to, or its last ready worker to drain or flip; a GPU's workers are all drained, and all of
+        the plan's that are missing there are added. Returns the names of the workers that are added or leave; of a
+        flip, that of the new one. Raises InvalidRequest for what cannot be, and then nothing has begun.
         """
         if verb == "add":
-            role = self._role(what)
-            return self._add(role, next(child.place for child in self._children if child.place.role == role))
-        child = self._leaver(what)
+            return self._add_on(what) if what.startswith(_GPU_NAMES) else (self._add(self._role(what, "pool")),)
         if verb == "drain":
-            self._drain(child)
-            return child.name
-        name = self._add(_OTHER[child.place.role], child.place)
+            leavers = self._leavers(what, "pool")
+            for child in leavers:
+                self._drain(child)
+            return tuple(child.name for child in leavers)
+        if what.startswith(_GPU_NAMES):
+            raise InvalidRequest(f"flip a role's last worker or one by its name, not {what}")
+        (child,) = self._leavers(what)
+        name = self._add_like(child.place, _OTHER[child.place.role])
         self._flips[name] = child.name
-        return name
+        return (name,)
 
     def step(self) -> None:
         """Go on where that is possible."""
@@ -77,45 +85,105 @@ class Changes:
                 child.kill_group()
                 child.due = float("inf")
 
-    # ---- the parts
+    @property
+    def vacant(self) -> tuple[WorkerPlan, ...]:
+        """The places of the plan whose workers have left."""
+        return tuple(place for place in self._planned if self._named(place.name) is None)
 
-    def _add(self, role: Role, like: WorkerPlan) -> str:
+    # ---- coming
+
+    def _add(self, role: Role) -> str:
+        place = next((place for place in self.vacant if place.role == role), None)
+        if place is not None:
+            return self._start(place)
+        if role == "pool":
+            planned = sum(place.role == "pool" for place in self._planned)
+            raise InvalidRequest(f"all {planned} pool workers of the plan are there, and there can be no others")
+        return self._add_like(next(child.place for child in self._children if child.place.role == role), role)
+
+    def _add_on(self, gpu: str) -> tuple[str, ...]:
+        missing = [place for place in self.vacant if place.is_on(gpu)]
+        if not missing:
+            raise InvalidRequest(f"no worker of the plan is missing on {gpu}")
+        return tuple(self._start(place) for place in missing)
+
+    def _add_like(self, like: WorkerPlan, role: Role) -> str:
         taken = {child.place.index for child in self._children if child.place.role == role}
         if len(taken) >= MOST_WORKERS:
             raise InvalidRequest(f"the node has {len(taken)} {role} workers, the limit is {MOST_WORKERS}")
-        index = min(set(range(MOST_WORKERS)) - taken)
+        # The name of a place on another GPU is left to the worker that will be there again.
+        taken |= {place.index for place in self._planned if place.role == role and place.gpu != like.gpu}
+        index = next(index for index in itertools.count() if index not in taken)
         threads = self._config.prefill.threads if role == "prefill" else self._config.decode.threads
-        place = msgspec.structs.replace(like, role=role, index=index, threads=threads)
+        return self._start(msgspec.structs.replace(like, role=role, index=index, threads=threads))
+
+    def _start(self, place: WorkerPlan) -> str:
         log.info("%s is added", place.name)
         self._begin(place)
         return place.name
 
+    # ---- leaving
+
     def _drain(self, child: Child) -> None:
         log.info("%s leaves: it drains first", child.name)
-        child.leaving, child.phase = True, Phase.DRAINING
+        child.leaving, child.rolling = True, False
         child.due = self._clock() + self._config.http.request_timeout_s
-        child.send(signal.SIGHUP)
+        if child.phase is Phase.READY:
+            child.phase = Phase.DRAINING
+            child.send(signal.SIGHUP)
+        elif child.phase is not Phase.DRAINING:  # it restarts, say
+            child.kill_group()  # what is not ready holds nothing
 
-    def _role(self, role: str) -> Role:
-        for known in _OTHER:
-            if role == known and self._config.model is not None:
-                return known
-        raise InvalidRequest(f"{role!r}: only prefill and decode workers of a node with a model come and go")
+    def _leavers(self, what: str, *more: Role) -> list[Child]:
+        """The workers that are meant, if they can be spared. Those of a GPU need not be ready: it may be broken."""
+        roles: set[Role]
+        if what.startswith(_GPU_NAMES):
+            leavers = [child for child in self._children if child.place.is_on(what) and not self._leaves(child)]
+            roles = {child.place.role for child in leavers}
+            if not leavers:
+                gpus = sorted({child.place.shown_device for child in self._children if child.place.gpu})
+                raise InvalidRequest(f"no worker runs on {what}; workers run on {', '.join(gpus) or 'no GPU'}")
+        else:
+            child = self._named(what)
+            role = self._role(child.place.role if child else what, *more)
+            ready = [found for found in reversed(self._children) if found.place.role == role and self._stays(found)]
+            if child is not None and child not in ready:
+                raise InvalidRequest(
+                    f"{child.name} is {'about to leave' if self._leaves(child) else child.phase.value}"
+                )
+            leavers, roles = ready[:1] if child is None else [child], {role}
+        for role in roles:
+            self._check_spared(leavers, role)
+        return leavers
 
-    def _leaver(self, what: str) -> Child:
-        """The worker that is meant, if it can be spared."""
-        child = self._named(what)
-        role = self._role(child.place.role if child else what)
-        if child is None:
-            child = next((found for found in reversed(self._children) if self._stays(found, role)), None)
-        elif not self._stays(child, role):
-            raise InvalidRequest(f"{child.name} is {'about to leave' if self._leaves(child) else child.phase.value}")
-        if child is None or sum(self._stays(found, role) for found in self._children) < 2:
-            raise InvalidRequest(f"that would leave the node without a ready {role} worker; add one first")
-        return child
+    def _check_spared(self, leavers: Sequence[Child], role: Role) -> None:
+        """Raises InvalidRequest unless the role, and each shard that its pools serve, has a ready worker without."""
+        left = [found for found in self._children if self._stays(found) and found not in leavers]
+        indexes = {found.place.index for found in left if found.place.role == role}
+        if not indexes:
+            advice = "" if role == "pool" else "; add one first"
+            raise InvalidRequest(f"that would leave the node without a ready {role} worker{advice}")
+        for collection in self._config.collections if role == "pool" else ():
+            for shard in range(collection.shards):
+                if not any(index % collection.shards == shard for index in indexes):
+                    raise InvalidRequest(
+                        f"that would leave shard {shard} of collection {collection.name!r} without a ready pool worker"
+                    )
 
-    def _stays(self, child: Child, role: Role) -> bool:
-        return child.place.role == role and child.phase is Phase.READY and not self._leaves(child)
+    # ---- who is meant
+
+    def _role(self, role: str, *more: Role) -> Role:
+        """A role whose workers may do so: prefill, decode or one of `more`."""
+        known: list[Role] = list(_OTHER) if self._config.model is not None else []
+        known += more if self._config.collections else ()
+        for one in known:
+            if role == one:
+                return one
+        roles = ", ".join(known) or "none without a [model]"
+        raise InvalidRequest(f"{role!r} is no role whose workers come and go like that; such roles here: {roles}")
+
+    def _stays(self, child: Child) -> bool:
+        return child.phase is Phase.READY and not self._leaves(child)
 
     def _leaves(self, child: Child) -> bool:
         return child.leaving or child.name in self._flips.values()

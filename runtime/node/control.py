@@ -73,7 +73,7 @@ class ControlServer:
         metrics: Callable[[], str],
         stop: Callable[[], None],
         restart: Callable[[str], str],
-        change: Callable[[Verb, str], str],
+        change: Callable[[Verb, str], tuple[str, ...]],
     ) -> None:
         """Answer every question that waits; what is not a question is dropped.
 
@@ -104,22 +104,22 @@ class ControlServer:
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """The worker that a change is about, or what is wrong with it."""
+    """The workers that a change is about, or what is wrong with it."""
 
-    worker: str
+    workers: tuple[str, ...]
     trouble: str = ""
 
 
-def _changed(change: Callable[[Verb, str], str], verb: str, what: str) -> Changed:
+def _changed(change: Callable[[Verb, str], tuple[str, ...]], verb: str, what: str) -> Changed:
     try:
         return Changed(change(cast("Verb", verb), what))
     except TrinityError as error:
-        return Changed("", error.message)
+        return Changed((), error.message)
 
 
 def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
     """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart", "restart WORKER",
-    or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker.
+    or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker, the first two also of a GPU.
 
     Raises `Unavailable` if it does not answer in time.
     """
@@ -176,10 +176,10 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[
 
 def change_worker(
     info: NodeInfo, verb: Verb, what: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
-) -> str:
-    """Add, drain or flip a worker (see `Changes.ask`), and return its name when that is done.
+) -> tuple[str, ...]:
+    """Add, drain or flip workers (see `Changes.ask`), and return their names when that is done.
 
-    Raises `InvalidRequest` for what cannot be, `Unavailable` if the new worker cannot run, `DeadlineExceeded` after
+    Raises `InvalidRequest` for what cannot be, `Unavailable` if a new worker cannot run, `DeadlineExceeded` after
     `timeout_s` seconds.
     """
     before = {found.name for found in node_status(info).workers}
@@ -189,11 +189,16 @@ def change_worker(
     end = clock() + timeout_s
     while True:
         phases = {found.name: found.phase for found in node_status(info).workers}
-        leaving = before - phases.keys() if verb == "flip" else {changed.worker} - phases.keys()
-        if verb != "drain" and changed.worker not in phases:
-            raise Unavailable(f"{changed.worker} cannot run; the node's log has the reason")
-        if (verb == "add" or leaving) and (verb == "drain" or phases[changed.worker] == "ready"):
-            return changed.worker
+        gone = [name for name in changed.workers if name not in phases]
+        if verb == "drain":
+            done = len(gone) == len(changed.workers)
+        elif gone:
+            raise Unavailable(f"{', '.join(gone)} cannot run; the node's log has the reason")
+        else:
+            done = all(phases[name] == "ready" for name in changed.workers)
+            done = done and (verb == "add" or bool(before - phases.keys()))
+        if done:
+            return changed.workers
         if clock() > end:
             raise DeadlineExceeded(f"{verb} {what}: not done within {timeout_s:.0f} s; it goes on")
         select.select([], [], [], _LOOK_S)

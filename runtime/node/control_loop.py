@@ -10,8 +10,6 @@ from runtime.node.control_law import ControlLaw, Readings, SignalMeter
 from runtime.node.metrics import METRICS, POOL_WAIT_PREFILL, Counter
 from runtime.node.table import WorkerTable
 
-_NO_WAITS = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
-
 log = logging.getLogger("control")
 
 
@@ -25,17 +23,25 @@ class ControlLoop:
         self._meter = SignalMeter(len(self._decodes), settings.interval_s)
         self.law = ControlLaw(settings, reserve=pool.reserve, flush_prefill_s=pool.flush_prefill_s)
         self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
+        self._left_waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
         self._due_s = 0.0
-        if settings.enabled:
-            for table in self._pools:
-                table.set_knob("reserve", self.law.reserve)
-                table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
+        for table in self._pools:
+            self._tell(table)
+
+    def _tell(self, table: WorkerTable) -> None:
+        """A pool that has not heard yet what is wanted."""
+        if self._settings.enabled:
+            table.set_knob("reserve", self.law.reserve)
+            table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
 
     def joined(self, table: WorkerTable) -> None:
         """A worker has come to the node."""
         if table.role == "decode":
             self._decodes.append(table)
             self._meter.links = len(self._decodes)
+        elif table.role == "pool":
+            self._pools.append(table)
+            self._tell(table)
 
     def left(self, table: WorkerTable) -> None:
         """A worker has gone: what it has counted stays counted."""
@@ -44,6 +50,10 @@ class ControlLoop:
                 self._left[name] += table.read(metric)[0]
             self._decodes.remove(table)
             self._meter.links = len(self._decodes)
+        elif table in self._pools:
+            self._pools.remove(table)
+            counts = table.read(POOL_WAIT_PREFILL)[:-1]
+            self._left_waits = [sum(pair) for pair in zip(self._left_waits, counts, strict=True)]
 
     def step(self, now_s: float) -> None:
         """Look at the node, and move a knob of all pools if the law says so; each change is logged with its cause."""
@@ -68,12 +78,12 @@ class ControlLoop:
         yield from (reserve, flush, changes)
 
     def _readings(self) -> Readings:
-        counts = [table.read(POOL_WAIT_PREFILL)[:-1] for table in self._pools]
+        counts = [self._left_waits, *(table.read(POOL_WAIT_PREFILL)[:-1] for table in self._pools)]
         return Readings(
             link_busy_s=self._sum("trinity_kv_link_busy_seconds_total"),
             row_s=self._sum("trinity_decode_row_seconds_total"),
             stall_s=self._sum("trinity_decode_stall_seconds_total"),
-            wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)] or _NO_WAITS,
+            wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)],
         )
 
     def _sum(self, name: str) -> float:

@@ -82,7 +82,7 @@ class NodeFigures:
         yield from self._promises()
         yield _gauge("trinity_node_info", "The node's version", ("version",), [((self.version,), 1.0)])
         labels = ("worker", "role", "device", "uuid")
-        places = [((w.name, w.role, f"cuda:{w.gpu_index}" if w.gpu else w.device, w.gpu), 1.0) for w in self.workers]
+        places = [((w.name, w.role, w.shown_device, w.gpu), 1.0) for w in self.workers]
         yield _gauge("trinity_worker_info", "Where a worker is placed", labels, places)
         memory = psutil.virtual_memory()
         yield _gauge("trinity_node_memory_bytes", "The machine's memory", (), [((), float(memory.total))])

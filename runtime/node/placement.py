@@ -33,6 +33,16 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         return f"{self.role}-{self.index}"
 
     @property
+    def shown_device(self) -> str:
+        """Where it is placed, as people name it: "cpu" or "cuda:3"."""
+        return f"cuda:{self.gpu_index}" if self.gpu else self.device
+
+    def is_on(self, gpu: str) -> bool:
+        """Whether a GPU of that name or UUID is its own, or the one that its MIG instance is cut from."""
+        card = self.gpu_index.partition(":")[0]
+        return bool(self.gpu) and gpu in (self.gpu, self.shown_device, f"cuda:{card}")
+
+    @property
     def visible_devices(self) -> str | None:
         """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is."""
         return "" if self.device == "cpu" else self.gpu or None

@@ -66,7 +66,7 @@ class Supervisor:
         self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
         self._rolling = Rolling(self._children, plan.config.node.drain_s)
-        self._changes = Changes(self._children, plan.config, begin=self._begin, end=self._end, clock=clock)
+        self._changes = Changes(self._children, plan, begin=self._begin, end=self._end, clock=clock)
         self._stop_signals = 0
         self._announced = False
 
@@ -249,7 +249,9 @@ class Supervisor:
 
     def _replan(self) -> None:
         workers = tuple(child.place for child in self._children)
-        self._plan = replace(self._plan, workers=workers)
+        # A pool that has left may come back: whoever starts meanwhile shall know where to look for it.
+        away = tuple(place for place in self._changes.vacant if place.role == "pool")
+        self._plan = replace(self._plan, workers=(*workers, *away))
         self._figures.workers = workers
 
     # ---- stopping
@@ -353,6 +355,6 @@ def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
         restarts=child.restarts,
         heartbeat_age_s=child.table.age_s(now_ns),
         resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
-        device=f"cuda:{child.place.gpu_index}" if child.place.gpu else child.place.device,
+        device=child.place.shown_device,
         cores=child.place.cores,
     )

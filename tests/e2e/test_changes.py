@@ -11,6 +11,29 @@ from tests.e2e.load import load
 from tests.e2e.node import RunningNode, eventually
 
 START_S = 300.0
+TWO_POOLS = """
+[node]
+name = "pools"
+run_dir = "{run_dir}"
+
+[http]
+port = 0
+
+[pool]
+workers = 2
+devices = ["cuda:0", "cuda:1"]
+
+[[collections]]
+name = "docs"
+path = "{collection}"
+"""
+
+
+def workers(node: RunningNode, *words: str) -> str:
+    """What `trinity workers` says."""
+    command = [sys.executable, "-m", "launchers.main", "workers", *words, "--node", str(node.run_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    return run.stdout.strip() if run.returncode == 0 else run.stderr.strip()
 
 
 @pytest.mark.timeout(900)
@@ -18,22 +41,16 @@ def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, m
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
     config.write_text(CONFIG.format(name="changes", run_dir=run_dir, model=model, collection=collection, drain_s=60.0))
     node = RunningNode(config, run_dir, start_s=START_S)
-
-    def workers(*words: str) -> str:
-        command = [sys.executable, "-m", "launchers.main", "workers", *words, "--node", str(run_dir)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-        return run.stdout.strip() if run.returncode == 0 else run.stderr.strip()
-
     try:
         with load(node, searchers=0, generators=3) as answers:
             eventually(lambda: answers[200] > 3, 60, "answers")
-            assert "add one first" in workers("flip", "prefill")
+            assert "add one first" in workers(node, "flip", "prefill")
             for words, said in (
                 (("add", "prefill"), "prefill-1 is ready"),
                 (("flip", "prefill", "--name", "prefill-0"), "decode-1 is ready in its place"),
                 (("drain", "decode", "--name", "decode-0"), "decode-0 has left"),
             ):
-                assert workers(*words) == said
+                assert workers(node, *words) == said
                 before = answers[200]
                 eventually(lambda before=before: answers[200] > before + 3, 60, "answers afterwards")  # type: ignore[misc]
         assert set(answers) == {200}
@@ -41,3 +58,23 @@ def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, m
         assert node.metric("trinity_requests_total", outcome="failed") == 0
     finally:
         node.stop()
+
+
+@pytest.mark.timeout(600)
+def test_a_gpu_with_a_pool_worker_is_drained_and_comes_back_under_load_and_no_search_is_lost(
+    tmp_path: Path, collection: Path
+) -> None:
+    config, run_dir = tmp_path / "node.toml", tmp_path / "run"
+    config.write_text(TWO_POOLS.format(run_dir=run_dir, collection=collection))
+    node = RunningNode(config, run_dir, ("--simulate-gpus", "2"), start_s=START_S)
+    try:
+        with load(node, searchers=4, generators=0) as answers:
+            for verb, said in (("drain", "pool-1 has left"), ("add", "pool-1 is ready")):
+                before = answers[200]
+                eventually(lambda before=before: answers[200] > before + 20, 60, "answers")  # type: ignore[misc]
+                assert workers(node, verb, "--gpu", "cuda:1") == said
+            eventually(lambda: node.metric("trinity_pool_queries_total", worker="pool-1") > 5, 60, "its share of them")
+        assert set(answers) == {200}
+        assert "say either a role" in workers(node, "drain", "pool", "--gpu", "cuda:0")
+    finally:
+        assert node.stop() == 0

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.config import ControlSection, PoolSection
+from runtime.node.config import ControlSection, NodeConfig, PoolSection
 from runtime.node.control import NodeStatus, ask, change_worker, restart_node
 from runtime.node.control_loop import ControlLoop
-from runtime.node.metrics import METRICS
+from runtime.node.metrics import METRICS, POOL_WAIT_PREFILL
+from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.supervisor import Supervisor
 from runtime.node.table import WorkerTable
 from tests.node.test_supervisor import TinyNode, worker
-from tests.node.tiny_node import TINY_WORKER
+from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
 
 MODEL = """
 [model]
@@ -22,6 +24,26 @@ name = "/nowhere"
 
 [prefill]
 workers = 2
+"""
+POOLS = """
+[pool]
+workers = 4
+"""
+GPUS = """
+[model]
+name = "/nowhere"
+
+[prefill]
+workers = 2
+devices = ["cuda:0", "cuda:1"]
+
+[decode]
+workers = 2
+devices = ["cuda:2", "cuda:3"]
+
+[pool]
+workers = 2
+devices = ["cuda:3", "cuda:4"]
 """
 
 StartTiny = Callable[..., TinyNode]
@@ -31,8 +53,10 @@ StartTiny = Callable[..., TinyNode]
 def start(tmp_path: Path) -> Iterator[StartTiny]:
     nodes: list[TinyNode] = []
 
-    def start(orders: dict[str, list[str]] | None = None, more: str = MODEL) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, TINY_WORKER, more=more))
+    def start(
+        orders: dict[str, list[str]] | None = None, more: str = MODEL, process: Callable[..., None] = serve
+    ) -> TinyNode:
+        nodes.append(TinyNode(tmp_path, orders or {}, TINY_WORKER, process, more=more))
         nodes[-1].ready()
         return nodes[-1]
 
@@ -43,7 +67,8 @@ def start(tmp_path: Path) -> Iterator[StartTiny]:
 
 
 def change(node: TinyNode, verb: str, what: str) -> str:
-    return change_worker(node.info, verb, what, timeout_s=60)  # type: ignore[arg-type]
+    """The names of those who came or left."""
+    return " ".join(change_worker(node.info, verb, what, timeout_s=60))  # type: ignore[arg-type]
 
 
 def names(status: NodeStatus) -> set[str]:
@@ -129,18 +154,91 @@ def test_the_last_worker_of_a_role_stays(start: StartTiny, verb: str) -> None:
     assert names(node.ready()) == {"prefill-0", "prefill-1", "decode-0"}
 
 
-@pytest.mark.parametrize("what", ["pool", "pool-0", "frontend-0", "decode-7", "", "x" * 60])
-def test_only_workers_of_the_model_come_and_go(start: StartTiny, what: str) -> None:
+@pytest.mark.parametrize("what", ["frontend", "frontend-0", "decode-7", "", "x" * 60])
+def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) -> None:
     node = start()
-    for verb in ("add", "drain", "flip"):
-        with pytest.raises(InvalidRequest, match="only prefill and decode workers of a node with a model"):
+    for verb, roles in (("add", "prefill, decode, pool"), ("drain", "prefill, decode, pool"), ("flip", "decode")):
+        with pytest.raises(InvalidRequest, match=f"no role whose workers come and go like that; .*{roles}$"):
             change(node, verb, what)
 
 
-def test_a_node_without_a_model_has_no_worker_to_add(start: StartTiny) -> None:
+def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> None:
     node = start(more="")
-    with pytest.raises(InvalidRequest, match="of a node with a model"):
+    with pytest.raises(InvalidRequest, match=r"such roles here: pool$"):
         change(node, "add", "decode")
+    with pytest.raises(InvalidRequest, match=r"such roles here: none without a \[model\]"):
+        change(node, "flip", "pool-0")
+
+
+def test_a_pool_worker_leaves_and_comes_back_and_there_are_never_more_than_planned(start: StartTiny) -> None:
+    node = start(more=POOLS)
+    assert change(node, "drain", "pool-1") == "pool-1"
+    assert {found.name for found in node.ready().workers} == {"pool-0", "pool-2", "pool-3", "frontend-0"}
+    assert node.stopped() == ["pool-1"]
+    restart_node(node.info, "frontend-0", timeout_s=60)  # told of the plan as it is now
+    assert change(node, "add", "pool") == "pool-1"
+    status = node.ready()
+    assert (worker(status, "pool-1").epoch, worker(status, "pool-1").restarts) == (2, 0)
+    with pytest.raises(InvalidRequest, match="all 4 pool workers of the plan are there"):
+        change(node, "add", "pool")
+
+
+def test_who_starts_while_a_pool_worker_is_away_is_told_of_it_all_the_same() -> None:
+    plan = NodePlan(NodeConfig(), "", "t", tuple(WorkerPlan("pool", n, "cpu", (), 1) for n in range(2)))
+    supervisor = Supervisor(plan)
+    supervisor._end(supervisor._children[1])
+    assert [place.name for place in supervisor._plan.workers] == ["pool-0", "pool-1"]
+    assert [place.name for place in supervisor._figures.workers] == ["pool-0"]
+
+
+def test_every_shard_keeps_a_pool_worker(start: StartTiny) -> None:
+    node = start(more="shards = 2\n" + POOLS)
+    assert change(node, "drain", "pool-2") == "pool-2"
+    with pytest.raises(InvalidRequest, match="shard 0 of collection 'docs' without a ready pool worker"):
+        change(node, "drain", "pool-0")
+    assert change(node, "drain", "pool-1") == "pool-1"
+    with pytest.raises(InvalidRequest, match="shard 1 of"):
+        change(node, "drain", "pool-3")
+
+
+def test_a_gpu_is_drained_of_all_its_workers_and_they_come_back_to_it(start: StartTiny) -> None:
+    node = start(more=GPUS, process=serve_eight_gpus)
+    assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
+    assert "cuda:3" not in {found.device for found in node.ready().workers}
+    with pytest.raises(InvalidRequest, match="no worker runs on cuda:3; workers run on cuda:0, cuda:1, cuda:2, cuda:4"):
+        change(node, "drain", "cuda:3")
+    assert change(node, "add", "SIM-3") == "pool-0 decode-1"
+    status = node.ready()
+    assert {found.name for found in status.workers if found.device == "cuda:3"} == {"pool-0", "decode-1"}
+    with pytest.raises(InvalidRequest, match="no worker of the plan is missing on cuda:3"):
+        change(node, "add", "cuda:3")
+
+
+def test_a_gpu_whose_workers_cannot_be_spared_loses_none_of_them(start: StartTiny) -> None:
+    node = start(more=GPUS, process=serve_eight_gpus)
+    assert change(node, "drain", "decode-0") == "decode-0"
+    with pytest.raises(InvalidRequest, match="without a ready decode worker; add one first"):
+        change(node, "drain", "cuda:3")
+    assert {found.name for found in node.ready().workers if found.device == "cuda:3"} == {"pool-0", "decode-1"}
+    assert change(node, "add", "decode") == "decode-0"  # where it was, not beside decode-1
+    assert worker(node.ready(), "decode-0").device == "cuda:2"
+
+
+def test_a_broken_gpus_workers_can_be_taken_out_though_they_never_get_ready(start: StartTiny) -> None:
+    node = start({"pool-0": ["serve", *["crash"] * 50]}, more=GPUS, process=serve_eight_gpus)
+    os.kill(worker(node.ready()).pid, signal.SIGKILL)
+    node.eventually(lambda status: worker(status).restarts >= 2, "a pool worker that dies again and again")
+    assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
+    assert node.ready().ready
+
+
+def test_a_worker_that_flipped_leaves_names_of_other_gpus_alone(start: StartTiny) -> None:
+    node = start(more=GPUS, process=serve_eight_gpus)
+    change(node, "drain", "decode-1")
+    assert change(node, "flip", "prefill-1") == "decode-2"
+    assert worker(node.ready(), "decode-2").device == "cuda:1"
+    with pytest.raises(InvalidRequest, match="flip a role's last worker or one by its name, not cuda:1"):
+        change(node, "flip", "cuda:1")
 
 
 def test_there_is_a_limit_to_the_workers_of_a_role(start: StartTiny) -> None:
@@ -161,3 +259,19 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
     loop.joined(table)
     table.add("trinity_decode_row_seconds_total", 2.0)
     assert loop._readings().row_s == before.row_s + 2.0
+
+
+def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
+    tables = {name: WorkerTable.create("pool", name, METRICS["pool"]) for name in ("pool-0", "pool-1")}
+    loop = ControlLoop(ControlSection(), PoolSection(reserve=0.4), tables)
+    for table in tables.values():
+        table.observe(POOL_WAIT_PREFILL, 0.01)
+    before = loop._readings()
+    assert sum(before.wait_counts) == 2
+    loop.left(tables.pop("pool-1"))
+    assert loop._readings() == before
+    table = WorkerTable.create("pool", "pool-1", METRICS["pool"])
+    loop.joined(table)
+    assert table.knob("reserve") == 0.4
+    table.observe(POOL_WAIT_PREFILL, 0.01)
+    assert sum(loop._readings().wait_counts) == 3

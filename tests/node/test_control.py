@@ -42,10 +42,10 @@ class Node:
                 server._socket.poll(10)
                 server.serve(lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "", self._change)
 
-    def _change(self, verb: str, what: str) -> str:
+    def _change(self, verb: str, what: str) -> tuple[str, ...]:
         if what == "pool":
             raise InvalidRequest("not the pool")
-        return f"{what}-{verb}"
+        return (f"{what}-{verb}",)
 
     def _stop(self) -> None:
         self.stops += 1
@@ -79,7 +79,7 @@ def test_a_change_waits_until_it_is_done(node: Node) -> None:
     moments = iter((0.0, 1.0, 6.0))
     with pytest.raises(Unavailable, match="decode-add cannot run"):
         change_worker(info(node.endpoint), "add", "decode", timeout_s=5)
-    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=5) == "decode-1-drain"
+    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=5) == ("decode-1-drain",)
     worker = msgspec.structs.replace(node.status.workers[0], name="decode-add", phase="starting")
     node.status = msgspec.structs.replace(node.status, workers=(worker,))
     with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it goes on"):

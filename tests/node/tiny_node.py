@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 from runtime.node.config import load_config
+from runtime.node.layout import lay_out
 from runtime.node.log_format import Formatter
+from runtime.node.machine import Machine
 from runtime.node.placement import resolve
 from runtime.node.supervisor import Supervisor
 
@@ -18,8 +20,8 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.node.tiny_node"])
 
 
-def serve(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The process. `command` is what runs a worker."""
+def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: int = 0) -> None:
+    """The process. `command` is what runs a worker; with `gpus` the layout is that of so many simulated ones."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -28,9 +30,16 @@ def serve(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter("text", "supervisor"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
-    supervisor = Supervisor(resolve(load_config(Path(config))), seed=0, command=command)
+    settings = load_config(Path(config))
+    plan = lay_out(settings, Machine.with_simulated_gpus(gpus)) if gpus else resolve(settings)
+    supervisor = Supervisor(plan, seed=0, command=command)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)
+
+
+def serve_eight_gpus(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process on eight simulated GPUs."""
+    serve(config, orders, log, command, gpus=8)
 
 
 def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
