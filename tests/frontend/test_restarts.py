@@ -6,7 +6,7 @@ from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import PASSAGES, Worker, run
-from tests.frontend.test_worker_link import RESTART_WAIT, Stand, ending, standing
+from tests.frontend.links import RESTART_WAIT, Stand, ending, standing
 
 
 async def cast(stand: Stand) -> dict[str, Worker]:

@@ -5,10 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ipc import (
-    RingClient,
-    RingServer,
-)
+from ipc import RingClient, RingServer
 from ipc.descriptors import PARAMETERS, REQUEST_HEADER
 
 DIM = 8

@@ -296,8 +296,7 @@ def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
     node = start({"frontend-0": ["busy"]})
     workers = node.ready().workers
     node.signal(signal.SIGINT)
-    status = node.eventually(lambda status: status.stopping, "the node to drain")
-    assert [found.phase for found in status.workers] == ["ready", "draining"]
+    node.eventually(lambda status: [found.phase for found in status.workers] == ["ready", "draining"], "the drain")
     node.signal(signal.SIGINT)
     assert node.ended() == 0
     assert all(gone(found.pid) for found in workers)
