@@ -22,6 +22,7 @@ from ipc import atomics
 from ipc.device_memory import CudaReference, DeviceMemory
 from ipc.errors import InvalidArgument, MemoryRefused, ProtocolViolation, StaleEpoch
 from ipc.memory import MemoryReference, SharedMemory
+from ipc.prefault import Prefault
 from ipc.ring import MAX_EPOCH
 
 MAGIC = 0x3141564B49525254  # "TRRIKVA1"
@@ -113,7 +114,10 @@ OpenDevice = Callable[[CudaReference], DeviceMemory]
 
 
 class MappedArena:
-    """A source's arena as mapped by a sink: checked header, read-only `payload` or `device` memory to read from."""
+    """A source's arena as mapped by a sink: checked header, read-only `payload` or `device` memory to read from.
+
+    What is mapped here is faulted in ahead.
+    """
 
     def __init__(
         self,
@@ -156,6 +160,7 @@ class MappedArena:
             self.epoch = epoch
             self.payload = self.memory.view[offset : offset + length] if offset else self.memory.view[:0]
             self.pidfd = os.pidfd_open(reference.pid)
+            self.prefault = Prefault(self.memory.address, self.memory.size)
         except OSError as error:
             self.memory.close()
             raise MemoryRefused(f"the arena's owner (process {reference.pid}) is gone: {error.strerror}") from error
@@ -169,6 +174,7 @@ class MappedArena:
         return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * slot)
 
     def close(self) -> None:
+        self.prefault.close()
         os.close(self.pidfd)
         if self.device is not None:
             self.device.close()

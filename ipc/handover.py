@@ -20,6 +20,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """A slot to pull: `payload` is the source's message, `source` its name. (`reply`, `offer_id`) identifies it.
 
     `device` is where the arena's own payload lies, if not in `arena` itself but in a GPU's memory.
+    `watched`: the source knows the sink's process already, and need not be told with `Seen`.
     """
 
     offer_id: int
@@ -31,6 +32,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     arena: MemoryReference
     payload: bytes
     device: CudaReference | None = None
+    watched: bool = False
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):

@@ -75,10 +75,12 @@ class HandoverSink:
 
     def _take(self, offer: Offer) -> bool:
         try:
-            self._send(offer.reply, Seen(offer.offer_id, os.getpid()))
+            reply = self._reply(offer.reply)
         except InvalidArgument:
             self._counts["malformed"] += 1
             return False
+        if not offer.watched:
+            send_now(reply, encode(Seen(offer.offer_id, os.getpid())))
         self._open[(offer.reply, offer.offer_id)] = offer
         try:
             arena = self._arena(offer)
@@ -154,17 +156,17 @@ class HandoverSink:
             return False
         del self._open[(offer.reply, offer.offer_id)]
         self._counts["accepted" if accepted else "rejected"] += 1
-        self._send(offer.reply, Ended(offer.offer_id, accepted, reason))
+        # Nobody there, or nobody reads: the lease ends the offer at the source.
+        send_now(self._reply(offer.reply), encode(Ended(offer.offer_id, accepted, reason)))
         return True
 
-    def _send(self, reply: str, message: Seen | Ended) -> None:
+    def _reply(self, reply: str) -> "zmq.Socket[bytes]":
         socket = self._replies.get(reply)
         if socket is None:
             if len(self._replies) >= MAX_PEERS:
                 raise InvalidArgument(f"{MAX_PEERS} sources are known already")
             socket = self._replies[reply] = connect(zmq.PUSH, reply, max_message_bytes=4096, queue=10_000)
-        # Nobody there, or nobody reads: the lease ends the offer at the source.
-        send_now(socket, encode(message))
+        return socket
 
     def _drop_dead(self) -> None:
         """Forget arenas whose owner died, unless an offer of theirs is still open."""

@@ -55,6 +55,10 @@ class _Target:
         self.pid = 0
         self.pidfd = -1
 
+    @property
+    def watched(self) -> bool:
+        return self.pidfd >= 0
+
     def watch(self, pid: int) -> None:
         """Raises `OSError` if there is no such process (any more)."""
         if pid != self.pid:
@@ -119,6 +123,7 @@ class HandoverSource:
             self._arena.memory.reference,
             payload,
             self._arena.device_reference,
+            watched=target.watched,
         )
         if not send_now(target.socket, encode(message)):
             raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")

@@ -4,6 +4,7 @@ Every test runs over both memories that a payload can lie in: the host's, and a 
 """
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +28,10 @@ from ipc import (
     private_endpoint,
     send_now,
 )
+from ipc.arena import MappedArena
 from ipc.device_memory import CudaReference, DeviceMemory
-from ipc.handover import MAX_PAYLOAD_BYTES, Ended, Seen, encode
+from ipc.endpoints import receive_all
+from ipc.handover import MAX_PAYLOAD_BYTES, Ended, Seen, decode_at_source, encode
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import child
 
@@ -167,6 +170,36 @@ def test_an_arena_is_mapped_once_for_all_its_offers(source: HandoverSource, sink
     memory = sink.memory if first.device is None else sink.device_memory
     assert memory(first) is memory(second)
     assert sink.statistics().arenas == 1
+
+
+def test_the_pages_of_a_mapped_arena_are_there_before_they_are_read() -> None:
+    pages = 3000
+    owner = KvArena.create(1, pages * 4096, epoch=1)
+    np.frombuffer(owner.payload, np.uint8)[:] = 1
+    mapped = MappedArena(owner.memory.reference, epoch=1)
+    if not mapped.prefault.wait(SOON_MS / 1e3):
+        pytest.skip("this kernel fills no page tables ahead (before Linux 5.14)")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert int(np.frombuffer(mapped.payload, np.uint8)[::4096].sum()) == pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 64
+    mapped.close()
+    owner.close()
+
+
+def test_a_sink_tells_a_source_who_it_is_only_until_the_source_watches_it(
+    arena: KvArena, source: HandoverSource, sink: HandoverSink
+) -> None:
+    source.offer(sink.endpoint, 0, b"")
+    (first,) = receive(sink)
+    assert not first.watched
+    assert source.socket.poll(SOON_MS)
+    assert source.poll() == []
+    source.offer(sink.endpoint, 1, b"")
+    (second,) = receive(sink)
+    assert second.watched
+    sink.acknowledge(second)
+    assert source.socket.poll(SOON_MS)
+    assert [type(decode_at_source(frames[0])) for frames in receive_all(source.socket)] == [Ended]
 
 
 def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:

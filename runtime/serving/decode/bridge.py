@@ -145,8 +145,9 @@ class Bridge:
             if not self._sink.current(arrival.offer):
                 self._refuse(arrival, "prefill has taken its KV back")
                 continue
-            self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
+            arrival.request.stages[stages.HANDOVER_END] = time.monotonic_ns()
             self._sink.acknowledge(arrival.offer)
+            self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
             self.pulled_bytes += arrival.transfer.bytes
             whole.append((arrival.request, arrival.table))
         return whole

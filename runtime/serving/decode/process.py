@@ -150,7 +150,6 @@ class DecodeWorker:
 
     def _join(self, request: Decode, table: BlockTable) -> None:
         now = time.monotonic_ns()
-        request.stages[stages.HANDOVER_END] = now
         row = Row(
             request=request,
             context=list(request.tokens),

@@ -5,6 +5,7 @@ in blocks of memory that decode workers can map until the decode worker it was o
 the blocks stay as long as their room is not needed, for prompts that begin the same way.
 """
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -234,8 +235,11 @@ class PrefillWorker:
         if not batch:
             return
         logits = self._model.forward([chunk for _, chunk in batch])
+        offered = len(self._offered)
         for (job, chunk), row in zip(batch, logits, strict=True):
             self._guard(job, partial(self._advance, chunk=chunk, logits=row))
+        if self._running and len(self._offered) > offered:
+            os.sched_yield()  # to the thread that sends: it may share our core, and the next pass would hold it up
 
     def _advance(self, job: Job, chunk: Chunk, logits: "torch.Tensor") -> None:
         job.done += len(chunk.tokens)
