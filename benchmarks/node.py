@@ -30,7 +30,11 @@ class BenchmarkNode:
         with self.log.open("wb") as log:
             command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--quiet"]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self.wait(self.ready)
+        try:
+            self.wait(self.ready)
+        except BaseException:
+            self.stop()
+            raise
 
     @staticmethod
     def run_dir_of(config: Path) -> Path:
