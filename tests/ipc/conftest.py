@@ -1,16 +1,14 @@
-"""A pool and a client of it for the tests of sessions."""
+"""A pool and a client of it for the tests of sessions; the two ends of a KV hand-over."""
 
 import multiprocessing.forkserver
 from collections.abc import Iterator
 
 import pytest
 
-from ipc import (
-    RingClient,
-    RingServer,
-)
+from ipc import HandoverSink, HandoverSource, KvArena, RingClient, RingServer
 from ipc.device_arena import DeviceArena, arena_bytes
 from ipc.device_memory import HostMemory
+from tests.ipc.handovers import address, make_arena, open_device
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import DIM, SLOTS
 
@@ -19,6 +17,33 @@ from tests.ipc.sessions import DIM, SLOTS
 def _forkserver_is_running() -> None:
     """It keeps descriptors of its own from its start on, which no leak check shall count."""
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(params=["host", "GPU"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Whose memory the payload lies in."""
+    if request.param == "GPU":
+        pytest.importorskip("cuda.bindings.driver")
+    return str(request.param)
+
+
+@pytest.fixture
+def arena(kind: str) -> Iterator[KvArena]:
+    made = make_arena(kind, epoch=3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def source(arena: KvArena) -> Iterator[HandoverSource]:
+    with HandoverSource("prefill-0", arena) as made:
+        yield made
+
+
+@pytest.fixture
+def sink() -> Iterator[HandoverSink]:
+    with HandoverSink(address(), open_device) as made:
+        yield made
 
 
 @pytest.fixture
