@@ -25,7 +25,7 @@ from launchers.status import show_status
 from launchers.trace_command import trace
 from launchers.workers_commands import workers_app
 from runtime import preflight
-from runtime.errors import TrinityError
+from runtime.errors import CANNOT_RUN, TrinityError
 from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
@@ -35,7 +35,7 @@ from runtime.node.log_format import LEVELS
 from runtime.node.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
-from runtime.node.worker import die_with
+from runtime.node.worker import EXIT_CONFIG, die_with
 
 app = typer.Typer(
     help="Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own.",
@@ -146,12 +146,15 @@ def stop(
 
 
 def main() -> None:
-    """Run the command line: what the user can mend is one line on stderr and exit code 1, never a traceback."""
+    """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
+
+    The code is `EXIT_CONFIG` where trying again would not help (a service manager should not), else 1.
+    """
     try:
         app(prog_name="trinity")
     except (TrinityError, GpuError, IpcError) as error:
         print(f"trinity: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(EXIT_CONFIG if isinstance(error, CANNOT_RUN) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -104,6 +104,10 @@ class InternalError(TrinityError):
     """A fault of Trinity's own."""
 
 
+CANNOT_RUN = (ConfigError, ModelError, CollectionError)
+"""What no restart mends: the node's configuration, or the files that it names."""
+
+
 def _family(root: type[TrinityError]) -> list[type[TrinityError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _family(child))]
 

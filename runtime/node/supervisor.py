@@ -71,7 +71,10 @@ class Supervisor:
         self._announced = False
 
     def run(self, on_ready: Callable[[NodeInfo], None] = lambda info: None) -> int:
-        """Start the node and serve until it is stopped. `on_ready` is called once, when every worker is ready."""
+        """Start the node and serve until it is stopped; the exit code. `on_ready` is called once, when all are ready.
+
+        The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else 1.
+        """
         run_dir = RunDir.acquire(Path(self._plan.run_dir))
         try:
             with (
@@ -97,9 +100,9 @@ class Supervisor:
             self._wait(control)
             self._answer(control)
             self._reap()
-            if any(child.phase is Phase.FATAL for child in self._children):
+            if fatal := [child.exit_code for child in self._children if child.phase is Phase.FATAL]:
                 self._stop_all(control, listener)
-                return 1
+                return EXIT_CONFIG if EXIT_CONFIG in fatal else 1
             self._watch()
             if self._stop_signals:
                 self._stop_all(control, listener)

@@ -18,7 +18,7 @@ from types import FrameType
 import msgspec
 
 from ipc import MemoryReference
-from runtime.errors import CollectionError, ConfigError, ModelError, TrinityError
+from runtime.errors import CANNOT_RUN, TrinityError
 from runtime.node.log import log_to_file, log_to_stderr
 from runtime.node.metrics import LOG_LINES_LOST, metrics_of
 from runtime.node.numa import prefer_memory_of
@@ -135,7 +135,7 @@ def _run(worker: Worker) -> int:
         worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
     try:
         importlib.import_module(_LOOPS[worker.place.role]).run(worker)
-    except (ConfigError, ModelError, CollectionError) as error:
+    except CANNOT_RUN as error:
         worker.log.error("%s", error.message)
         return EXIT_CONFIG
     except TrinityError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.node.worker import EXIT_CONFIG
 from tests.e2e.node import RunningNode, eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,7 +62,7 @@ def test_a_dry_run_shows_every_process_with_its_gpu_and_starts_nothing(config: P
 
 def test_without_the_gpus_the_same_configuration_is_one_clear_error(config: Path) -> None:
     run = dry_run(config)
-    assert run.returncode == 1
+    assert run.returncode == EXIT_CONFIG
     assert len(run.stderr.strip().splitlines()) == 1
     assert "cuda:" in run.stderr
 

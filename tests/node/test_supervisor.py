@@ -14,6 +14,7 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.worker import EXIT_CONFIG
 from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve, serve_with_a_wall_clock_that_jumps
 
 CONFIG = """
@@ -186,7 +187,7 @@ def test_a_program_that_cannot_be_started_is_tried_three_times(start: StartTiny)
 
 def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start: StartTiny) -> None:
     node = start({"frontend-0": ["real refuse"]})
-    assert node.ended() == 1
+    assert node.ended() == EXIT_CONFIG
     log = node.log.read_text()
     assert "frontend-0 cannot be" in log
     assert "starts again" not in log

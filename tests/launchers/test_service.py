@@ -1,0 +1,67 @@
+"""The systemd unit is one that systemd takes, and agrees with what the commands in it do."""
+
+import configparser
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from launchers.main import app
+from runtime.node.config import NodeSection
+from runtime.node.worker import EXIT_CONFIG
+
+UNIT = Path(__file__).parents[2] / "launchers" / "trinity.service"
+INSTALLED = "/opt/trinity/bin/trinity"
+
+
+@pytest.fixture
+def service() -> configparser.SectionProxy:
+    parser = configparser.RawConfigParser()
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text())
+    return parser["Service"]
+
+
+def test_its_commands_are_commands(service: configparser.SectionProxy) -> None:
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for key in ("ExecStartPre", "ExecStart"):
+        program, command, *options = shlex.split(service[key].lstrip("-"))
+        assert program == INSTALLED
+        named = {name for option in known[command].params for name in option.opts}
+        assert {option for option in options if option.startswith("--")} <= named
+
+
+def test_it_gives_a_drain_its_time(service: configparser.SectionProxy) -> None:
+    assert float(service["TimeoutStopSec"]) > NodeSection().drain_s
+
+
+def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
+    service: configparser.SectionProxy, tmp_path: Path
+) -> None:
+    assert service["Restart"] == "on-failure"
+    assert service["ExecStartPre"].startswith("-"), "its exit code counts as a failure to be tried again"
+    assert service["RestartPreventExitStatus"].split() == [str(EXIT_CONFIG)]
+
+    def code_of(*words: str) -> int:
+        command = [sys.executable, "-m", "launchers.main", *words]
+        return subprocess.run(command, capture_output=True, timeout=100, check=False).returncode
+
+    (tmp_path / "node.toml").write_text("[http]\nprot = 1\n")
+    assert code_of("serve", "--config", str(tmp_path / "node.toml")) == EXIT_CONFIG
+    assert code_of("serve", "--config", str(tmp_path / "none.toml")) == EXIT_CONFIG
+    assert code_of("status", str(tmp_path / "nothing")) == 1
+
+
+def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not installed")
+    unit = tmp_path / "trinity.service"
+    unit.write_text(UNIT.read_text().replace(INSTALLED, "/bin/true"))
+    command = [analyze, "verify", "--man=no", "--recursive-errors=no", str(unit)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout + run.stderr) == (0, "")
