@@ -56,6 +56,13 @@ class DeviceSpan(NamedTuple):
 Source = npt.NDArray[Any] | DeviceSpan
 
 
+class CudaArray(Protocol):
+    """A GPU's memory that describes itself as CUDA's Python libraries do (version 3 of the interface)."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
 def span_of(array: object) -> Source:
     """A GPU array (anything with `__cuda_array_interface__`) as a span, any other as a C-ordered numpy array.
 

@@ -1,7 +1,8 @@
 """A stand-in for `cuda.bindings.driver` as far as `ipc.cuda_memory` uses it: device memory is host memory that a handle
 opens in any process, and every call is written down. Enumerations and handles are the real package's.
 
-Streams are done at once, or, with `lazy`, when the test lets them: `run`, or a synchronisation.
+Streams are done at once, or, with `lazy`, when the test lets them: `run`, a synchronisation, or `copies_per_query` of
+them after each look at a stream.
 """
 
 import ctypes
@@ -23,13 +24,13 @@ MAX_BYTES = 1 << 40
 class FakeCuda:
     """The devices of one process. `calls` has each call's name and arguments."""
 
-    def __init__(self, *, lazy: bool = False) -> None:
+    def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
         from cuda.bindings import driver
 
         self._real = driver
         self._memory: dict[int, SharedMemory] = {}
         self._next = 100
-        self._lazy = lazy
+        self._lazy, self._copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.calls: list[tuple[Any, ...]] = []
 
@@ -89,7 +90,9 @@ class FakeCuda:
 
     def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
         self.calls.append(("query", stream))
-        return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if self._queued[stream] else self._done()
+        busy = bool(self._queued[stream])
+        self.run(self._copies_per_query)
+        return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if busy else self._done()
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
         memory = SharedMemory.create("fake-gpu", size)

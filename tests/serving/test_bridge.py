@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ipc import Offer
+from ipc import MemoryRefused, Offer
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.transfer import KvArray, Transfer
@@ -25,6 +25,7 @@ class Sink:
         self.offers: list[Offer] = []
         self.answers: dict[int, str] = {}
         self.withdrawn: set[int] = set()
+        self.transfer: type[Transfer] = Transfer
         self._number = 0
 
     def offer(self, request: Decode | Reserve) -> int:
@@ -37,7 +38,7 @@ class Sink:
         return taken
 
     def pull(self, offer: Offer, taken: Sequence[int], kv: KvArray, given: Sequence[int]) -> Transfer:
-        return Transfer(self.source, taken, kv, given)
+        return self.transfer(self.source, taken, kv, given)
 
     def current(self, offer: Offer) -> bool:
         return offer.offer_id not in self.withdrawn
@@ -74,6 +75,28 @@ class Stand:
         self.bridge.receive(EPOCH)
         self.bridge.give_room(now_ns, running=running, waiting_blocks=waiting_blocks)
         return [request.request_id for request, _ in self.bridge.pull(None)] if pull else []
+
+
+class SlowTransfer(Transfer):
+    """A copy that a device is at until the test, or who waits for it, lets it end."""
+
+    writing = True
+
+    @property
+    def done(self) -> bool:
+        return super().done and not self.writing
+
+    @property
+    def settled(self) -> bool:
+        return not self.writing
+
+    def settle(self) -> None:
+        self.writing = False
+
+
+class BrokenTransfer(Transfer):
+    def step(self, *_: Any) -> bool:
+        raise MemoryRefused("cuMemcpyDtoDAsync failed")
 
 
 def tokens(start: int, count: int) -> list[int]:
@@ -191,3 +214,56 @@ def test_what_is_of_another_frontend_or_another_model_is_refused() -> None:
     assert stand.step() == []
     assert stand.sink.answers[old] == "its frontend (epoch 4) is gone"
     assert "another model" in stand.sink.answers[foreign]
+
+
+def test_a_copy_that_a_device_has_not_ended_holds_up_neither_the_bridge_nor_the_batch() -> None:
+    stand = Stand()
+    stand.sink.transfer = SlowTransfer
+    stand.decode("a", tokens(0, 8))
+    assert stand.step() == []
+    assert stand.bridge.pulling
+    transfer = stand.bridge._pulling[0].transfer
+    assert transfer is not None
+    transfer.settle()
+    assert stand.step() == ["a"]
+
+
+@pytest.mark.parametrize("why", ["cancelled", "another frontend"])
+def test_blocks_that_a_device_still_writes_to_are_not_free_before_it_has_ended(why: str) -> None:
+    stand = Stand()
+    stand.sink.transfer = SlowTransfer
+    number = stand.decode("a", tokens(0, 8))
+    stand.step()
+    transfer = stand.bridge._pulling[0].transfer
+    assert transfer is not None
+    if why == "cancelled":
+        stand.bridge.drop("a")
+    else:
+        stand.bridge.clear()
+    assert number in stand.sink.answers
+    assert (stand.blocks.held, len(stand.bridge)) == (2, 1), "they are held, and the worker is not done"
+    transfer.settle()
+    stand.step()
+    assert (stand.blocks.held, len(stand.bridge)) == (0, 0)
+
+
+def test_room_that_a_device_still_writes_to_is_waited_for_by_who_needs_it() -> None:
+    stand = Stand()
+    stand.sink.transfer = SlowTransfer
+    stand.decode("a", tokens(0, 8))
+    stand.step()
+    assert stand.bridge.make_room()
+    assert stand.blocks.held == 0
+    assert not stand.bridge.make_room()
+    assert stand.bridge.waiting == 1, "it is pulled again when there is room"
+
+
+def test_a_copy_that_fails_is_refused_with_the_reason_and_the_next_one_goes_on() -> None:
+    stand = Stand(waiting_share=1.0)
+    stand.sink.transfer = BrokenTransfer
+    failed = stand.decode("a", tokens(0, 8))
+    stand.step(pull=False)
+    stand.sink.transfer = Transfer
+    stand.decode("b", tokens(50, 8))
+    assert stand.step() == ["b"]
+    assert stand.sink.answers[failed] == "cuMemcpyDtoDAsync failed"

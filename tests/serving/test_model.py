@@ -27,9 +27,10 @@ def reference(tiny_directory: Path) -> Reference:
     return Reference(tiny_directory)
 
 
-@pytest.fixture
-def model(tiny_directory: Path) -> LanguageModel:
-    return LanguageModel.load(tiny_directory, block_tokens=16, blocks=6 * 32, context_tokens=512)
+@pytest.fixture(params=["cpu", "torch"])
+def model(tiny_directory: Path, request: pytest.FixtureRequest) -> LanguageModel:
+    """With attention as on a CPU, and as on other devices: the latter is the same code on a CPU's tensors."""
+    return LanguageModel.load(tiny_directory, block_tokens=16, blocks=6 * 32, context_tokens=512, kernels=request.param)
 
 
 def ragged_prompts(count: int, seed: int, longest: int = 200) -> list[list[int]]:
@@ -269,6 +270,12 @@ def copied_model(tiny_directory: Path, tmp_path: Path) -> Path:
     for file in tiny_directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here")
+def test_a_device_that_torch_does_not_have_is_refused_with_the_reason(tiny_directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a model on 'cuda:0': this torch .* (has no CUDA|finds no usable driver)"):
+        LanguageModel.load(tiny_directory, block_tokens=16, blocks=1, context_tokens=8, device="cuda:0")
 
 
 def test_damaged_weights_are_a_model_error(copied_model: Path) -> None:

@@ -1,17 +1,31 @@
-"""The kernel for single tokens agrees with torch's attention, for rows of any length in any blocks."""
+"""Attention of single tokens, both ways of it, agrees with torch's, for rows of any length in any blocks."""
 
-import numpy as np
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.model.row_attention import Rows  # noqa: E402  (it imports torch)
+from runtime.serving.model.gathered_rows import GatheredRows  # noqa: E402  (it imports torch)
+from runtime.serving.model.row_attention import Rows  # noqa: E402
 
 BLOCKS, SIZE = 9, 8
 
 
+def attend(kernels: str, rows: Any, query: Any, keys: Any, values: Any, scaling: float) -> Any:
+    """keys and values [blocks, kv_heads, block_tokens, head_dim]."""
+    if kernels == "cpu":
+        return Rows(rows, SIZE).attend(query, keys.numpy(), values.numpy(), scaling)
+    width = max(len(table) for table, _ in rows)
+    tables = torch.tensor([[*table, *[0] * (width - len(table))] for table, _ in rows])
+    visible = torch.tensor([visible for _, visible in rows])
+    gathered = GatheredRows(tables, visible, int(visible.max()), SIZE)
+    return gathered.attend(query, keys.transpose(1, 2), values.transpose(1, 2), scaling)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @settings(deadline=None)
 @given(
     rows=st.lists(
@@ -25,22 +39,23 @@ BLOCKS, SIZE = 9, 8
     seed=st.integers(0, 1000),
 )
 def test_each_row_attends_to_its_own_blocks_up_to_what_it_sees(
-    rows: list[tuple[list[int], int]], kv_heads: int, group: int, head_dim: int, seed: int
+    kernels: str, rows: list[tuple[list[int], int]], kv_heads: int, group: int, head_dim: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
     query = torch.randn(len(rows), kv_heads, group, head_dim, generator=random) * 3
     keys, values = torch.randn(2, BLOCKS, kv_heads, SIZE, head_dim, generator=random)
-    attended = Rows(rows, SIZE).attend(query, keys.numpy(), values.numpy(), 0.3)
+    attended = attend(kernels, rows, query, keys, values, 0.3)
     for number, (table, visible) in enumerate(rows):
         seen = [side[table].transpose(0, 1).flatten(1, 2)[:, :visible] for side in (keys, values)]
         expected = torch.nn.functional.scaled_dot_product_attention(query[number], *seen, scale=0.3)
         torch.testing.assert_close(attended[number], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_lies_behind_a_row_is_never_read() -> None:
-    keys = np.full((3, 1, 8, 4), np.nan, np.float32)
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
+    keys = torch.full((3, 1, 8, 4), float("nan"))
     keys[1, :, :3] = 1.0
     keys[0] = keys[2, :, :7] = 2.0
-    attended = Rows([([1], 3), ([0, 2, 1], 15)], 8).attend(torch.ones(2, 1, 2, 4), keys, keys, 0.5)
+    attended = attend(kernels, [([1], 3), ([0, 2, 1], 15)], torch.ones(2, 1, 2, 4), keys, keys, 0.5)
     assert attended[0].eq(1.0).all()
     assert attended[1].eq(2.0).all()

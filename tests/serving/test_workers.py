@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="the model needs the extra [llm]")
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
+from tests.ipc.fake_cuda import FakeCuda
 from tests.serving.reference import Reference
 from tests.serving.workers import FakePool, Workers
 
@@ -26,11 +27,18 @@ def reference(tiny_directory: Path) -> Reference:
 
 
 @pytest.fixture
-def start(tiny_directory: Path) -> Iterator[Start]:
+def start(tiny_directory: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Workers on CPUs, or, where a test says "GPU", on emulated GPUs whose copies take their time."""
     started: list[Workers] = []
+    transport = None
+    if getattr(request, "param", "CPU") == "GPU":
+        pytest.importorskip("cuda.bindings.driver")
+        from tests.serving.emulated_gpu import EmulatedTransport
+
+        transport = EmulatedTransport(FakeCuda(lazy=True, copies_per_query=2))
 
     def starting(**options: Any) -> Workers:
-        started.append(Workers(tiny_directory, **options))
+        started.append(Workers(tiny_directory, transport=transport, **options))
         return started[-1]
 
     yield starting
@@ -66,8 +74,14 @@ def nothing_is_held(workers: Workers) -> None:
         assert worker._swap.free == worker._swap.total
 
 
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
-@pytest.mark.parametrize("swap_blocks", [0, 60])
+@pytest.mark.parametrize(
+    ("start", "order", "swap_blocks"),
+    [
+        ("CPU", "prefill_first", 0), ("CPU", "prefill_first", 60), ("CPU", "decode_first", 0),
+        ("CPU", "decode_first", 60), ("GPU", "prefill_first", 0), ("GPU", "decode_first", 60),
+    ],
+    indirect=["start"],
+)  # fmt: skip
 def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
     start: Start, reference: Reference, order: str, swap_blocks: int
 ) -> None:

@@ -24,6 +24,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.frontend.requests import Progress
+from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -48,6 +49,7 @@ class FakeWorker:
 
     def __init__(self, plan: NodePlan, name: str) -> None:
         self.plan, self.name = plan, name
+        self.place = next(worker for worker in plan.workers if worker.name == name)
         self.epoch, self.pid, self.stopping = 1, os.getpid(), False
         role: Role = "prefill" if name.startswith("prefill") else "decode"
         self.table = WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
@@ -125,9 +127,22 @@ class Told:
 
 
 class Workers:
-    """`decodes` decode workers and one prefill worker of a model, configured by TOML tables."""
+    """`decodes` decode workers and one prefill worker of a model, configured by TOML tables.
 
-    def __init__(self, model: Path, *, context: int = 512, block: int = 8, decodes: int = 1, **sections: Any) -> None:
+    `transport`: theirs, in place of that of their devices.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        context: int = 512,
+        block: int = 8,
+        decodes: int = 1,
+        transport: Transport | None = None,
+        **sections: Any,
+    ) -> None:
+        self._transport = transport
         raw = {"model": {"name": str(model), "context_tokens": context, "kv_block_tokens": block}, **sections}
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
         self.plan = resolve(parse_config(raw))
@@ -135,10 +150,11 @@ class Workers:
         self._identities: dict[str, bytes] = {}
         self._sent: dict[str, Prefill] = {}
         self._names: dict[str, str] = {}  # of later attempts → of the request
+        self._latest: dict[str, str] = {}  # and back
         self._attempts = 0
         self.told: dict[str, Told] = {}
         self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(FakeWorker(self.plan, "prefill-0"))  # type: ignore[arg-type]
+        self.prefill = PrefillWorker(FakeWorker(self.plan, "prefill-0"), transport)  # type: ignore[arg-type]
         self.prefill._sleep = lambda: None  # type: ignore[method-assign]
         for number in range(decodes):
             self.start_decode(f"decode-{number}")
@@ -146,7 +162,7 @@ class Workers:
             self.round()
 
     def start_decode(self, name: str) -> None:
-        worker = DecodeWorker(FakeWorker(self.plan, name))  # type: ignore[arg-type]
+        worker = DecodeWorker(FakeWorker(self.plan, name), self._transport)  # type: ignore[arg-type]
         worker._sleep = lambda: None  # type: ignore[method-assign]
         self.decodes[name] = worker
 
@@ -190,7 +206,7 @@ class Workers:
         else:
             told.searches.clear()
         name = f"{request_id}~{self._attempts}"
-        self._names[name] = request_id
+        self._names[name], self._latest[request_id] = request_id, name
         to = {"decode_worker": decode, "decode_endpoint": self.plan.endpoint(decode)}
         self.send("prefill-0", replace(message, request_id=name, resume=resume, **to))
 
@@ -232,8 +248,9 @@ class Workers:
             self._identities[name] = identity
             self.send(name, Welcome(EPOCH))
         attempt = getattr(message, "request_id", "")
-        told = self.told.get(self._names.get(attempt, attempt))
-        if told is None:
+        request_id = self._names.get(attempt, attempt)
+        told = self.told.get(request_id)
+        if told is None or self._latest.get(request_id, request_id) != attempt:  # of an attempt that was given up
             return
         if isinstance(message, Failed):
             told.failed = message

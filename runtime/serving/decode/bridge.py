@@ -46,11 +46,13 @@ class Bridge:
         # A word to forget a request can overtake its announcement and its offer. Ids come once: remembering the last
         # ones is enough.
         self._dropped: OrderedDict[str, None] = OrderedDict()
+        # What lost its room while its blocks were being written: they are not free before that has ended.
+        self._leaving: list[tuple[Transfer, BlockTable]] = []
         self.busy_ns = 0  # spent copying
         self.pulled_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._offered) + len(self._reserved) + len(self._pulling)
+        return len(self._offered) + len(self._reserved) + len(self._pulling) + len(self._leaving)
 
     @property
     def pulling(self) -> bool:
@@ -64,6 +66,7 @@ class Bridge:
 
     def receive(self, frontend_epoch: int) -> None:
         """Take in what was offered. What belongs to another frontend or another model is refused."""
+        self._settle()
         for offer in self._sink.receive():
             try:
                 request = decode_handover(offer.payload)
@@ -137,7 +140,12 @@ class Bridge:
             assert arrival.transfer is not None
             assert arrival.table is not None
             before = arrival.transfer.busy_ns
-            done = arrival.transfer.step(for_ns)
+            try:
+                done = arrival.transfer.step(for_ns)
+            except IpcError as error:
+                self._pulling.popleft()
+                self._refuse(arrival, str(error))
+                continue
             self.busy_ns += arrival.transfer.busy_ns - before
             if not done:
                 break
@@ -153,8 +161,13 @@ class Bridge:
         return whole
 
     def make_room(self) -> bool:
-        """The latest prompt that has room loses it, and waits again; False if none has any."""
-        if self._reserved:
+        """The latest prompt that has room loses it, and waits again; False if none has any.
+
+        Where a device is writing into its blocks just now, that is waited for: it is a moment, and room is needed now.
+        """
+        if self._leaving:
+            pass
+        elif self._reserved:
             self._release(self._reserved.pop(next(reversed(self._reserved))))
         elif self._pulling:
             arrival = self._pulling.pop()
@@ -162,6 +175,9 @@ class Bridge:
             self._offered.appendleft(arrival)
         else:
             return False
+        for transfer, _ in self._leaving:
+            transfer.settle()
+        self._settle()
         return True
 
     def drop(self, request_id: str) -> None:
@@ -190,6 +206,18 @@ class Bridge:
         self._sink.reject(arrival.offer, reason)
 
     def _release(self, arrival: Arrival) -> None:
-        if arrival.table is not None:
+        if arrival.table is not None and arrival.transfer is not None:
+            self._leaving.append((arrival.transfer, arrival.table))
+            self._settle()
+        elif arrival.table is not None:
             self._blocks.close(arrival.table)
         arrival.table = arrival.transfer = None
+
+    def _settle(self) -> None:
+        still: list[tuple[Transfer, BlockTable]] = []
+        for transfer, table in self._leaving:
+            if transfer.settled:
+                self._blocks.close(table)
+            else:
+                still.append((transfer, table))
+        self._leaving = still

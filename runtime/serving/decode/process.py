@@ -32,8 +32,8 @@ from runtime.serving.decode.probes import Probes
 from runtime.serving.decode.row import Row
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.connector import KvSink, SharedMemorySink
 from runtime.serving.kv.swap import SwapSpace
+from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.sampling import Sampler
@@ -49,18 +49,22 @@ _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 class DecodeWorker:
     """Offers → rows: where every request of this worker is."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
+        """`transport`: by default that of the worker's device."""
         config = worker.plan.config
         assert config.model is not None
         self._worker, self._table, self._log = worker, worker.table, worker.log
         self._limits, self._slice_ns = config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(config.model), config.model.kv_block_tokens
+        transport = transport or transport_of(worker.place.device)
         self._model = LanguageModel.load(
             config.model.name,
             blocks=blocks,
             block_tokens=block_tokens,
             context_tokens=config.model.context_tokens,
             threads=config.decode.threads,
+            device=transport.device,
+            kernels=transport.kernels,
         )
         self._model.forward([Chunk([0], 0, [0])])  # the first pass allocates; a user shall not wait for that
         retriever = Retriever(
@@ -70,8 +74,8 @@ class DecodeWorker:
         retriever.warm_up()
         self._search = retriever.client
         endpoint = worker.plan.endpoint(worker.name)
-        kv = self._model.kv.numpy()
-        self._sink: KvSink = SharedMemorySink(endpoint)
+        kv = self._model.kv_array
+        self._sink = transport.sink(endpoint)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._swap = SwapSpace(kv, config.decode.swap_blocks)
         self._bridge = Bridge(

@@ -1,8 +1,8 @@
-"""How KV gets from prefill to decode: an interface, and its transport over shared memory.
+"""How KV gets from prefill to decode: an interface, and what its transports have in common.
 
 ```
 prefill (KvSource)                                      decode (KvSink)
-  memory: KV lies here         ◀── mapped read-only ──
+  memory: KV lies here         ◀── mapped by the sink ──
   lease() ─▶ one of a few                                  receive()
   offer(endpoint, lease, message) ────────────────▶        … finds room …
                                                            pull(offer, …) ─▶ Transfer: step, step, step
@@ -14,24 +14,25 @@ A lease covers all blocks of one prompt: until it is released they are not writt
 announcement goes ahead of the offer; it has no memory to pull, its acknowledgement means that there is room.
 `withdraw` takes an offer back; what is being pulled then is no longer current.
 
-Another transport (CUDA IPC between GPUs) has the same two ends: it registers device memory, and its `pull` starts
-copies on a stream.
+The transports (`transport.py`) differ in whose memory KV lies in: the host's, or a GPU's that is shared through CUDA
+IPC. What is said, leased, withdrawn or found stale is the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome
-from runtime.serving.kv.transfer import KvArray, Transfer, kv_array
+from ipc.device_memory import CudaArray
+from runtime.serving.kv.transfer import KvArray, Transfer
 
 
 class KvSource(Protocol):
     """Prefill's end. One thread; nothing blocks."""
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | CudaArray:
         """Where the model's KV tensor must lie."""
 
     @property
@@ -90,19 +91,15 @@ class KvSink(Protocol):
         """End it all."""
 
 
-class SharedMemorySource:
-    """KV in an arena that sinks map read-only. `leases` prompts at once, `kv_bytes` of memory."""
+class ArenaSource:
+    """A `KvSource` over an arena: its payload is `memory`, its slots are the leases and one for announcements."""
 
-    def __init__(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> None:
-        # The arena's slots are the leases, and one that is never begun anew, for announcements.
-        self._announcing = leases
-        self._arena = KvArena.create(leases + 1, kv_bytes, epoch=epoch)
-        self._source = HandoverSource(name, self._arena, lease_ms=lease_ms)
-        self._free = list(range(leases))
-
-    @property
-    def memory(self) -> memoryview:
-        return self._arena.payload
+    def __init__(self, name: str, arena: KvArena, memory: memoryview | CudaArray, *, lease_ms: float) -> None:
+        self.memory = memory
+        self._announcing = arena.slots - 1  # never begun anew
+        self._arena = arena
+        self._source = HandoverSource(name, arena, lease_ms=lease_ms)
+        self._free = list(range(self._announcing))
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -135,11 +132,15 @@ class SharedMemorySource:
         self._source.close()
 
 
-class SharedMemorySink:
-    """Maps the sources' arenas and copies from them."""
+Pull = Callable[[HandoverSink, Offer, Sequence[int], KvArray, Sequence[int]], Transfer]
+"""How blocks are pulled out of an arena: see `KvSink.pull`."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._sink = HandoverSink(endpoint)
+
+class ArenaSink:
+    """A `KvSink` over the sources' arenas."""
+
+    def __init__(self, sink: HandoverSink, pull: Pull) -> None:
+        self._sink, self._pull = sink, pull
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -149,7 +150,7 @@ class SharedMemorySink:
         return self._sink.receive()
 
     def pull(self, offer: Offer, taken: Sequence[int], kv: KvArray, given: Sequence[int]) -> Transfer:
-        return Transfer(kv_array(self._sink.memory(offer), kv.shape), taken, kv, given)
+        return self._pull(self._sink, offer, taken, kv, given)
 
     def current(self, offer: Offer) -> bool:
         return self._sink.current(offer)

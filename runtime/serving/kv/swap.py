@@ -1,4 +1,4 @@
-"""Swap space: KV blocks in plain host memory, for rows that made room for others."""
+"""Swap space: KV blocks in the host's memory, for rows that made room for others; wherever the model is."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ class SwapSpace:
     def __init__(self, kv: KvArray, blocks: int) -> None:
         self.total = blocks
         self._kv = kv
-        self._space: KvArray = np.empty((*kv.shape[:2], blocks, *kv.shape[3:]), np.float32)
+        self._space = _like(kv, blocks)
         self._free = list(range(blocks))
 
     @property
@@ -22,7 +22,7 @@ class SwapSpace:
         return len(self._free)
 
     def take(self, blocks: Sequence[int]) -> list[int]:
-        """Copy blocks out; their places. There must be as many `free`."""
+        """Copy blocks out, before this returns; their places. There must be as many `free`."""
         if len(blocks) > len(self._free):
             raise ValueError(f"{len(blocks)} blocks to swap out, {len(self._free)} places are free")
         places = [self._free.pop() for _ in blocks]
@@ -37,3 +37,13 @@ class SwapSpace:
         """Give places back; the list is empty afterwards."""
         self._free += places
         places.clear()
+
+
+def _like(kv: KvArray, blocks: int) -> KvArray:
+    shape = (*kv.shape[:2], blocks, *kv.shape[3:])
+    if isinstance(kv, np.ndarray):
+        return np.empty(shape, np.float32)
+    import torch
+
+    # Page-locked, so that a GPU copies by itself. torch waits for each slice, in the order of the model's own work.
+    return torch.empty(shape, dtype=torch.float32, pin_memory=blocks > 0 and torch.cuda.is_available())

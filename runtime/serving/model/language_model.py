@@ -20,6 +20,10 @@ from runtime.serving.model.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from ipc.device_memory import CudaArray
+    from runtime.serving.kv.transfer import KvArray
+    from runtime.serving.model.paged_cache import Kernels
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -36,9 +40,9 @@ class Chunk:
 class LanguageModel:
     """One model with its tokenizer and its KV blocks. Not for use by two threads at once.
 
-    `kv` is a float32 tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim]; index 0 of the second axis is K
-    (after RoPE), 1 is V. A position is valid once a chunk or a copy wrote it; what lies behind is never read.
-    `identity` differs between models whose KV differs.
+    `kv` is a float32 tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim] on the model's device; index 0 of the
+    second axis is K (after RoPE), 1 is V. A position is valid once a chunk or a copy wrote it; what lies behind is
+    never read. `kv_array` is the same for who copies blocks. `identity` differs between models whose KV differs.
     """
 
     def __init__(
@@ -49,15 +53,17 @@ class LanguageModel:
         kv: torch.Tensor,
         context_tokens: int,
         identity: bytes,
+        kernels: Kernels,
     ) -> None:
         """Use `load`."""
         from runtime.serving.model.paged_cache import PagedCache
 
         self._network = network
-        self._cache = PagedCache(kv)
+        self._cache = PagedCache(kv, kernels)
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
+        self.kv_array: KvArray = kv.numpy() if kernels == "cpu" else kv  # numpy costs less a copy
         self.blocks = int(kv.shape[2])
         self.block_tokens = int(kv.shape[4])
         self.context_tokens = context_tokens
@@ -72,13 +78,16 @@ class LanguageModel:
         block_tokens: int,
         context_tokens: int,
         threads: int = 1,
-        buffer: memoryview | None = None,
+        buffer: memoryview | CudaArray | None = None,
+        device: str = "cpu",
+        kernels: Kernels | None = None,
     ) -> LanguageModel:
-        """Load a model in float32 on the CPU, computing with `threads` threads (of this process as a whole).
+        """Load a model in float32 on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
 
         No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory
-        (`ModelInfo.kv_bytes` of it, writable), and keeps a reference to it. Raises `ModelError` for a missing package,
-        file or model, `ConfigError` for impossible sizes.
+        (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it. `kernels`: how attention is
+        computed, by default as suits the device. Raises `ModelError` for a missing package, file or model,
+        `ConfigError` for impossible sizes, and for a device that torch does not have or that is too small.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
@@ -86,17 +95,24 @@ class LanguageModel:
         import torch
 
         torch.set_num_threads(threads)
-        kv = _kv_tensor(info.kv_shape(blocks, block_tokens), buffer)
+        _check_device(device)
         directory = model_directory(name_or_dir)
-        network, tokenizer = _load_network(directory), Tokenizer.load(directory)
-        return cls(network, tokenizer, info, kv, context_tokens, model_identity(directory, block_tokens))
+        try:
+            kv = _kv_tensor(info.kv_shape(blocks, block_tokens), buffer, device)
+            network, tokenizer = _load_network(directory, device), Tokenizer.load(directory)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
+        identity = model_identity(directory, block_tokens)
+        kernels = kernels or ("cpu" if device == "cpu" else "torch")
+        return cls(network, tokenizer, info, kv, context_tokens, identity, kernels)
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences together; prompts' chunks and single decode tokens may be mixed.
 
         Writes K and V of every token into its block, and returns the logits after each chunk's last token: float32
-        [len(chunks), vocabulary]. Raises `ContextLengthExceeded` for a chunk that leaves the context and
-        `InvalidRequest` for a token outside the vocabulary; nothing is written then.
+        [len(chunks), vocabulary], on the host. Bringing them there is where a device is waited for, and nowhere else:
+        what the pass has written is whole when this returns. Raises `ContextLengthExceeded` for a chunk that leaves the
+        context and `InvalidRequest` for a token outside the vocabulary; nothing is written then.
         """
         import torch
 
@@ -105,15 +121,16 @@ class LanguageModel:
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         with torch.inference_mode():
-            batch = PagedBatch(self._cache, [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks])
+            spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
+            batch = PagedBatch(self._cache, spans, tokens)
             output = self._network(
-                input_ids=torch.tensor([tokens], device=self.kv.device),
+                input_ids=batch.tokens[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.last,
                 paged_batch=batch,
             )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0].cpu()
         return logits
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
@@ -150,21 +167,37 @@ def _check_sizes(info: ModelInfo, blocks: int, block_tokens: int, context_tokens
         raise ConfigError(f"context_tokens is {context_tokens}; {info.name!r} allows 1..{info.max_context_tokens}")
 
 
-def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | None) -> torch.Tensor:
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        cuda = "has no CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no usable driver"
+        raise ConfigError(f"a model on {device!r}: this torch {torch.__version__} {cuda}")
+    if device not in [f"cuda:{number}" for number in range(torch.cuda.device_count())]:
+        raise ConfigError(f"a model on {device!r}: this process sees {torch.cuda.device_count()} GPUs")
+
+
+def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
     import torch
 
     if buffer is None:
-        return torch.empty(
-            shape, dtype=torch.float32
-        ).zero_()  # written: the pages are there before the first prompt is
+        # Written: the pages are there before the first prompt is.
+        return torch.empty(shape, dtype=torch.float32, device=device).zero_()
     count = int(np.prod(shape))
+    if not isinstance(buffer, memoryview):
+        there = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
+        if there.nbytes < 4 * count:
+            raise ConfigError(f"the KV buffer has {there.nbytes} bytes on {device}, must have {4 * count}")
+        return there[: 4 * count].view(torch.float32).view(shape)
     if buffer.readonly or buffer.nbytes < 4 * count:
         raise ConfigError(f"the KV buffer has {buffer.nbytes} bytes, must be writable and have {4 * count}")
     return torch.frombuffer(buffer, dtype=torch.float32, count=count).view(shape).zero_()
 
 
-def _load_network(directory: Path) -> Any:
-    """The transformers model, its attention replaced by that of the paged cache."""
+def _load_network(directory: Path, device: str) -> Any:
+    """The transformers model on its device, its attention replaced by that of the paged cache."""
     import torch
     from safetensors import SafetensorError
     from transformers import LlamaForCausalLM
@@ -188,5 +221,7 @@ def _load_network(directory: Path) -> Any:
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise ModelError(f"the weights in {directory} lack {len(missing)} tensors, such as {missing[0]}")
     network.eval().requires_grad_(False)
+    if device != "cpu":
+        return network.to(device)
     pack_linears(network)
     return network

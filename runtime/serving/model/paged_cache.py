@@ -8,23 +8,27 @@ kv [layers, 2, blocks, kv_heads, block_tokens, head_dim] float32        one batc
 ```
 
 The tokens of all chunks go through the linear layers as one row without padding, so there is nothing that could be
-written by mistake. Attention then goes sequence by sequence: single tokens read their blocks in place
-(`row_attention.py`), chunks at position 0 need none, and later chunks gather theirs into one piece first, which is
-little beside the chunk's own work.
+written by mistake. Attention then goes sequence by sequence: single tokens read their blocks in place on a CPU
+(`row_attention.py`) and all together elsewhere (`gathered_rows.py`), chunks at position 0 need none, and later chunks
+gather theirs into one piece first, which is little beside the chunk's own work.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from runtime.serving.model.gathered_rows import GatheredRows
 from runtime.serving.model.row_attention import Rows
+from runtime.serving.model.uploads import Uploads
 
 ATTENTION = "trinity_blocks"
-_MASKED_TOKENS = 64  # the size of pieces with a mask: 15 to 30% faster than uncut chunks of 512
+Kernels = Literal["cpu", "torch"]
+"""How attention is computed: by loops for a CPU, or by torch alone, as it must be on other devices."""
+_MASKED_TOKENS = 64  # on a CPU, the size of pieces with a mask: 15 to 30% faster than uncut chunks of 512
 
 Span = tuple[Sequence[int], int, int]
 """A chunk's block table, start position and number of tokens."""
@@ -33,8 +37,9 @@ Span = tuple[Sequence[int], int, int]
 class PagedCache:
     """The tensor `kv` and its views by layer."""
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: torch.Tensor, kernels: Kernels) -> None:
         self.kv = kv
+        self.kernels = kernels
         self.block_tokens = int(kv.shape[4])
         # K and V of each layer, as tensors [blocks, kv_heads, block_tokens, head_dim] …
         self.layers = [(layer[0], layer[1]) for layer in kv]
@@ -42,8 +47,10 @@ class PagedCache:
         self.by_position = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.layers]
         # … as [kv_heads, blocks, block_tokens, head_dim], to gather a sequence's blocks …
         self.by_head = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in self.layers]
-        # … and as arrays.
-        self.arrays = [(keys.numpy(), values.numpy()) for keys, values in self.layers]
+        # … and as the rows' attention wants them.
+        self.for_rows: list[tuple[Any, Any]] = self.by_position
+        if kernels == "cpu":
+            self.for_rows = [(keys.numpy(), values.numpy()) for keys, values in self.layers]
 
 
 @dataclass(frozen=True)
@@ -69,16 +76,17 @@ class _Piece:
 class PagedBatch:
     """Where the tokens of one forward pass lie: shared by all layers."""
 
-    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
-        """The spans have been checked against the cache's shape."""
+    def __init__(self, cache: PagedCache, spans: Sequence[Span], tokens: Sequence[int]) -> None:
+        """The spans have been checked against the cache's shape; `tokens` are theirs, end to end."""
         self.cache = cache
         device, size = cache.kv.device, cache.block_tokens
+        uploads = Uploads()
         blocks: list[int] = []
         positions: list[int] = []
         last: list[int] = []
         rows: list[tuple[Sequence[int], int]] = []
         row_tokens: list[int] = []
-        self.chunks: list[_Chunk] = []
+        chunks: list[tuple[int, int, int, slice | None]] = []
         for table, start, count in spans:
             begin = len(positions)
             positions += range(start, start + count)
@@ -88,22 +96,40 @@ class PagedBatch:
                 rows.append((table, start + 1))
                 row_tokens.append(begin)
             else:
-                seen = torch.tensor(table[: -(-(start + count) // size)], device=device) if start else None
-                pieces = tuple(_pieces(begin, start, count, device))
-                self.chunks.append(_Chunk(begin, begin + count, seen, pieces))
-        self.positions = torch.tensor(positions, device=device)
-        self.places = (torch.tensor(blocks, device=device), self.positions % size)
-        self.last = torch.tensor(last, device=device)
-        self.rows = Rows(rows, size) if rows else None
-        self.row_tokens = torch.tensor(row_tokens, device=device)
+                seen = uploads.add(table[: -(-(start + count) // size)]) if start else None
+                chunks.append((begin, start, count, seen))
+        where = [uploads.add(values) for values in (tokens, positions, blocks, last, row_tokens)]
+        longest = max((visible for _, visible in rows), default=0)
+        width = -(-longest // size)
+        if cache.kernels == "torch":
+            padded = uploads.add(block for table, _ in rows for block in (*table, *[0] * width)[:width])
+            visible = uploads.add(visible for _, visible in rows)
+        sent = uploads.send(device)
+        self.tokens, self.positions, in_block, self.last, self.row_tokens = (sent[part] for part in where)
+        self.places = (in_block, self.positions % size)
+        self.rows: Rows | GatheredRows | None = None
+        if rows and cache.kernels == "cpu":
+            self.rows = Rows(rows, size)
+        elif rows:
+            self.rows = GatheredRows(sent[padded].view(len(rows), width), sent[visible], longest, size)
+        cut = _MASKED_TOKENS if cache.kernels == "cpu" else None
+        self.chunks = [
+            _Chunk(
+                begin,
+                begin + count,
+                None if seen is None else sent[seen],
+                tuple(_pieces(begin, start, count, device, cut)),
+            )
+            for begin, start, count, seen in chunks
+        ]
 
 
-def _pieces(begin: int, start: int, count: int, device: torch.device) -> Iterator[_Piece]:
-    """The pieces of one chunk: a single one where torch's own causal mask fits, else a few with masks of their own.
+def _pieces(begin: int, start: int, count: int, device: torch.device, cut: int | None) -> Iterator[_Piece]:
+    """The pieces of one chunk: a single one where torch's own causal mask fits, else with masks, of `cut` tokens.
 
     A masked kernel computes what the mask hides too. Cutting a chunk leaves most of that out.
     """
-    size = _MASKED_TOKENS if start else count
+    size = cut if start and cut else count
     for done in range(0, count, size):
         tokens = min(size, count - done)
         visible = start + done + tokens
@@ -139,7 +165,7 @@ def _attend(
     if paged_batch.rows:
         # A single token sees all there is, so the query heads of a group can stand where several tokens would.
         folded = query[0].transpose(0, 1)[paged_batch.row_tokens].view(-1, kv_heads, heads // kv_heads, head_dim)
-        attended = paged_batch.rows.attend(folded, *cache.arrays[layer], scaling)
+        attended = paged_batch.rows.attend(folded, *cache.for_rows[layer], scaling)
         output[paged_batch.row_tokens] = attended.view(-1, heads, head_dim)
     for chunk in paged_batch.chunks:
         keys, values = _seen(chunk, cache.by_head[layer], key, value)

@@ -1,7 +1,7 @@
 """A prefill worker's process. Its loop: receive → retrieve → prefill → publish.
 
 A request asks the pool before it takes a place in the batch, so that waiting for passages never holds KV. Its KV stays
-in blocks of memory that decode workers can map until the decode worker it was offered to has pulled it; after that
+in blocks of memory that decode workers can open until the decode worker it was offered to has pulled it; after that
 the blocks stay as long as their room is not needed, for prompts that begin the same way.
 """
 
@@ -20,7 +20,7 @@ from runtime.retrieval.retriever import Found, Library, Retriever
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.connector import KvSource, SharedMemorySource
+from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
@@ -45,7 +45,8 @@ _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 class PrefillWorker:
     """Queues → KV blocks → offers: where every request of this worker is."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
+        """`transport`: by default that of the worker's device."""
         config = worker.plan.config
         assert config.model is not None
         self._worker, self._table, self._log = worker, worker.table, worker.log
@@ -53,7 +54,8 @@ class PrefillWorker:
         self._decode_first = config.handover.order == "decode_first"
         self._context_tokens = config.model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.model), config.model.kv_block_tokens
-        self._source: KvSource = SharedMemorySource(
+        transport = transport or transport_of(worker.place.device)
+        self._source = transport.source(
             worker.name,
             leases=config.prefill.slots,
             kv_bytes=ModelInfo.read(config.model.name).kv_bytes(blocks, block_tokens),
@@ -67,6 +69,8 @@ class PrefillWorker:
             context_tokens=self._context_tokens,
             threads=config.prefill.threads,
             buffer=self._source.memory,
+            device=transport.device,
+            kernels=transport.kernels,
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that

@@ -1,0 +1,193 @@
+"""KV from prefill to decode, through the host's memory and from GPU to GPU: one suite for both ways."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipc import Offer, new_token, private_endpoint
+from runtime.errors import ConfigError
+from runtime.serving.kv.connector import KvSink, KvSource
+from runtime.serving.kv.transfer import KvArray
+from runtime.serving.kv.transport import CudaTransport, HostTransport, transport_of
+from tests.ipc.fake_cuda import FakeCuda
+
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+LAYERS, HEADS, BLOCK, DIM = 3, 2, 4, 8
+SOURCE_BLOCKS, TARGET_BLOCKS = 10, 12
+BYTES = 4 * LAYERS * 2 * SOURCE_BLOCKS * HEADS * BLOCK * DIM
+
+
+@dataclass
+class Ends:
+    """Prefill's KV, filled with random numbers, and decode's, full of zeros."""
+
+    source: KvSource
+    sink: KvSink
+    there: Any
+    here: KvArray
+    cuda: FakeCuda | None
+
+    def offer(self, lease: int = 0) -> tuple[int, Offer]:
+        number = self.source.offer(self.endpoint, lease, b"blocks")
+        return number, self.received()
+
+    def received(self) -> Offer:
+        assert self.sink.socket.poll(20_000)
+        (offer,) = self.sink.receive()
+        return offer
+
+    def outcomes(self) -> list[tuple[int, bool, str]]:
+        while not (found := self.source.poll()):
+            assert self.source.socket.poll(20_000)
+        return [(outcome.offer_id, outcome.accepted, outcome.reason) for outcome in found]
+
+    endpoint: str = ""
+
+
+@pytest.fixture(params=["host", "GPU", "GPU, one copy at a time"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    cuda = None
+    transport: Any = HostTransport()
+    if request.param != "host":
+        pytest.importorskip("cuda.bindings.driver")
+        from tests.serving.emulated_gpu import EmulatedTransport
+
+        cuda = FakeCuda(lazy=request.param != "GPU", copies_per_query=1)
+        transport = EmulatedTransport(cuda)
+    endpoint = private_endpoint(new_token(), "decode-0")
+    source = transport.source("prefill-0", leases=2, kv_bytes=BYTES, epoch=5, lease_ms=60_000)
+    sink = transport.sink(endpoint)
+    assert isinstance(source.memory, memoryview)
+    there = np.frombuffer(source.memory, np.float32).reshape(LAYERS, 2, SOURCE_BLOCKS, HEADS, BLOCK, DIM)
+    there[:] = np.random.default_rng(0).normal(size=there.shape)
+    here = torch.zeros(LAYERS, 2, TARGET_BLOCKS, HEADS, BLOCK, DIM)
+    yield Ends(source, sink, there, here if cuda else here.numpy(), cuda, endpoint)
+    source.close()
+    sink.close()
+
+
+def whole(step: Callable[[], bool]) -> int:
+    """Steps until it is done."""
+    steps = 1
+    while not step():
+        steps += 1
+        assert steps < 10_000
+    return steps
+
+
+def test_blocks_arrive_where_they_were_wanted_and_touch_no_others(ends: Ends) -> None:
+    number, offer = ends.offer(ends.source.lease() or 0)
+    taken, given = [7, 8, 9, 2, 0], [3, 4, 5, 11, 0]
+    transfer = ends.sink.pull(offer, taken, ends.here, given)
+    steps = whole(lambda: transfer.step(0))
+    assert steps >= LAYERS
+    here = np.asarray(ends.here)
+    assert np.array_equal(here[:, :, given], ends.there[:, :, taken])
+    assert not here[:, :, [1, 2, 6, 7, 8, 9, 10]].any()
+    assert transfer.bytes == here[:, :, :5].nbytes
+    assert transfer.busy_ns > 0
+    assert ends.sink.current(offer)
+    assert ends.sink.acknowledge(offer)
+    assert ends.outcomes() == [(number, True, "")]
+
+
+def test_blocks_of_a_released_lease_are_not_current_even_if_they_were_copied_before(ends: Ends) -> None:
+    lease = ends.source.lease()
+    assert lease is not None
+    _, offer = ends.offer(lease)
+    whole(ends.sink.pull(offer, [1], ends.here, [1]).step)
+    assert ends.sink.current(offer)
+    ends.source.release(lease)
+    assert not ends.sink.current(offer)
+
+
+def test_leases_run_out_and_come_back(ends: Ends) -> None:
+    first, second = ends.source.lease(), ends.source.lease()
+    assert {first, second} == {0, 1}
+    assert ends.source.lease() is None
+    ends.source.release(first or 0)
+    assert ends.source.free_leases == 1
+
+
+def test_what_is_withdrawn_while_it_is_pulled_is_not_current_and_cannot_be_acknowledged(ends: Ends) -> None:
+    number, offer = ends.offer()
+    transfer = ends.sink.pull(offer, [0, 5], ends.here, [0, 5])
+    transfer.step(0)
+    assert ends.source.withdraw(number)
+    assert ends.sink.socket.poll(20_000)
+    assert ends.sink.receive() == []
+    assert not ends.sink.current(offer)
+    assert not ends.sink.acknowledge(offer)
+    transfer.settle()
+    assert transfer.settled
+
+
+def test_an_announcement_has_an_answer_and_no_lease(ends: Ends) -> None:
+    number = ends.source.announce(ends.endpoint, b"room?")
+    ends.sink.reject(ends.received(), "no room")
+    assert ends.outcomes() == [(number, False, "no room")]
+    assert ends.source.free_leases == 2
+
+
+def test_blocks_that_one_end_does_not_have_are_refused_before_anything_is_copied(ends: Ends) -> None:
+    _, offer = ends.offer()
+    with pytest.raises(ValueError, match=r"source has blocks 0\.\.9, asked for \[10\]"):
+        ends.sink.pull(offer, [10], ends.here, [0])
+    with pytest.raises(ValueError, match=r"target has blocks 0\.\.11, asked for \[12\]"):
+        ends.sink.pull(offer, [0], ends.here, [12])
+    with pytest.raises(ValueError, match="1 blocks to copy into 2"):
+        ends.sink.pull(offer, [0], ends.here, [0, 1])
+    assert not np.asarray(ends.here).any()
+
+
+def test_a_pull_out_of_a_gpu_waits_for_nothing_and_is_done_when_the_device_says_so() -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    from tests.serving.emulated_gpu import EmulatedTransport
+
+    cuda = FakeCuda(lazy=True)
+    transport, endpoint = EmulatedTransport(cuda), private_endpoint(new_token(), "decode-0")
+    source = transport.source("p", leases=1, kv_bytes=BYTES, epoch=1, lease_ms=60_000)
+    sink = transport.sink(endpoint)
+    here = torch.zeros(LAYERS, 2, TARGET_BLOCKS, HEADS, BLOCK, DIM)
+    offer = Ends(source, sink, None, here, cuda, endpoint).offer()[1]
+    transfer = sink.pull(offer, [0, 1, 4], here, [6, 7, 2])
+    cuda.calls.clear()
+    assert not transfer.step()
+    copies = [call for call in cuda.calls if call[0] == "on device"]
+    assert len(copies) == LAYERS * 2 * 2, "K and V of a layer, in two runs of blocks"
+    assert len({stream for _, stream, _ in copies}) == 1
+    assert not [call for call in cuda.calls if call[0] == "synchronise"]
+    assert not transfer.settled
+    cuda.run(len(copies) - 1)
+    assert not transfer.step()
+    cuda.run()
+    assert transfer.step()
+    assert len([call for call in cuda.calls if call[0] == "on device"]) == len(copies), "nothing is copied twice"
+    source.close()
+    sink.close()
+
+
+def test_memory_that_a_gpu_does_not_have_is_a_configuration_error_with_the_amount() -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    from cuda.bindings import driver
+
+    from tests.serving.emulated_gpu import EmulatedTransport
+
+    class FullGpu(FakeCuda):
+        def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
+            return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0)
+
+    with pytest.raises(ConfigError, match=r"8\.0 GiB of KV to share on .*OUT_OF_MEMORY"):
+        EmulatedTransport(FullGpu()).source("p", leases=1, kv_bytes=8 << 30, epoch=1, lease_ms=1)
+
+
+def test_the_device_chooses_the_way() -> None:
+    assert isinstance(transport_of("cpu"), HostTransport)
+    pytest.importorskip("cuda.bindings.driver")
+    on_gpu = transport_of("cuda:0")
+    assert isinstance(on_gpu, CudaTransport)
+    assert (on_gpu.device, on_gpu.kernels) == ("cuda:0", "torch")
