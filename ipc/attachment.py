@@ -65,6 +65,8 @@ class Attachment:
             self._epoll = select.epoll()
             self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
             self._epoll.register(self.pidfd, select.EPOLLIN)
+            # Last: from here on the pool keeps the place until the session ends, before it takes it back.
+            self.results.beat(time.monotonic_ns())
             undo.pop_all()
         if mailbox is not None:
             mailbox.close()
@@ -84,7 +86,6 @@ class Attachment:
             view = self.memory.view
             self.requests = RingProducer(view[: layouts[0].size], layouts[0], answer.epoch)
             self.results = RingConsumer(view[split : split + layouts[1].size], layouts[1], answer.epoch)
-            self.results.beat(time.monotonic_ns())  # else the pool takes the place back
         except BaseException:
             self.memory.close()
             raise

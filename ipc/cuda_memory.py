@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,15 @@ except ImportError as error:
 
 
 class CudaMemory:
-    """See `DeviceMemory`. Work is queued on a stream of its own, `stream`; everything belongs to one thread."""
+    """See `DeviceMemory`. Work is queued on a stream of its own, `stream`, in the device's primary context.
 
-    def __init__(self, cuda: Any, device: int, address: int, size: int, *, exported: bool) -> None:
-        self._cuda, self._device, self._address, self.size, self._exported = cuda, device, address, size, exported
+    Whatever context the calling thread has is current again after every call: other libraries rely on theirs.
+    """
+
+    def __init__(self, cuda: Any, device: int, context: Any, address: int, size: int, *, exported: bool) -> None:
+        """In the context already; use `create` or `open`."""
+        self._cuda, self._device, self._context = cuda, device, context
+        self._address, self.size, self._exported = address, size, exported
         self._open = True
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         self.stream = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
@@ -40,12 +46,13 @@ class CudaMemory:
         """`size` bytes of zeros on a device: "cuda", "cuda:N" or a UUID. Raises MemoryRefused, InvalidArgument."""
         if not 1 <= size <= MAX_BYTES:
             raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
-        ordinal = _make_current(cuda, device)
-        address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
-        _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
-        # The memset is on the legacy stream, for which streams of our kind do not wait.
-        _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
-        return cls(cuda, ordinal, address, size, exported=True)
+        ordinal, context = _primary(cuda, device)
+        with _current(cuda, context):
+            address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
+            _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
+            # The memset is on the legacy stream, for which streams of our kind do not wait.
+            _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
+            return cls(cuda, ordinal, context, address, size, exported=True)
 
     @classmethod
     def open(cls, reference: CudaReference, device: str, cuda: Any = _cuda) -> "CudaMemory":
@@ -55,12 +62,13 @@ class CudaMemory:
         """
         if reference.pid == os.getpid():
             raise MemoryRefused("a process cannot open the GPU memory that it exported itself")
-        ordinal = _make_current(cuda, device)
+        ordinal, context = _primary(cuda, device)
         handle = cuda.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), reference.handle, HANDLE_BYTES)
         lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-        address = int(_checked(cuda, "cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle(handle, lazily)))
-        return cls(cuda, ordinal, address, reference.size, exported=False)
+        with _current(cuda, context):
+            address = int(_checked(cuda, "cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle(handle, lazily)))
+            return cls(cuda, ordinal, context, address, reference.size, exported=False)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -71,31 +79,38 @@ class CudaMemory:
     def reference(self) -> CudaReference:
         if not self._exported or not self._open:
             raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
-        handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
+        with self._here():
+            handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
         raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
         return CudaReference(os.getpid(), f"cuda:{self._device}", raw, self.size)
 
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        return _current(self._cuda, self._context)
+
     def write(self, offset: int, source: Source) -> None:
         cuda, target = self._cuda, self._address + offset
-        if isinstance(source, DeviceSpan):
-            copied = cuda.cuMemcpyDtoDAsync(target, source.address, source.nbytes, self.stream)
-            _checked(cuda, "cuMemcpyDtoDAsync", copied)
-            return
-        copied = cuda.cuMemcpyHtoDAsync(target, source.ctypes.data, source.nbytes, self.stream)
-        _checked(cuda, "cuMemcpyHtoDAsync", copied)
+        with self._here():
+            if isinstance(source, DeviceSpan):
+                copied = cuda.cuMemcpyDtoDAsync(target, source.address, source.nbytes, self.stream)
+                _checked(cuda, "cuMemcpyDtoDAsync", copied)
+                return
+            copied = cuda.cuMemcpyHtoDAsync(target, source.ctypes.data, source.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyHtoDAsync", copied)
 
     def read(self, offset: int, target: Source) -> None:
         cuda, source = self._cuda, self._address + offset
-        if isinstance(target, DeviceSpan):
-            copied = cuda.cuMemcpyDtoDAsync(target.address, source, target.nbytes, self.stream)
-            _checked(cuda, "cuMemcpyDtoDAsync", copied)
-            return
-        copied = cuda.cuMemcpyDtoHAsync(target.ctypes.data, source, target.nbytes, self.stream)
-        _checked(cuda, "cuMemcpyDtoHAsync", copied)
+        with self._here():
+            if isinstance(target, DeviceSpan):
+                copied = cuda.cuMemcpyDtoDAsync(target.address, source, target.nbytes, self.stream)
+                _checked(cuda, "cuMemcpyDtoDAsync", copied)
+                return
+            copied = cuda.cuMemcpyDtoHAsync(target.ctypes.data, source, target.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyDtoHAsync", copied)
 
     def store_word(self, offset: int, value: int) -> None:
         # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
-        self._store(self.stream, offset, value)
+        with self._here():
+            self._store(self.stream, offset, value)
 
     def _store(self, stream: int, offset: int, value: int) -> None:
         flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
@@ -105,50 +120,68 @@ class CudaMemory:
     def wait_word(self, offset: int, value: int) -> None:
         # SYNC POINT: arena word, see `store_word`. GEQ compares around 2³².
         flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-        waits = self._cuda.cuStreamWaitValue32(self.stream, self._address + offset, value, flag)
-        _checked(self._cuda, "cuStreamWaitValue32", waits)
+        with self._here():
+            waits = self._cuda.cuStreamWaitValue32(self.stream, self._address + offset, value, flag)
+            _checked(self._cuda, "cuStreamWaitValue32", waits)
 
     def word(self, offset: int) -> int:
         """Copies the word aside from the queue, and waits for that copy: some microseconds."""
         found = np.zeros(1, np.uint32)
-        copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, 4, self._aside)
-        _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
-        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._aside))
+        with self._here():
+            copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, 4, self._aside)
+            _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
+            self._wait_for(self._aside)
         return int(found[0])
 
     def flush(self) -> None:
-        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self.stream))
+        with self._here():
+            self._wait_for(self.stream)
+
+    def _wait_for(self, stream: int) -> None:
+        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(stream))
 
     def idle(self) -> bool:
         if not self._open:
             return True  # closing waited
-        code = self._cuda.cuStreamQuery(self.stream)
+        with self._here():
+            code = self._cuda.cuStreamQuery(self.stream)
         if code[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
         _checked(self._cuda, "cuStreamQuery", code)
         return True
 
     def unblock(self, offset: int, value: int) -> None:
-        self._store(self._aside, offset, value)
-        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._aside))
+        with self._here():
+            self._store(self._aside, offset, value)
+            self._wait_for(self._aside)
 
     def close(self) -> None:
         """Waits for what is queued; whoever waits for a word that nobody stores must be unblocked before."""
         if not self._open:
             return
         self._open = False
-        with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
-            self.flush()
-        for stream in (self.stream, self._aside):
-            _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
-        if self._exported:
-            _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
-        else:
-            _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
+        with self._here():
+            with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
+                self._wait_for(self.stream)
+            for stream in (self.stream, self._aside):
+                _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
+            if self._exported:
+                _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
+            else:
+                _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
 
 
-def _make_current(cuda: Any, device: str) -> int:
-    """Work on `device` from here on, in its primary context (torch's too); its ordinal."""
+@contextlib.contextmanager
+def _current(cuda: Any, context: Any) -> Iterator[None]:
+    _checked(cuda, "cuCtxPushCurrent", cuda.cuCtxPushCurrent(context))
+    try:
+        yield
+    finally:
+        cuda.cuCtxPopCurrent()
+
+
+def _primary(cuda: Any, device: str) -> tuple[int, Any]:
+    """A device's ordinal and its primary context, which the CUDA runtime and all libraries over it use too."""
     try:
         _checked(cuda, "cuInit", cuda.cuInit(0))
     except RuntimeError as error:  # the library is not there at all
@@ -156,8 +189,7 @@ def _make_current(cuda: Any, device: str) -> int:
     ordinal = _ordinal(cuda, device)
     handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
     context = _checked(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(handle))
-    _checked(cuda, "cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
-    return ordinal
+    return ordinal, context
 
 
 def _ordinal(cuda: Any, device: str) -> int:

@@ -42,10 +42,11 @@ Reference = MemoryReference | CudaReference
 
 
 class DeviceSpan(NamedTuple):
-    """Bytes in a GPU's memory."""
+    """Bytes in a GPU's memory; `device` is its ordinal in this process."""
 
     address: int
     nbytes: int
+    device: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ class PoolSection(Placed, frozen=True):
     them for `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before
     younger prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an
     idle pool. `extends_per_launch`: on a GPU, the most extends in one launch; it ends early when a query is finished or
-    arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory; each is lent `ring_slots`.
+    arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares.
     """
 
     slots: Annotated[int, Meta(ge=1, le=4096)] = 32

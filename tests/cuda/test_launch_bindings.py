@@ -189,4 +189,6 @@ arena.close()
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWaitValue32 1 0 there", "cuStreamWriteValue32 1 0"]
     assert "cuIpcOpenMemHandle 1" in calls  # peer access when it is needed
-    assert calls[-1] == "cuMemFree"
+    names = [call.split()[0] for call in calls]
+    assert names[-2:] == ["cuMemFree", "cuCtxPopCurrent_v2"]
+    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2")

@@ -56,12 +56,12 @@ def server() -> Iterator[RingServer]:
     arena.close()
 
 
-WAYS = {"eventfd": {"doorbell": "eventfd"}, "zeromq": {"doorbell": "zeromq"}, "arena": {"device": "cpu"}}
+WAYS = {"eventfd": {"doorbell": "eventfd"}, "zeromq": {"doorbell": "zeromq"}, "arena": {"arena": True}}
 
 
 @pytest.fixture(params=list(WAYS))
 def client(request: pytest.FixtureRequest, server: RingServer) -> Iterator[RingClient]:
     """Over each doorbell, and with vectors that go through the pool's arena instead of the ring."""
     with attach(server, **WAYS[request.param]) as made:
-        assert made.uses_arena == (request.param == "arena")
+        assert made.has_arena == (request.param == "arena")
         yield made

@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 40
 
 
 class FakeCuda:
-    """The devices of one process. `calls` has each call's name and arguments."""
+    """The devices of one process. `calls` has each call's name and arguments; copies and words want a current context."""
 
     def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
         from cuda.bindings import driver
@@ -33,6 +33,7 @@ class FakeCuda:
         self._lazy, self._copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.calls: list[tuple[Any, ...]] = []
+        self.contexts: list[int] = []  # of the calling thread, the current one last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -72,8 +73,12 @@ class FakeCuda:
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:  # noqa: N802
         return self._done(self._real.CUcontext(1))
 
-    def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:  # noqa: N802
+        self.contexts.append(int(context))
         return self._done()
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:  # noqa: N802
+        return self._done(self._real.CUcontext(self.contexts.pop()))
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
         return self._done(self._real.CUstream(self._number()))
@@ -89,6 +94,7 @@ class FakeCuda:
         return self._done()
 
     def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        assert self.contexts == [1]
         self.calls.append(("query", stream))
         busy = bool(self._queued[stream])
         self.run(self._copies_per_query)
@@ -141,6 +147,7 @@ class FakeCuda:
         return self._copy("on device", target, source, size, stream)
 
     def _copy(self, kind: str, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
+        assert self.contexts == [1]
         self.calls.append((kind, stream, size))
         if self._lazy:
             self._queued[stream].append(lambda: ctypes.memmove(target, source, size))
@@ -149,11 +156,13 @@ class FakeCuda:
         return self._done()
 
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert self.contexts == [1]
         self.calls.append(("store", stream, address, value, flags))
         ctypes.c_uint32.from_address(address).value = value
         return self._done()
 
     def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert self.contexts == [1]
         self.calls.append(("wait", stream, address, value, flags))
         assert (ctypes.c_uint32.from_address(address).value - value) % 2**32 < 2**31, "this would wait for ever here"
         return self._done()

@@ -118,3 +118,19 @@ def test_without_a_driver_the_refusal_says_so() -> None:
 
     with pytest.raises(MemoryRefused, match="no CUDA driver on this machine"):
         CudaMemory.create(64, "cuda:0", NoDriver())
+
+
+def test_the_threads_own_context_is_current_again_after_every_call() -> None:
+    cuda, owner, peer = ends()
+    assert cuda.contexts == []
+    owner.write(0, np.arange(4, dtype=np.float32))
+    owner.unblock(64, 1)
+    owner.wait_word(64, 1)
+    assert peer.word(64) == 1
+    peer.flush()
+    cuda.cuMemcpyHtoDAsync = lambda *_: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
+    with pytest.raises(MemoryRefused, match="cuMemcpyHtoDAsync failed"):
+        owner.write(0, np.arange(4, dtype=np.float32))
+    peer.close()
+    owner.close()
+    assert cuda.contexts == []

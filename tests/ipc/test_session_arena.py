@@ -3,34 +3,64 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from ipc import InvalidArgument, PeerLost, RingClient, RingServer
+from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer
 from ipc.device_arena import DeviceArena, Place, arena_bytes
-from ipc.device_memory import CudaReference, DeviceSpan, HostMemory
+from ipc.device_memory import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.session import Grant
+from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.sessions import DIM, SLOTS, ask, vector
 
 
-@pytest.fixture
-def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
-    """A pool whose arena is large enough for one client."""
-    arena = DeviceArena(HostMemory.create(arena_bytes(SLOTS, 4 * DIM)), SLOTS, 4 * DIM, epoch=5)
-    with RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6, arena=arena) as server:
+@contextmanager
+def pool_with(memory: DeviceMemory, slots: int, places: int) -> Iterator[tuple[RingServer, DeviceArena]]:
+    arena = DeviceArena(memory, slots, 4 * DIM, epoch=5)
+    server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=places, arena=arena)
+    with server:
         yield server, arena
     arena.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
+    """A pool of two places, each with as many slots of the arena as its ring has."""
+    with pool_with(HostMemory.create(arena_bytes(2 * SLOTS, 4 * DIM)), 2 * SLOTS, 2) as made:
+        yield made
+
+
+@pytest.fixture
+def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, FakeCuda]]:
+    """The same with the arena in the memory of a GPU, which is played; its clients seem to be other processes."""
+    cuda_memory = pytest.importorskip("ipc.cuda_memory", reason="needs the extra [cuda]").CudaMemory
+    cuda = FakeCuda()
+
+    def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
+        found: DeviceMemory = cuda_memory.open(from_elsewhere(reference), device, cuda)
+        return found
+
+    monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
+    with pool_with(cuda_memory.create(arena_bytes(2 * SLOTS, 4 * DIM), "cuda:0", cuda), 2 * SLOTS, 2) as (server, _):
+        yield server, cuda
+
+
+def span(array: npt.NDArray[np.float32], device: int = 0) -> DeviceSpan:
+    """An array in the played GPU's memory, which is the host's."""
+    return DeviceSpan(array.ctypes.data, array.nbytes, device)
 
 
 def test_a_vector_in_the_arena_takes_no_room_in_the_ring_and_arrives_whole(
     pool: tuple[RingServer, DeviceArena],
 ) -> None:
     server, _ = pool
-    with attach(server, device="cpu") as client:
-        assert client.uses_arena
+    with attach(server, arena=True) as client:
+        assert client.has_arena
         for round_number in range(3 * SLOTS):
             ask(client, seed=round_number)
             (request,) = server.receive()
@@ -39,22 +69,125 @@ def test_a_vector_in_the_arena_takes_no_room_in_the_ring_and_arrives_whole(
             assert len(client.poll()) == 1
 
 
-def test_a_client_for_whom_no_slots_are_left_uses_the_ring(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, arena = pool
-    with attach(server, device="cpu") as first, attach(server, device="cpu") as second:
-        assert (first.uses_arena, second.uses_arena, arena.free_slots) == (True, False, 0)
+def test_the_arena_is_shared_out_to_the_places_and_who_gets_no_slot_of_it_uses_the_ring() -> None:
+    memory = HostMemory.create(arena_bytes(1, 4 * DIM))
+    with (
+        pool_with(memory, 1, 2) as (server, arena),
+        attach(server, arena=True) as first,
+        attach(server, arena=True) as second,
+    ):
+        assert (first.has_arena, second.has_arena, arena.free_slots) == (True, False, 0)
         ask(second, seed=7)
         assert np.array_equal(server.receive()[0].vector, vector(7))
-        with pytest.raises(InvalidArgument, match="needs a slot of the pool's arena"):
+        with pytest.raises(MemoryRefused, match="this client has none"):
             second.submit(DeviceSpan(0x1000, 4 * DIM), collection="docs", stage="prefill", k=1)
         with pytest.raises(InvalidArgument, match=rf"has shape \({DIM},\), got \(1,\)"):
             second.submit(DeviceSpan(0x1000, 4), collection="docs", stage="prefill", k=1)
+        assert second.outstanding == 1
+
+
+def test_when_all_slots_of_the_arena_are_in_use_vectors_go_into_the_ring_and_none_is_refused() -> None:
+    memory = HostMemory.create(arena_bytes(1, 4 * DIM))
+    with pool_with(memory, 1, 1) as (server, _), attach(server, arena=True) as client:
+        for seed in range(SLOTS):
+            ask(client, seed=seed)
+        found = server.receive()
+        assert all(np.array_equal(request.vector, vector(seed)) for seed, request in enumerate(found))
+        assert len(found) == SLOTS
+
+
+def test_a_vector_on_the_pools_gpu_goes_into_the_arena_and_one_on_the_host_into_the_ring(
+    gpu_pool: tuple[RingServer, FakeCuda],
+) -> None:
+    server, cuda = gpu_pool
+    with attach(server, arena=True) as client:
+        ask(client, seed=0)
+        assert "open" not in {call[0] for call in cuda.calls}  # no GPU is touched for the host's vectors
+        for seed in range(1, 4 * SLOTS):
+            if seed % 2:
+                client.submit(span(vector(seed)), collection="docs", stage="prefill", k=1)
+            else:
+                ask(client, seed=seed)
+            found = server.receive()
+            assert np.array_equal(found[-1].vector, vector(seed))
+            for request in found:
+                server.publish(request.client, request.request_id)
+            client.poll()
+        assert [call[0] for call in cuda.calls].count("open") == 1
+        assert [call[0] for call in cuda.calls].count("on device") == 2 * SLOTS
+    assert [call[0] for call in cuda.calls].count("close") == 1
+
+
+def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_go_again(
+    gpu_pool: tuple[RingServer, FakeCuda],
+) -> None:
+    server, _ = gpu_pool
+    options = {"collection": "docs", "stage": "prefill", "k": 1}
+    vectors = [vector(seed) for seed in range(SLOTS + 1)]
+    with attach(server, arena=True) as client:
+        assert client._arena is not None
+        client._arena.place(span(vectors[0]))  # its request never goes out: this slot is not given back
+        for one in vectors[: SLOTS - 1]:
+            client.submit(span(one), **options)
+        with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
+            client.submit(span(vectors[-1]), **options)
+        assert client.outstanding == SLOTS - 1
+        assert len(server.receive()) == SLOTS - 1
+        client.submit(span(vectors[-1]), **options)
+        assert np.array_equal(server.receive()[0].vector, vectors[-1])
+
+
+def test_a_vector_on_another_gpu_than_the_first_is_refused(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
+    server, _ = gpu_pool
+    array = vector(1)
+    with attach(server, arena=True) as client:
+        client.submit(span(array, 0), collection="docs", stage="prefill", k=1)
+        with pytest.raises(MemoryRefused, match="open from cuda:0, the vector lies on cuda:1"):
+            client.submit(span(array, 1), collection="docs", stage="prefill", k=1)
+
+
+def test_an_arena_that_cannot_be_opened_is_tried_once_and_refused_from_then_on(
+    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, cuda = gpu_pool
+    code, tries = cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, []
+
+    def refused(handle: object, flags: int) -> tuple[object]:
+        tries.append(flags)
+        return (code,)
+
+    monkeypatch.setattr(cuda, "cuIpcOpenMemHandle", refused, raising=False)
+    array = vector(1)
+    with attach(server, arena=True) as client:
+        for _ in range(3):
+            with pytest.raises(MemoryRefused, match=r"cuIpcOpenMemHandle failed: .*NOT_SUPPORTED"):
+                client.submit(span(array), collection="docs", stage="prefill", k=1)
+        assert len(tries) == 1
+        ask(client, seed=2)
+        assert np.array_equal(server.receive()[0].vector, vector(2))
+
+
+def test_a_copy_that_fails_gives_the_arena_up_and_leaves_nothing_outstanding(
+    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, cuda = gpu_pool
+    code = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(cuda, "cuMemcpyDtoDAsync", lambda *_: (code,), raising=False)
+    array = vector(1)
+    with attach(server, arena=True) as client:
+        for _ in range(2):
+            with pytest.raises(MemoryRefused, match="cuMemcpyDtoDAsync failed"):
+                client.submit(span(array), collection="docs", stage="prefill", k=1)
+        assert client.outstanding == 0
+        assert server.receive() == []
+        ask(client, seed=2)
+        assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
 def test_a_client_that_does_not_ask_for_the_arena_takes_no_slots_of_it(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
     with attach(server) as client:
-        assert (client.uses_arena, arena.free_slots) == (False, SLOTS)
+        assert (client.has_arena, arena.free_slots) == (False, 2 * SLOTS)
         ask(client, seed=3)
         assert np.array_equal(server.receive()[0].vector, vector(3))
 
@@ -63,9 +196,12 @@ def test_a_request_waits_in_the_ring_until_its_vector_is_written_and_others_do_n
     pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = pool
-    with attach(server, device="cpu") as slow, attach(server) as other:
+    with attach(server, arena=True) as slow, attach(server) as other:
         assert slow._arena is not None
-        memory, stores = slow._arena._memory, []
+        ask(slow)
+        assert len(server.receive()) == 1
+        assert slow._arena._slots is not None
+        memory, stores = slow._arena._slots._memory, []
         store = memory.store_word
         monkeypatch.setattr(memory, "store_word", lambda *word: stores.append(word))  # its device is still at it
         late = ask(slow, seed=1)
@@ -82,22 +218,22 @@ def test_a_client_that_names_a_place_it_cannot_have_is_evicted(
     pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
     server, arena = pool
-    with attach(server, device="cpu") as client:
+    with attach(server, arena=True) as client:
         assert client._arena is not None
-        monkeypatch.setattr(client._arena, "write", lambda row: place)
+        monkeypatch.setattr(client._arena, "place", lambda row: np.array(place, np.uint32).view(np.float32))
         ask(client)
         assert server.receive() == []
         assert server.statistics().evicted == 1
         client.wait(1000)
         with pytest.raises(PeerLost):
             ask(client)
-    assert arena.free_slots == SLOTS
+    assert arena.free_slots == 2 * SLOTS
 
 
 def test_a_place_without_an_arena_is_no_request() -> None:
     server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
-    with server, attach(server, device="cpu") as client:
-        assert not client.uses_arena
+    with server, attach(server, arena=True) as client:
+        assert not client.has_arena
         client._packed[("docs", "prefill", 1, 64, 1, None)] = _arena_words(client)
         client.submit(vector(1), collection="docs", stage="prefill", k=1)
         assert server.receive() == []
@@ -114,20 +250,20 @@ def _arena_words(client: RingClient) -> Any:
 
 def test_a_client_that_reconnects_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
-    with attach(server, device="cpu") as client:
+    with attach(server, arena=True) as client:
         ask(client, seed=1)
         server.receive()
         client.close()
     server.wait(1)
-    assert arena.free_slots == SLOTS
-    with attach(server, device="cpu") as client:
-        assert client.uses_arena
+    assert arena.free_slots == 2 * SLOTS
+    with attach(server, arena=True) as client:
+        assert client.has_arena
         ask(client, seed=2)
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
 def attached_process(where: str) -> None:
-    with RingClient(where, "doomed", device="cpu") as client:
+    with RingClient(where, "doomed", arena=True) as client:
         ask(client, seed=1)
         signal.pause()
 
@@ -137,12 +273,12 @@ def test_the_lease_of_a_killed_client_comes_back(pool: tuple[RingServer, DeviceA
     with child(attached_process, server.endpoint) as process:
         while not server.receive():
             server.wait(5)
-        assert arena.free_slots == 0
+        assert arena.free_slots == SLOTS
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        while arena.free_slots == 0:
+        while arena.free_slots < 2 * SLOTS:
             server.wait(5)
-    assert arena.free_slots == SLOTS
+    assert arena.free_slots == 2 * SLOTS
 
 
 def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:

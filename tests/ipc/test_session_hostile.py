@@ -1,9 +1,13 @@
 """Descriptors, results and session messages that no correct peer writes, and who pays for them."""
 
+import errno
 import os
 import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +20,7 @@ from ipc import (
     AttachTimeout,
     Cancel,
     MemoryReference,
+    MemoryRefused,
     PeerLost,
     ProtocolViolation,
     RingClient,
@@ -23,12 +28,13 @@ from ipc import (
     StaleEpoch,
     connect,
 )
+from ipc.attachment import Attachment
 from ipc.descriptors import RESULT_HEADER
 from ipc.doorbell import FdMailbox
-from ipc.server import JOIN_NS
-from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attach, encode
-from tests.ipc.processes import attach, child, ended_well, endpoint
-from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests
+from ipc.roster import JOIN_NS
+from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
+from tests.ipc.processes import attach, child, ended_well, endpoint, served
+from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, void
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_a_descriptor_with_hostile_numbers_ends_as_an_invalid_request(
     (result,) = client.poll()
     assert (result.request_id, result.status, len(result.ids)) == (1, "invalid_request", 0)
     assert server.statistics().invalid == 1
-    client._next_id = 2
+    client._outstanding.next_id = 2
     ask(client)
     assert answer(server) == 1
 
@@ -202,6 +208,67 @@ def test_the_place_of_a_client_that_never_opens_its_rings_is_taken_back(server: 
             assert (server.statistics().clients, server.statistics().lost) == (1, 1)
             ask(client)
             assert answer(server) == 1
+
+
+@pytest.mark.parametrize("moment", ["before it maps its rings", "before it says that it has"])
+def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_attach_again(
+    server: RingServer, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its place is taken back meanwhile, and another client has its descriptors by then."""
+    answered, taken_back = threading.Event(), threading.Event()
+    map_rings = Attachment._map
+
+    def slowly(self: Attachment, place: Attached) -> None:
+        if moment.endswith("has"):
+            map_rings(self, place)
+        answered.set()
+        assert taken_back.wait(60)
+        if not moment.endswith("has"):
+            map_rings(self, place)
+
+    monkeypatch.setattr(Attachment, "_map", slowly)
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(RingClient, server.endpoint, "slow", timeout_ms=60_000.0)
+        while not answered.is_set():
+            server.wait(1)
+        monkeypatch.setattr(Attachment, "_map", map_rings)
+        server._housekeep(time.monotonic_ns() + JOIN_NS)
+        assert (server.statistics().clients, server.statistics().lost) == (0, 1)
+        with attach(server) as other:
+            taken_back.set()
+            if moment.endswith("has"):
+                late = slow.result(60)
+                with pytest.raises(PeerLost, match="closed the session"):
+                    ask(late)
+                with served(server, lambda s: void(answer(s))):
+                    late.reconnect()
+                    ask(late)
+                    assert late.wait(20_000)
+                late.close()
+            else:
+                with pytest.raises(MemoryRefused):
+                    slow.result(60)
+            ask(other)
+            while not other.wait(1):
+                answer(server)
+            assert [result.status for result in other.poll()] == ["ok"]
+
+
+def test_a_client_that_fails_after_mapping_its_rings_does_not_keep_its_place(
+    server: RingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not said that it is there, so the place is taken back although its process lives."""
+
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ipc.attachment.select", SimpleNamespace(epoll=none_left))
+        with pytest.raises(OSError, match="Too many"):
+            attach(server)
+    assert server.statistics().clients == 1
+    server._housekeep(time.monotonic_ns() + JOIN_NS)
+    assert (server.statistics().clients, server.statistics().lost) == (0, 1)
 
 
 def test_messages_over_the_limit_or_of_odd_shape_disturb_nobody(server: RingServer) -> None:
