@@ -2,6 +2,7 @@
 
 import multiprocessing.forkserver
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,11 @@ def server() -> Iterator[RingServer]:
     arena.close()
 
 
-WAYS = {"eventfd": {"doorbell": "eventfd"}, "zeromq": {"doorbell": "zeromq"}, "arena": {"arena": True}}
+WAYS: dict[str, dict[str, Any]] = {
+    "eventfd": {"doorbell": "eventfd"},
+    "zeromq": {"doorbell": "zeromq"},
+    "arena": {"arena": True},
+}
 
 
 @pytest.fixture(params=list(WAYS))

@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 40
 
 
 class FakeCuda:
-    """The devices of one process. `calls` has each call's name and arguments; copies and words want a current context."""
+    """The devices of one process. `calls` has each call's name and arguments; copies and words want a context."""
 
     def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
         from cuda.bindings import driver

@@ -122,7 +122,7 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, _ = gpu_pool
-    options = {"collection": "docs", "stage": "prefill", "k": 1}
+    options: dict[str, Any] = {"collection": "docs", "stage": "prefill", "k": 1}
     vectors = [vector(seed) for seed in range(SLOTS + 1)]
     with attach(server, arena=True) as client:
         assert client._arena is not None
