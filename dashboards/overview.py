@@ -130,11 +130,14 @@ def _queues() -> Row:
 
 
 def _saturation() -> Row:
-    steps = f"{q.rate(_s('trinity_pool_slot_steps_total'))} / {q.rate(_s('trinity_pool_extends_total'))}"
+    real, padded = (q.rate(_s(f"trinity_pool_{kind}_steps_total")) for kind in ("slot", "padded_slot"))
+    steps = q.rate(_s("trinity_pool_extends_total"))
     slots = [
-        Query(steps, "in a step (mean)"),
+        Query(f"{real} / {steps}", "real, in a step (mean)"),
+        Query(f"({real} + {padded}) / {steps}", "padded, in a step (mean)"),
+        Query(f"sum({_s('trinity_pool_active_slots')} + {_s('trinity_pool_padded_slots')})", "padded now"),
         Query(f"sum({_s('trinity_pool_width')})", "worth while"),
-        Query(f"sum({_s('trinity_pool_slots')})", "shape of a step"),
+        Query(f"sum({_s('trinity_pool_slots')})", "at most"),
         Query(f"sum({_s('trinity_pool_paused_slots')})", "paused"),
     ]
     blocks = [Query(_s("trinity_kv_cache_usage_perc"), "{{worker}}")]
@@ -149,7 +152,12 @@ def _saturation() -> Row:
     return Row(
         "What is full?",
         [
-            _lines("Pool slots", "Real ones in a step against the shape it is padded to", slots, "short"),
+            _lines(
+                "Pool slots",
+                "Real ones in a step, and the size of the GPU's graph that it is padded to",
+                slots,
+                "short",
+            ),
             _lines("KV in use", "Share of a decode worker's KV", blocks, "percentunit"),
             _lines("KV link", "Share of time in which KV is pulled", link, "percentunit"),
             _lines(

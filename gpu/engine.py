@@ -44,6 +44,10 @@ class Engine(Protocol):
     def extends_made(self) -> int:
         """How many extends the last `extend` made: 1, unless the backend makes several in one launch."""
 
+    @property
+    def padded_slots(self) -> int:
+        """Slots beyond the active ones that the last `extend` covered: launches may have fixed sizes."""
+
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """Let an `extend` that makes several end with the one at hand when `arrived`, asked meanwhile, is True."""
 

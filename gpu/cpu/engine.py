@@ -105,6 +105,11 @@ class CpuEngine:
         """See `Engine.extends_made`."""
         return 1
 
+    @property
+    def padded_slots(self) -> int:
+        """See `Engine.padded_slots`: an extend is as large as the running batch."""
+        return 0
+
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`: there is never more than one extend to wait for."""
 

@@ -77,6 +77,7 @@ class CudaEngine:
         self._own_driver = False
         self.waited_ns = 0
         self.extends_made = 0
+        self.padded_slots = 0
         self._extends_in_all = 0
         self._arrived: Callable[[], bool] | None = None
         self._stream = driver.create_stream()
@@ -201,7 +202,9 @@ class CudaEngine:
             self._kernels.write_slots(self._stream, memory.commands_address, len(self._pending))
             self._pending.clear()
         active = self._slots.active[:count]
-        self._launch(graphs.bucket_for(int(active.max()) + 1))
+        bucket = graphs.bucket_for(int(active.max()) + 1)
+        self.padded_slots = bucket - count
+        self._launch(bucket)
         done = memory.results["ticket"][active] == self._asked[active]
         return self._slots.finish_where(done)
 

@@ -131,6 +131,7 @@ class Pool:
         table.set("trinity_pool_queue_prefill", waiting["prefill"])
         table.set("trinity_pool_queue_decode", waiting["decode"])
         table.set("trinity_pool_active_slots", self._engine.active_slots)
+        table.set("trinity_pool_padded_slots", self._engine.padded_slots if self._engine.active_slots else 0)
         table.set("trinity_pool_paused_slots", scheduler.paused)
         table.set("trinity_pool_width", scheduler.width)
         table.set("trinity_pool_reserve_ratio", scheduler.reserve)
@@ -221,6 +222,7 @@ class Pool:
         self._scheduler.advanced(extends)
         self._table.add("trinity_pool_extends_total", extends)
         self._table.add("trinity_pool_slot_steps_total", extends * active)
+        self._table.add("trinity_pool_padded_slot_steps_total", extends * engine.padded_slots)
         slots: list[int] = finished.tolist()
         return slots
 

@@ -79,18 +79,17 @@ def test_an_extend_of_nothing_asks_nothing_of_the_device() -> None:
 
 def test_a_launch_covers_the_highest_active_slot_with_the_smallest_bucket() -> None:
     setup = Setup(slots=40, length=100)
-    slots = setup.admit(1)
-    setup.engine.extend()
-    slots += setup.admit(7)
-    setup.engine.extend()
-    slots += setup.admit(1)
-    setup.engine.extend()
-    slots += setup.admit(31)
-    setup.engine.extend()
+    slots: list[int] = []
+    padded = []
+    for arrivals in (1, 7, 1, 31):
+        slots += setup.admit(arrivals)
+        setup.engine.extend()
+        padded.append(setup.engine.padded_slots)
     for slot in slots[8:]:
         setup.engine.release(slot)
     setup.engine.extend()
     assert setup.device.covered == [1, 8, 32, 40, 8]
+    assert padded == [0, 0, 23, 0]
 
 
 def test_a_freed_low_slot_is_taken_before_a_higher_one() -> None:

@@ -75,6 +75,7 @@ def test_a_paused_slot_stands_still_and_goes_on_where_it_was(engine: Engine, ind
     slot = engine.admit(query(), SearchParams(), "docs")
     other = engine.admit(query(1), SearchParams(), "docs")
     engine.extend()
+    assert 0 <= engine.padded_slots <= engine.free_slots
     engine.pause(slot)
     finish(engine, other)
     assert engine.extends(slot) == 1

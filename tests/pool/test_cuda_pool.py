@@ -45,3 +45,4 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     extends = [found[number].extends for number in numbers]
     assert pool.metric("trinity_pool_extends_total") >= max(extends) > 1
     assert opened[0].extends_per_launch in (1, 8)
+    assert pool.metric("trinity_pool_padded_slot_steps_total") > 0, "at last fewer run than a graph has"

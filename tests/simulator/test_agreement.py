@@ -47,6 +47,7 @@ class Machine:
 
     dims = MappingProxyType({"docs": 1})
     extends_made = 1  # by the last call of `extend`
+    padded_slots = 0
 
     def interrupt_when(self, arrived: Any) -> None:
         """One extend a call cannot be interrupted."""
