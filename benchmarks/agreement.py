@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data import machine
+from benchmarks.machine import machine
 from benchmarks.pool import data_of, parser_of, write
 from benchmarks.pool_processes import Bench, Load
 from ipc import Stage

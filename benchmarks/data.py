@@ -1,6 +1,5 @@
-"""Data sets with exact nearest neighbours, and what a benchmark says of the machine it ran on."""
+"""Data sets with exact nearest neighbours."""
 
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,17 +55,3 @@ def nearest(base: Array, queries: Array, k: int) -> Array:
         np.argsort(norms - 2 * (part @ base.T), axis=1, kind="stable")[:, :k] for part in np.array_split(queries, 8)
     ]
     return np.concatenate(blocks)
-
-
-def machine() -> dict[str, str]:
-    """Processor and system, for the record."""
-    model = next(
-        (line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")), platform.processor()
-    )
-    cores = sum(line.startswith("processor") for line in _cpu_lines())
-    return {"processor": model, "cores": str(cores), "system": platform.platform(), "python": platform.python_version()}
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []

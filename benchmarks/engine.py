@@ -26,9 +26,10 @@ from typing import Any
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # before numpy: the libraries get their threads by name, from --threads
 
-from benchmarks.data import DataSet, data_sets, load, machine  # noqa: E402
+from benchmarks.data import DataSet, data_sets, load  # noqa: E402
 from benchmarks.engine_peers import EFFORTS, Contender, contenders  # noqa: E402
 from benchmarks.engine_report import plot, report, targets  # noqa: E402
+from benchmarks.machine import machine  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SETTLED_S = 0.3  # between engines: threads of OpenMP spin for 0.2 s after their work, on the next one's cores

@@ -104,15 +104,13 @@ def _best(records: list[Record], recall: float) -> tuple[float, str] | None:
 def plot(result: Record, path: Path) -> None:
     """Recall against queries per second, one panel a data set. Needs matplotlib; without it nothing is drawn."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("no plot: matplotlib is not installed")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sets = result["sets"]
-    figure, axes = pyplot.subplots(1, len(sets), figsize=(6 * len(sets), 5), squeeze=False)
+    figure = Figure(figsize=(6 * len(sets), 5))
+    axes = figure.subplots(1, len(sets), squeeze=False)
     for axis, (name, part) in zip(axes[0], sets.items(), strict=True):
         for record in part["engines"]:
             own = "trinity" in record["label"]
@@ -131,4 +129,3 @@ def plot(result: Record, path: Path) -> None:
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.node import BenchmarkNode, machine_load, running
+from benchmarks.machine import machine_load
+from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig, load_config

@@ -8,8 +8,6 @@ compared; a difference ends the benchmark with an error.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from benchmarks.machine import machine, machine_load
 from runtime.node.config import ModelSection
 from runtime.serving.kv.transfer import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -223,8 +222,8 @@ def main() -> None:
     print(
         f"{model.info.name}: {model.info.layers} layers, float32, {given.threads} thread(s), seed {given.seed}; "
         f"best of {given.rounds}, medians ours / generate\n"
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {machine()['processor']}, "
+        f"{machine_load()}"
     )
     batches = {f"{rows} rows of 128": [128] * rows for rows in (1, 2, 4, 8, 16)}
     batches["8 rows of 20..700"] = [20, 700, 40, 200, 30, 100, 60, 80]

@@ -1,7 +1,6 @@
 """A node in processes of its own, for benchmarks: started from its TOML file, stopped at the end."""
 
 import contextlib
-import os
 import select
 import subprocess
 import sys
@@ -90,9 +89,3 @@ def running(config: Path) -> Iterator[BenchmarkNode]:
         yield node
     finally:
         node.stop()
-
-
-def machine_load() -> str:
-    """How busy the machine is, in words."""
-    one, five, _ = os.getloadavg()
-    return f"load average {one:.1f} (1 min), {five:.1f} (5 min) on {os.cpu_count()} cores"

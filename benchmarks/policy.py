@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.data import machine
+from benchmarks.machine import machine
 from benchmarks.policy_report import draw_goodput, draw_plans, markdown
 from benchmarks.policy_rows import FIXED, NAIVE, Day, Planned, Report, Row, Target
 from runtime.node.config import ControlSection, DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.policy_rows import FIXED, NAIVE, Report, Row
 
@@ -129,9 +128,11 @@ def _ratio(value: float, other: float, digits: int = 2) -> str:
 
 def draw_goodput(report: Report, path: Path) -> None:
     """Share of the sent requests that met both SLOs, by load, a panel for each trace."""
-    pyplot = _pyplot()
+    from matplotlib.figure import Figure
+
     traces = list(report.slot_s)
-    figure, panels = pyplot.subplots(1, len(traces), figsize=(4.2 * len(traces), 3.4), squeeze=False)
+    figure = Figure(figsize=(4.2 * len(traces), 3.4))
+    panels = figure.subplots(1, len(traces), squeeze=False)
     for axes, trace in zip(panels[0], traces, strict=True):
         rows = [row for row in report.rows if row.trace == trace]
         loads = [row.load * 100 for row in rows]
@@ -151,9 +152,11 @@ def draw_goodput(report: Report, path: Path) -> None:
 
 def draw_plans(report: Report, path: Path) -> None:
     """The greatest rate of each placement over that of a pool of its own, by what a search costs."""
-    pyplot = _pyplot()
+    from matplotlib.figure import Figure
+
     traces = list(report.slot_s)
-    figure, panels = pyplot.subplots(1, len(traces), figsize=(4.2 * len(traces), 3.2), squeeze=False)
+    figure = Figure(figsize=(4.2 * len(traces), 3.2))
+    panels = figure.subplots(1, len(traces), squeeze=False)
     for axes, trace in zip(panels[0], traces, strict=True):
         rows = [row for row in report.placements if row.trace == trace]
         for i, name in enumerate(("pool of its own", "with prefill", "coupled")):
@@ -166,12 +169,3 @@ def draw_plans(report: Report, path: Path) -> None:
     panels[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.data import machine
+from benchmarks.machine import machine
 from benchmarks.pool_processes import Bench, Load, Outcome, Vectors
 from runtime.retrieval.collection import Collection
 

@@ -16,7 +16,6 @@ of ann/minilm-384-cosine.base.npy, which are of the texts without their titles.
 import argparse
 import gzip
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from benchmarks.machine import machine
 from launchers.http_client import get, post
 from launchers.progress import BuildProgress
 from runtime.errors import Unavailable
@@ -81,7 +81,7 @@ def main() -> None:
         "graph": _hits(_named(graph, names), questions) | {"queries_per_s": round(len(questions) / graph_s)},
         "graph_recall@10_of_exact": round(recall(graph, exact), 4),
         "embed_ms_per_question": round(embed_s / len(questions) * 1e3, 2),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,
@@ -213,7 +213,8 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['questions']:,} questions (seed {report['seed']}), {report['passages']:,} passages, "
         f"{report['embedder']}"
     )
-    print(f"{report['machine']}; {', '.join(f'{name} {version}' for name, version in report['versions'].items())}")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    print(f"{report['machine']['processor']}, {report['machine']['cores']} cores; {versions}")
     print(f"{'':8}" + "".join(f"{f'recall@{k}':>11}" for k in DEPTHS) + f"{'queries/s':>12}")
     for name in ("exact", "graph", "http"):
         if name not in report:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from benchmarks.machine import machine
 from benchmarks.ring_ways import (
     BYTES,
     context,
@@ -109,20 +110,20 @@ def main() -> None:
     multiprocessing.forkserver.ensure_running()  # before pinning: children choose their own core
     pin(0)
     report: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "pyzmq": zmq.__version__, "libzmq": zmq.zmq_version()},
         "load_average_before": os.getloadavg()[0],
         "nice": os.nice(0),
         "bytes_each_way": BYTES,
         **measure(arguments.rounds, arguments.busy, arguments.idle, arguments.one_way),
     }
-    text = table(report)
+    where, text = report["machine"], table(report)
     print(text)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(
-        f"{text}\n\n{report['machine']}, load average {report['load_average_before']:.1f} at the beginning; Python "
-        f"{report['versions']['python']}, pyzmq {zmq.__version__}; medians of {arguments.rounds} rounds; × against "
+        f"{text}\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
+        f"{report['load_average_before']:.1f} at the beginning; Python {report['versions']['python']}, pyzmq {zmq.__version__}; medians of {arguments.rounds} rounds; × against "
         f"pyzmq, within rounds. `python -m benchmarks.ring`\n"
     )
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.node import BenchmarkNode, machine_load, running
+from benchmarks.machine import machine_load
+from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig, load_config
@@ -123,12 +124,10 @@ def slopes(samples: list[tuple[float, Any]], quantity: str) -> dict[str, dict[st
 
 
 def plot(samples: list[tuple[float, Any]], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
+    figure = Figure(figsize=(13, 3.6))
+    axes = figure.subplots(1, 3)
     for axis, (quantity, unit) in zip(axes, QUANTITIES.items(), strict=True):
         for name in samples[0][1]:
             axis.plot([at / 60 for at, _ in samples], [found[name][quantity] for _, found in samples], label=name)

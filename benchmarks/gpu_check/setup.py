@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.data import DataSet, data_sets, load, machine, nearest
+from benchmarks.data import DataSet, data_sets, load, nearest
+from benchmarks.machine import machine
 from gpu import DeviceUnavailable, Engine, GraphIndex, SearchParams, check_device, open_engine
 
 FloatArray = npt.NDArray[np.float32]

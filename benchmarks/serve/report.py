@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.data import machine
+from benchmarks.machine import machine
 
 
 @dataclass(frozen=True)

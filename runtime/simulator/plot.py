@@ -9,13 +9,11 @@ from runtime.simulator.result import Result
 def draw(results: Sequence[Result], path: Path) -> bool:
     """Write a PNG with a column for each result; False, and no file, without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, grid = pyplot.subplots(3, len(results), figsize=(7 * len(results), 8), sharex="col", squeeze=False)
+    figure = Figure(figsize=(7 * len(results), 8))
+    grid = figure.subplots(3, len(results), sharex="col", squeeze=False)
     for column, result in enumerate(results):
         at = [sample.at_s for sample in result.samples]
         knobs, queues, rows = (grid[line][column] for line in range(3))
@@ -38,5 +36,4 @@ def draw(results: Sequence[Result], path: Path) -> bool:
             axes.legend(loc="upper left", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
-    pyplot.close(figure)
     return True

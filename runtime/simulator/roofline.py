@@ -39,13 +39,11 @@ class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def draw_roofline(roofline: Roofline, path: Path) -> bool:
     """Write a PNG with points and curves of every stage; False, and no file, without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5))
+    figure = Figure(figsize=(7, 5))
+    axes = figure.subplots()
     lines: list[tuple[str, Saturation, list[tuple[float, float]]]] = []
     for one in roofline.search:
         points = [(float(m.active), m.nbytes / m.seconds / one.peak_bytes_s) for m in one.measured]
@@ -67,5 +65,4 @@ def draw_roofline(roofline: Roofline, path: Path) -> bool:
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
-    pyplot.close(figure)
     return True
