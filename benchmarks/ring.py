@@ -123,8 +123,9 @@ def main() -> None:
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(
         f"{text}\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
-        f"{report['load_average_before']:.1f} at the beginning; Python {report['versions']['python']}, pyzmq {zmq.__version__}; medians of {arguments.rounds} rounds; × against "
-        f"pyzmq, within rounds. `python -m benchmarks.ring`\n"
+        f"{report['load_average_before']:.1f} at the beginning; Python {report['versions']['python']}, pyzmq "
+        f"{zmq.__version__}; medians of {arguments.rounds} rounds; × against pyzmq, within rounds. "
+        "`python -m benchmarks.ring`\n"
     )
 
 

@@ -1,17 +1,18 @@
 """Copies in slices, swap space, the chunk size that is measured: the small parts of the KV path."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.serving.kv.swap import SwapSpace
-from runtime.serving.kv.transfer import KvArray, Transfer
+from runtime.serving.kv.transfer import Transfer
 
 SHAPE = (3, 2, 12, 2, 4, 8)
 
 
-def kv(seed: int) -> KvArray:
+def kv(seed: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
 
 
