@@ -205,8 +205,8 @@ class SearchClient:
 
     # ---- sleeping
 
-    def sleep(self, sockets: Sequence["zmq.Socket[bytes]"], timeout_ms: int) -> None:
-        """Wait until a result may have come, one of `sockets` can be read, or the time is over."""
+    def sleep(self, sockets: Sequence["zmq.Socket[bytes] | int"], timeout_ms: int) -> None:
+        """Wait until a result may have come, one of `sockets` or descriptors can be read, or the time is over."""
         try:
             if self.arm():
                 poller = zmq.Poller()

@@ -114,7 +114,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 
 class Probe(msgspec.Struct, frozen=True):
     """One probe of a row that is over: asked after `at_token` tokens, it brought `passages` that the row did not have,
-    and held the row for `stalled_ns` (in mode "prefetch" while its query was embedded, and not while it was searched).
+    and held the row for `stalled_ns` (in mode "prefetch" not at all).
     """
 
     at_token: int

@@ -6,12 +6,12 @@ answers after as many polls as the test says.
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -60,16 +60,11 @@ class FakePool:
     """Stands for a worker's retriever: passages in turn from `passages`, `polls` polls after they were asked for."""
 
     def __init__(self, passages: Sequence[Passage], polls: int = 1) -> None:
-        self.library = self
-        self.client = self
         self.passages, self.polls = list(passages), polls
         self.asked = 0
         self._open: dict[int, list[int]] = {}
 
-    def embed(self, collection: str, texts: Sequence[str]) -> Any:
-        return np.zeros((len(texts), 2), np.float32)
-
-    def ask(self, vector: Any, collection: str, k: int, stage: str, deadline_ns: int) -> int:
+    def ask(self, text: str, collection: str, k: int, stage: str, deadline_ns: int) -> int:
         self.asked += 1
         self._open[self.asked] = [self.polls, k]
         return self.asked
@@ -82,7 +77,8 @@ class FakePool:
         for ticket in done:
             k = self._open.pop(ticket)[1]
             first = (ticket - 1) * k % len(self.passages)
-            found.append(Found(ticket, tuple((self.passages * 2)[first : first + k])))
+            passages = tuple((self.passages * 2)[first : first + k])
+            found.append(Found(ticket, passages, embedded_ns=time.monotonic_ns()))
         return found
 
     def cancel(self, ticket: int) -> None:
@@ -171,6 +167,7 @@ class Workers:
         self.decodes.pop(name).close()
 
     def play_pool(self, prefill: FakePool, decode: FakePool) -> None:
+        self.prefill._retriever.close()
         self.prefill._retriever = prefill  # type: ignore[assignment]
         for worker in self.decodes.values():
             worker._probes._retriever = decode  # type: ignore[assignment]

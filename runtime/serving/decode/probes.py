@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
@@ -30,9 +30,10 @@ class Probes:
         context_tokens: int,
         table: WorkerTable,
         log: logging.Logger,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
-        self._context_tokens, self._table, self._log = context_tokens, table, log
+        self._context_tokens, self._table, self._log, self._clock = context_tokens, table, log, clock
 
     def due(self, row: Row) -> bool:
         """Whether the row, with the token it has just got, is to ask."""
@@ -42,20 +43,18 @@ class Probes:
         return row.generated % retrieval.every_tokens == 0
 
     def ask(self, row: Row) -> None:
-        """Ask the pool. A probe that cannot be asked is left out: the answer goes on."""
+        """Have the row's last words embedded and the pool asked. If that cannot be, the probe is left out."""
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval are due"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.asked_at, row.asked_ns = row.generated, time.monotonic_ns()
+        row.asked_at, row.asked_ns = row.generated, self._clock()
         try:
-            vector = self._retriever.library.embed(retrieval.collection, [window])[0]
-            row.embedded_ns = time.monotonic_ns()
             row.ticket = self._retriever.ask(
-                vector, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
+                window, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
             )
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
-            row.probes.append(Probe(row.generated, row.asked_ns, time.monotonic_ns(), 0, 0, "failed"))
+            row.probes.append(Probe(row.generated, row.asked_ns, self._clock(), 0, 0, "failed"))
         self._table.add("trinity_decode_probes_total")
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
@@ -63,7 +62,7 @@ class Probes:
         asking = {row.ticket: row for row in rows if row.ticket is not None}
         ended = [(asking[found.ticket], found) for found in self._retriever.poll() if found.ticket in asking]
         answered = {found.ticket for _, found in ended}
-        now = time.monotonic_ns()
+        now = self._clock()
         for ticket, row in asking.items():
             if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
                 self._retriever.cancel(ticket)
@@ -96,9 +95,9 @@ class Probes:
         return Retrieved(row.id, chunk.used, row.generated, tuple(chunk.tokens))
 
     def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
-        """Note what the row's probe took. Even a row that does not wait stood still while it was embedded."""
-        now = time.monotonic_ns()
-        stalled = (now if row.stalled else row.embedded_ns) - row.asked_ns
+        """Note what the row's probe took."""
+        now = self._clock()
+        stalled = now - row.asked_ns if row.stalled else 0
         row.stalled_ns += stalled
         row.ticket = None
         row.probes.append(Probe(row.asked_at, row.asked_ns, now, stalled, passages, outcome))

@@ -67,12 +67,11 @@ class DecodeWorker:
             kernels=transport.kernels,
         )
         self._model.forward([Chunk([0], 0, [0])])  # the first pass allocates; a user shall not wait for that
-        retriever = Retriever(
+        self._retriever = Retriever(
             Library(worker.plan, threads=config.decode.threads),
             SearchClient.of_plan(worker.plan, worker.name),
         )
-        retriever.warm_up()
-        self._search = retriever.client
+        self._retriever.warm_up()
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)
@@ -83,7 +82,7 @@ class DecodeWorker:
         )
         self._batch = Batch(config.decode.slots, self._blocks, self._swap, self._bridge)
         self._probes = Probes(
-            retriever, self._model.tokenizer, config.decode, config.model.context_tokens, self._table, worker.log
+            self._retriever, self._model.tokenizer, config.decode, config.model.context_tokens, self._table, worker.log
         )
         self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
         self._counted: dict[str, float] = {}  # what the metrics have been told of other parts' counters
@@ -313,12 +312,12 @@ class DecodeWorker:
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._search.sleep((self._link.socket, self._sink.socket), _IDLE_MS)
+        self._retriever.sleep((self._link.socket, self._sink.socket), _IDLE_MS)
 
     def close(self) -> None:
         self._link.close()
         self._sink.close()
-        self._search.close()
+        self._retriever.close()
 
 
 def run(worker: Worker) -> None:

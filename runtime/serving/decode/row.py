@@ -35,7 +35,6 @@ class Row:
     ticket: int | None = None
     asked_at: int = 0  # tokens generated when its last probe was asked
     asked_ns: int = 0
-    embedded_ns: int = 0
     stalled_ns: int = 0
     probes: list[Probe] = field(default_factory=list)  # that are over, not yet told to the frontend
     finish: FinishReason | None = None

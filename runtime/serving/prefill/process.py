@@ -159,10 +159,8 @@ class PrefillWorker:
             self._waiting.append(job)
             return
         text = query_text(self._model.tokenizer, request.messages, request.prompt)
-        vector = self._retriever.library.embed(retrieval.collection, [text])[0]
-        job.stages[stages.EMBEDDED] = time.monotonic_ns()
         job.ticket = self._retriever.ask(
-            vector, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=request.deadline_ns
+            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=request.deadline_ns
         )
         self._asking[job.ticket] = job
 
@@ -187,6 +185,7 @@ class PrefillWorker:
     def _take_passages(self, job: Job, found: Found) -> None:
         if found.error is not None:
             raise found.error
+        job.stages[stages.EMBEDDED] = found.embedded_ns
         job.stages[stages.SEARCHED] = time.monotonic_ns()
         prompt = build_prompt(
             self._model.tokenizer,
@@ -358,12 +357,12 @@ class PrefillWorker:
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._retriever.client.sleep((self._link.socket, self._source.socket), _IDLE_MS)
+        self._retriever.sleep((self._link.socket, self._source.socket), _IDLE_MS)
 
     def close(self) -> None:
         self._link.close()
         self._source.close()
-        self._retriever.client.close()
+        self._retriever.close()
 
 
 def run(worker: Worker) -> None:

@@ -1,0 +1,207 @@
+"""From a text to passages: embedded on a thread of its own, asked of the pool, ended once whatever happens."""
+
+import select
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import zmq
+
+from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
+from runtime.retrieval.embed_thread import Embedded, EmbedThread
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.results import SearchResult
+from runtime.retrieval.retriever import Found, Retriever
+
+SOON_S = 20.0
+
+
+class Embedder:
+    """Embeds a text as its length, when `gate` is open; "bad" and "broken" fail."""
+
+    name, dim = "lengths", 1
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.began = threading.Event()
+        self.seen: list[str] = []
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        self.began.set()
+        assert self.gate.wait(SOON_S)
+        self.seen += texts
+        if texts[0] == "bad":
+            raise InvalidRequest("a bad text")
+        if texts[0] == "broken":
+            raise RuntimeError("a broken library")
+        return np.array([[len(text)] for text in texts], np.float32)
+
+
+class Library:
+    def __init__(self) -> None:
+        self.lengths = Embedder()
+
+    def embedder(self, collection: str) -> Embedder:
+        return self.lengths
+
+    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
+        return tuple(Passage(str(row), "", 0.0, "") for row in result.ids)
+
+
+class Client:
+    """Answers every vector with its first number, at the next poll."""
+
+    def __init__(self) -> None:
+        self.submitted: list[float] = []
+        self.results: list[SearchResult] = []
+        self.cancelled: list[int] = []
+        self.full = False
+
+    def submit(self, vector: npt.NDArray[np.float32], k: int, **more: Any) -> int:
+        if self.full:
+            raise Overloaded("the ring is full")
+        self.submitted.append(float(vector[0]))
+        ticket = 100 + len(self.submitted)
+        self.results.append(SearchResult(ticket, np.array([int(vector[0])]), np.zeros(1, np.float32)))
+        return ticket
+
+    def poll(self) -> list[SearchResult]:
+        results, self.results = self.results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        self.cancelled.append(ticket)
+
+    def sleep(self, sockets: Sequence[Any], timeout_ms: int) -> None:
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        assert poller.poll(timeout_ms), "nothing woke the sleeper"
+
+    def close(self) -> None:
+        pass
+
+
+class Stand:
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.library, self.client = Library(), Client()
+        self.retriever = Retriever(self.library, self.client, lambda: self.now_ns)  # type: ignore[arg-type]
+
+    def ask(self, text: str, deadline_ns: int = 1000) -> int:
+        return self.retriever.ask(text, "docs", 4, stage="decode", deadline_ns=deadline_ns)
+
+    def until_found(self, count: int = 1) -> list[Found]:
+        found: list[Found] = []
+        while len(found) < count:
+            found += self.retriever.poll()
+            if len(found) < count and not self.client.results:
+                self.retriever.sleep((), int(SOON_S * 1e3))
+        return found
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    made = Stand()
+    yield made
+    made.library.lengths.gate.set()
+    made.retriever.close()
+
+
+def test_who_asks_goes_on_while_the_text_is_embedded_and_is_woken_by_its_vector(stand: Stand) -> None:
+    ticket = stand.ask("four")
+    assert stand.retriever.poll() == []
+    stand.now_ns = 7
+    stand.library.lengths.gate.set()
+    (found,) = stand.until_found()
+    assert (found.ticket, found.error, [p.id for p in found.passages]) == (ticket, None, ["4"])
+    assert found.embedded_ns == 7
+
+
+def test_every_text_comes_back_under_its_own_ticket(stand: Stand) -> None:
+    tickets = {stand.ask("x" * length): str(length) for length in (3, 1, 2)}
+    stand.library.lengths.gate.set()
+    assert {found.ticket: found.passages[0].id for found in stand.until_found(3)} == tickets
+    assert stand.retriever.poll() == []
+
+
+def test_a_text_that_is_not_embedded_in_time_ends_at_its_deadline_and_is_not_searched(stand: Stand) -> None:
+    ticket = stand.ask("hangs", deadline_ns=1000)
+    stand.now_ns = 999
+    assert stand.retriever.poll() == []
+    stand.now_ns = 1000
+    (found,) = stand.retriever.poll()
+    assert found.ticket == ticket
+    assert isinstance(found.error, DeadlineExceeded)
+    stand.library.lengths.gate.set()
+    stand.ask("later", deadline_ns=5000)
+    assert [found.passages[0].id for found in stand.until_found()] == ["5"]
+    assert stand.client.submitted == [5.0]
+
+
+def test_a_cancelled_text_that_waits_is_not_embedded(stand: Stand) -> None:
+    stand.ask("first")
+    assert stand.library.lengths.began.wait(SOON_S)
+    stand.retriever.cancel(stand.ask("second"))
+    last = stand.ask("third one")
+    stand.library.lengths.gate.set()
+    assert last in {found.ticket for found in stand.until_found(2)}
+    assert stand.library.lengths.seen == ["first", "third one"]
+
+
+def test_a_cancelled_search_is_cancelled_in_the_pool(stand: Stand) -> None:
+    stand.library.lengths.gate.set()
+    ticket = stand.ask("four")
+    while not stand.client.submitted:
+        stand.retriever.sleep((), int(SOON_S * 1e3))
+        stand.retriever._take_vectors()
+    stand.retriever.cancel(ticket)
+    assert stand.client.cancelled == [101]
+    assert stand.retriever.poll() == []
+
+
+@pytest.mark.parametrize(("text", "kind"), [("bad", InvalidRequest), ("broken", ModelError)])
+def test_a_text_that_cannot_be_embedded_ends_and_the_next_one_is(stand: Stand, text: str, kind: type) -> None:
+    stand.library.lengths.gate.set()
+    ticket = stand.ask(text)
+    stand.ask("fine")
+    failed, fine = sorted(stand.until_found(2), key=lambda found: found.ticket)
+    assert failed.ticket == ticket
+    assert isinstance(failed.error, kind)
+    assert fine.error is None
+
+
+def test_a_vector_that_the_pool_has_no_room_for_ends_its_query(stand: Stand) -> None:
+    stand.client.full = True
+    stand.library.lengths.gate.set()
+    stand.ask("four")
+    (found,) = stand.until_found()
+    assert isinstance(found.error, Overloaded)
+
+
+def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
+    embedder, thread = Embedder(), EmbedThread(limit=2)
+    thread.put(0, embedder, "taken up")
+    assert embedder.began.wait(SOON_S)
+    thread.put(1, embedder, "waits")
+    thread.put(2, embedder, "waits")
+    with pytest.raises(Overloaded, match="2 texts wait"):
+        thread.put(3, embedder, "too many")
+    embedder.gate.set()
+    found: list[Embedded] = []
+    while len(found) < 3:
+        assert select.select([thread], [], [], SOON_S)[0]
+        found += thread.poll()
+    assert [embedded.ticket for embedded in found] == [0, 1, 2]
+    thread.close()
+
+
+def test_an_embedder_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.retrieval.embed_thread._END_S", 0.01)
+    embedder, thread = Embedder(), EmbedThread()
+    thread.put(0, embedder, "hangs")
+    thread.close()
+    embedder.gate.set()
