@@ -51,6 +51,19 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: RunningNode
     assert trinity_logs(str(node.run_dir), "--request", "cmpl-0") == ""
 
 
+def test_a_search_has_its_line_in_the_log_by_its_id(node: RunningNode, directory: Path) -> None:
+    status, answer = node.post("/v1/retrieval", SEARCH)
+    assert status == 200
+
+    def said() -> list[tuple[str, str]]:
+        return [(line.process, line.event) for line in read(directory) if line.request == answer["id"]]
+
+    eventually(lambda: bool(said()), 30, "the line to be written")
+    ((process, event),) = said()
+    assert process == "frontend-0"
+    assert event.startswith("search ended: 3 passages, ")
+
+
 def test_a_full_disk_costs_log_lines_that_are_counted_and_nothing_else(node: RunningNode) -> None:
     assert node.post("/v1/retrieval", SEARCH)[0] == 200
     eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 30, "lost lines")

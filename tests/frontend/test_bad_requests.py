@@ -234,6 +234,8 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
     answer = http.post("/v1/retrieval", json=SEARCH | {"k": 2})
     found = answer.json()
     assert (found["object"], found["collection"]) == ("retrieval", "docs")
+    assert found["id"].startswith("ret-")
+    assert found["id"] == answer.headers["x-request-id"]
     assert found["passages"] == [
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
@@ -241,6 +243,7 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
     assert cluster.search.calls[-1] == {"collection": "docs", "k": 2, "query": "with", "vector": None}
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
     assert cluster.search.calls[-1] == {"collection": "docs", "k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
+    assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +276,7 @@ def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http:
         answer = http.post("/v1/retrieval", json=SEARCH)
         problem(answer, 503, "unavailable", says="no pool answers")
         assert answer.headers["retry-after"] == "1"
+        assert answer.headers["x-request-id"].startswith("ret-")
         cluster.search.error = ZeroDivisionError("a secret of the house")
         answer = http.post("/v1/retrieval", json=SEARCH)
         problem(answer, 500, "internal_error", says="internal error")

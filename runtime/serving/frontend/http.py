@@ -173,13 +173,17 @@ class _Routes:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         return {
-            "id": f"{prefix}-{self._service.link.epoch:x}-{next(self._count)}",
+            "id": self._new_id(prefix),
             "model": self._settings.model,
             "created": int(self._now()),
             "retrieval": self._checked(body.searches()),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "return_token_ids": body.return_token_ids,
         }
+
+    def _new_id(self, prefix: str) -> str:
+        """A request's id, unlike that of any other request of the node."""
+        return f"{prefix}-{self._service.link.epoch:x}-{next(self._count)}"
 
     async def _generate(
         self,
@@ -193,6 +197,7 @@ class _Routes:
     ) -> Response:
         link, answers = self._service.link, self._service.answers
         received_ns = link.now_ns()
+        http.state.request_id = answer.id
         sampling = body.sampling(default_max_tokens, self._seeds.getrandbits(63))
         store: Callable[[], None] = _nothing
         if (
@@ -267,19 +272,32 @@ class _Routes:
             )
         if self._searches >= self._settings.max_searches:
             raise Overloaded(f"{self._searches} searches are in flight, the limit is {self._settings.max_searches}")
+        http.state.request_id = request_id = self._new_id("ret")
+        begin_ns, ended = self._service.link.now_ns(), "cancelled"
         self._searches += 1
         try:
+            passages = await self._search(body)
+            ended = f"{len(passages)} passages"
+        except TrinityError as error:
+            ended = error.code
+            raise
+        finally:
+            self._searches -= 1
+            took_ms = (self._service.link.now_ns() - begin_ns) / 1e6
+            log.info("search ended: %s, %.1f ms", ended, took_ms, extra={"request": request_id})
+        found = [passage_json(passage) | {"text": passage.text} for passage in passages]
+        answer = {"id": request_id, "object": "retrieval", "collection": body.collection, "passages": found}
+        return _json(answer, {"x-request-id": request_id})
+
+    async def _search(self, body: RetrievalBody) -> list[Passage]:
+        try:
             async with asyncio.timeout(self._settings.search_timeout_s):
-                passages = await self._service.search.search(
+                return await self._service.search.search(
                     collection=body.collection, k=body.k, query=body.query, vector=body.vector
                 )
         except TimeoutError:
             limit = self._settings.search_timeout_s
             raise DeadlineExceeded(f"the search took longer than its limit of {limit:g} s") from None
-        finally:
-            self._searches -= 1
-        found = [passage_json(passage) | {"text": passage.text} for passage in passages]
-        return _json({"object": "retrieval", "collection": body.collection, "passages": found})
 
     # ---- the node
 
@@ -361,11 +379,13 @@ def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 2
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
-async def _trinity_error(_: Request, error: Exception) -> Response:
+async def _trinity_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, TrinityError), "registered for this family"
+    request_id = getattr(http.state, "request_id", "")
     if error.status == 500:
-        log.error("%s: %s", error.code, error.message)
-    return error_response(error, {"Retry-After": "1"} if error.status == 503 else None)
+        log.error("%s: %s", error.code, error.message, extra={"request": request_id})
+    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    return error_response(error, headers | ({"x-request-id": request_id} if request_id else {}))
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
