@@ -87,7 +87,7 @@ def serve(
         plan = lay_out(settings, machine)
         if dry_run:
             raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
-        preflight.check(plan, _logged_once(log))
+        preflight.check(plan, _logged_once(log), machine)
         raise typer.Exit(Supervisor(plan).run(announce))
 
 

@@ -18,11 +18,12 @@ from typing import Literal
 
 from runtime import preflight
 from runtime.errors import TrinityError
-from runtime.node.config import NodeConfig
+from runtime.node.config import KvHolder, NodeConfig
 from runtime.node.gpus import Gpu, Gpus
 from runtime.node.layout import lay_out
 from runtime.node.listen import listen
 from runtime.node.machine import Machine
+from runtime.serving.model.packages import torch_cuda
 
 Level = Literal["ok", "warning", "error"]
 _NOFILE = 4096
@@ -31,6 +32,7 @@ _SHM = 1 << 30
 _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "transformers", "cuda-bindings", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
+_TORCH = "import torch; one = torch.eye(8, device='cuda:0'); assert torch.equal((one @ one).cpu(), one.cpu())"
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,18 @@ class Finding:
 
 
 Probe = Callable[[Gpu, Gpu], str]
+TorchProbe = Callable[[Gpu], str]
 
 
 def diagnose(
-    config: NodeConfig | None = None, gpus: Gpus | None = None, probe: Probe | None = None
+    config: NodeConfig | None = None,
+    gpus: Gpus | None = None,
+    probe: Probe | None = None,
+    torch_probe: TorchProbe | None = None,
 ) -> Iterator[Finding]:
-    """All findings, cheap ones first. `probe` tries CUDA IPC from one GPU to another: "" if it works, else why not."""
+    """All findings, cheap ones first. The probes say "" if something works, else why not: `probe` CUDA IPC from one GPU
+    to another, `torch_probe` torch on a GPU.
+    """
     gpus = gpus or Gpus()
     machine = Machine.read(gpus)
     yield from _versions()
@@ -59,8 +67,11 @@ def diagnose(
     )
     yield from _driver(gpus, machine, wants_gpus)
     yield from _numa(machine)
-    yield from _pairs(gpus, machine, probe or cuda_ipc)
+    models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
+    yield from _pairs(gpus, machine, probe or cuda_ipc, models)
     if config is not None:
+        if models:
+            yield from _torch(config, machine, torch_probe or torch_works)
         yield from _port(config)
         yield _files(config, machine)
 
@@ -151,10 +162,35 @@ def _numa(machine: Machine) -> Iterator[Finding]:
             yield Finding("ok", f"GPU {gpu.index} NUMA", f"node {gpu.numa_node}, {count} cores")
 
 
-def _pairs(gpus: Gpus, machine: Machine, probe: Probe) -> Iterator[Finding]:
+def _model_roles(config: NodeConfig) -> tuple[KvHolder, ...]:
+    return (config.prefill, config.decode) if config.model is not None else ()
+
+
+def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[Finding]:
+    """Whether torch can compute where the model shall run."""
+    advice = "install a build of torch for this driver's CUDA: https://pytorch.org/get-started/locally"
+    try:
+        built = torch_cuda()
+    except TrinityError as error:
+        yield Finding("error", "torch CUDA", error.message, advice)
+        return
+    if built is None:
+        yield Finding("error", "torch CUDA", "the installed torch has none", advice)
+        return
+    yield Finding("ok", "torch CUDA", f"built for {built}")
+    named = {device for role in _model_roles(config) for device in role.devices}
+    for gpu in machine.gpus:
+        if any(gpu.called(name) for name in named):
+            trouble = probe(gpu)
+            yield Finding(
+                "error" if trouble else "ok", f"GPU {gpu.index} torch", trouble or "works", advice if trouble else ""
+            )
+
+
+def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator[Finding]:
     whole = [gpu for gpu in machine.gpus if not gpu.is_mig]
     if any(gpu.is_mig for gpu in machine.gpus):
-        advice = "hand over through host memory, or run without MIG (nvidia-smi -mig 0)"
+        advice = "run models on whole GPUs or CPUs (nvidia-smi -mig 0): KV cannot be handed over between instances"
         yield Finding("warning", "CUDA IPC", "MIG instances have none", advice)
         return
     for one, other in itertools.combinations(whole, 2):
@@ -167,12 +203,15 @@ def _pairs(gpus: Gpus, machine: Machine, probe: Probe) -> Iterator[Finding]:
     for one, other in itertools.permutations(whole, 2) if len(whole) > 1 else [(gpu, gpu) for gpu in whole]:
         trouble = probe(one, other)
         advice = (
-            "KV and query vectors will go through host memory; containers must share one PID namespace (--pid=host)"
+            "a model on these GPUs cannot hand its KV over, and query vectors go through host memory; containers must "
+            "share one PID namespace (--pid=host)"
         )
         yield Finding(
-            "warning" if trouble else "ok", f"GPU {one.index} → {other.index} CUDA IPC", trouble or "works",
+            ("error" if models else "warning") if trouble else "ok",
+            f"GPU {one.index} → {other.index} CUDA IPC",
+            trouble or "works",
             advice if trouble else "",
-        )  # fmt: skip
+        )
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:
@@ -187,7 +226,7 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
 
 def _files(config: NodeConfig, machine: Machine) -> Finding:
     try:
-        preflight.check(lay_out(config, machine))
+        preflight.check(lay_out(config, machine), machine=machine)
     except TrinityError as error:
         return Finding(
             "error", "model, index and placement", error.message, "mend the configuration or the files named"
@@ -223,6 +262,17 @@ def cuda_ipc(one: Gpu, other: Gpu) -> str:
             return f"no answer within {_PROBE_S:.0f} s"
         finally:
             exporter.kill()
+
+
+def torch_works(gpu: Gpu) -> str:
+    """Have a process that sees this GPU alone multiply on it with torch."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, timeout=_PROBE_S, env=_seeing(gpu), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROBE_S:.0f} s"
+    return "" if done.returncode == 0 else _last_line(done.stderr)
 
 
 def _seeing(gpu: Gpu) -> dict[str, str]:

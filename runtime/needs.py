@@ -10,18 +10,22 @@ from runtime.serving.model.model_info import ModelInfo
 
 
 def needed_bytes(plan: NodePlan) -> dict[str, int]:
-    """Bytes by worker: a pool's indexes; a prefill or decode worker's weights and KV. The frontend's are few."""
+    """Bytes by worker, on its GPU if it has one: a pool's indexes; a prefill or decode worker's weights and KV.
+
+    Swap space counts on a CPU; that of a worker on a GPU is in the host's memory. The frontend's bytes are few.
+    """
     config = plan.config
     indexes = sum(Collection.info(Path(collection.path)).index_bytes for collection in config.collections)
     needed = {worker.name: indexes for worker in plan.of_role("pool")}
     if (model := config.model) is not None:
         weights = _weights_bytes(model)
         info = ModelInfo.read(model.name)
-        prefill = config.prefill.blocks(model)
-        decode = config.decode.blocks(model) + config.decode.swap_blocks
-        for role, blocks in (("prefill", prefill), ("decode", decode)):
-            kv = info.kv_bytes(blocks, model.kv_block_tokens)
-            needed |= {worker.name: weights + kv for worker in plan.workers if worker.role == role}
+        for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
+            section = config.prefill if worker.role == "prefill" else config.decode
+            blocks = section.blocks(model)
+            if worker.role == "decode" and worker.device == "cpu":
+                blocks += config.decode.swap_blocks
+            needed[worker.name] = weights + info.kv_bytes(blocks, model.kv_block_tokens)
     return needed
 
 

@@ -6,24 +6,29 @@ import psutil
 
 from gpu import DeviceUnavailable, check_device
 from runtime.errors import ConfigError, ModelError
+from runtime.needs import needed_bytes
+from runtime.node.machine import Machine
 from runtime.node.placement import NodePlan
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import check_embedder
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
-from runtime.serving.model.packages import require_packages
+from runtime.serving.model.packages import require_packages, torch_cuda
 
 
-def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:
+def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Machine | None = None) -> None:
     """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing or does not fit.
 
-    A packaged model that was never used before is converted here, once, and not by every worker's start.
+    A packaged model that was never used before is converted here, once, and not by every worker's start. `machine`:
+    the one that the plan was laid out on, by default this one as it is now.
     """
-    for worker in plan.of_role("pool"):
+    for worker in plan.workers:
         try:
             check_device(worker.device)
         except DeviceUnavailable as error:
-            raise ConfigError(f"pool.devices: {worker.name} cannot run on {worker.device!r}: {error}") from error
+            raise ConfigError(
+                f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: {error}"
+            ) from error
     for collection in plan.config.collections:
         info = Collection.info(Path(collection.path))
         if info.shards != collection.shards:
@@ -36,27 +41,56 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None) -> None:
             check_embedder(info.embedder_name)
     if plan.config.model is not None:
         _check_model(plan, progress)
+    if any(worker.device != "cpu" for worker in plan.workers):
+        _check_gpu_memory(plan, machine or Machine.read())
 
 
 def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
     config = plan.config
     assert config.model is not None
     require_packages("torch", "transformers", "safetensors")
+    for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
+        if worker.device != "cpu" and torch_cuda() is None:
+            raise ConfigError(
+                f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: the installed torch has no "
+                "CUDA; install a build of it that has (https://pytorch.org/get-started/locally)"
+            )
     info = ModelInfo.read(config.model.name)
     directory = model_directory(config.model.name, progress)
-    for pattern in ("tokenizer.json", "*.safetensors"):
-        if not any(directory.glob(pattern)):
-            raise ModelError(f"model.name = {config.model.name!r}: no {pattern} in {directory}")
+    check_files(config.model.name, directory)
     context = config.model.context_tokens
     if context > info.max_context_tokens:
         raise ConfigError(
             f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
         )
-    blocks = config.prefill.workers * config.prefill.blocks(config.model)
-    blocks += config.decode.workers * (config.decode.blocks(config.model) + config.decode.swap_blocks)
+    blocks = config.decode.workers * config.decode.swap_blocks
+    for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
+        if worker.device == "cpu":
+            section = config.prefill if worker.role == "prefill" else config.decode
+            blocks += section.blocks(config.model)
     needed, free = info.kv_bytes(blocks, config.model.kv_block_tokens), psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
             f"prefill and decode KV needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
             "lower kv_blocks or slots of prefill or decode, decode.swap_blocks or model.context_tokens"
         )
+
+
+def check_files(name: str, directory: Path) -> None:
+    """Raise `ModelError` unless a model's directory has what only its workers read."""
+    for pattern in ("tokenizer.json", "*.safetensors"):
+        if not any(directory.glob(pattern)):
+            raise ModelError(f"model.name = {name!r}: no {pattern} in {directory}")
+
+
+def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
+    """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
+    needed = needed_bytes(plan)
+    for gpu in machine.gpus:
+        there = {worker.name: needed[worker.name] for worker in plan.workers if worker.gpu == gpu.uuid}
+        if sum(there.values()) > gpu.free_bytes:
+            parts = ", ".join(f"{name} {count / 2**30:.1f}" for name, count in there.items())
+            raise ConfigError(
+                f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {parts}: lower "
+                "kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
+            )

@@ -57,9 +57,14 @@ def _on(worker: WorkerPlan, gpus: tuple[Gpu | None, ...], machine: Machine) -> W
 
 
 def _check_mig(workers: list[WorkerPlan], machine: Machine) -> None:
-    """A GPU that is cut into instances runs nothing as a whole."""
+    """A GPU that is cut into instances runs nothing as a whole, and instances cannot share memory with each other."""
+    instances = {gpu.uuid for gpu in machine.gpus if gpu.is_mig}
     cut = {gpu.index.partition(":")[0] for gpu in machine.gpus if gpu.is_mig}
     for worker in workers:
+        if worker.gpu in instances and worker.role in ("prefill", "decode"):
+            raise ConfigError(
+                f"{worker.role}.devices: {worker.gpu} is a MIG instance, which has no CUDA IPC to hand KV over with"
+            )
         if worker.gpu and worker.gpu_index in cut:
             ids = ", ".join(gpu.uuid for gpu in machine.gpus if gpu.index.startswith(f"{worker.gpu_index}:"))
             raise ConfigError(

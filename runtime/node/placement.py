@@ -44,7 +44,11 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     @property
     def visible_devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is."""
+        """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is.
+
+        Its own GPU alone, for decode too, though that opens memory on prefill's GPUs: CUDA IPC opens what the variable
+        hides (see `ipc.cuda_memory`), and seeing more would only let a library put a context on another's GPU.
+        """
         return "" if self.device == "cpu" else self.gpu or None
 
 
@@ -75,6 +79,7 @@ def resolve(config: NodeConfig) -> NodePlan:
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
     ]
     _check_counts(config)
+    _check_ways(workers)
     _check_cores(workers)
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
@@ -110,10 +115,18 @@ def _place(role: Role, section: Placed) -> list[WorkerPlan]:
 
 
 def _check_device(role: Role, device: str) -> None:
-    if role == "pool" and not is_device_name(device):
-        raise ConfigError(f'pool.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
-    if role != "pool" and device != "cpu":
-        raise ConfigError(f'{role}.devices: {device!r} is not a device of this version: only "cpu" is, on this role')
+    if not is_device_name(device):
+        raise ConfigError(f'{role}.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
+
+
+def _check_ways(workers: list[WorkerPlan]) -> None:
+    """KV goes through the host's memory or from GPU to GPU, and both ends must go the same way."""
+    held = {worker.device == "cpu": worker for worker in workers if worker.role in ("prefill", "decode")}
+    if len(held) > 1:
+        raise ConfigError(
+            f"prefill.devices and decode.devices: {held[True].name} is on the CPU and {held[False].name} on "
+            f"{held[False].device!r}; KV is handed over between CPUs or between GPUs: put all of them on one kind"
+        )
 
 
 def _check_counts(config: NodeConfig) -> None:

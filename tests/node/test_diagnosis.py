@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import app
-from runtime.diagnosis import Finding, cuda_ipc, diagnose
+from runtime.diagnosis import Finding, Probe, TorchProbe, cuda_ipc, diagnose, torch_works
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.gpus import Gpu, Gpus
 from tests.node.fake_nvml import Card, FakeNvml
@@ -19,9 +19,18 @@ def works(one: Gpu, other: Gpu) -> str:
     return ""
 
 
-def findings(config: NodeConfig | None = None, nvml: FakeNvml | None = None, probe=works) -> dict[str, Finding]:  # type: ignore[no-untyped-def]
+def works_too(gpu: Gpu) -> str:
+    return ""
+
+
+def findings(
+    config: NodeConfig | None = None,
+    nvml: FakeNvml | None = None,
+    probe: Probe = works,
+    torch: TorchProbe = works_too,
+) -> dict[str, Finding]:
     gpus = Gpus(nvml or FakeNvml([], broken="Driver Not Loaded"))
-    return {finding.what: finding for finding in diagnose(config, gpus, probe)}
+    return {finding.what: finding for finding in diagnose(config, gpus, probe, torch)}
 
 
 def test_every_finding_that_is_not_well_says_what_to_do() -> None:
@@ -51,6 +60,33 @@ def test_a_pair_without_peer_access_or_cuda_ipc_is_warned_with_the_reason() -> N
     found = findings(nvml=FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
     assert found["GPU 0 ↔ 1 peers"].level == "warning"
     assert found["GPU 0 → 1 CUDA IPC"].text == "invalid device context"
+
+
+MODEL_ON_GPUS = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1"]}}
+
+
+def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
+    monkeypatch.setattr("runtime.diagnosis.torch_cuda", lambda: None)
+    found = findings(config, FakeNvml(CARDS))
+    assert (found["torch CUDA"].level, "has none" in found["torch CUDA"].text) == ("error", True)
+    monkeypatch.setattr("runtime.diagnosis.torch_cuda", lambda: "13.0")
+    found = findings(config, FakeNvml(CARDS), torch=lambda gpu: "driver too old" if gpu.index == "1" else "")
+    assert (found["torch CUDA"].level, found["GPU 0 torch"].level) == ("ok", "ok")
+    assert (found["GPU 1 torch"].level, found["GPU 1 torch"].text) == ("error", "driver too old")
+    assert "GPU 1 torch" not in findings(None, FakeNvml(CARDS))
+
+
+def test_a_model_on_gpus_that_have_no_cuda_ipc_is_in_error(tmp_path: Path) -> None:
+    config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
+    found = findings(config, FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
+    assert found["GPU 0 → 1 CUDA IPC"].level == "error"
+
+
+@pytest.mark.skipif(not Gpus().missing, reason="this machine has a driver")
+def test_torch_that_does_not_work_on_a_gpu_gives_its_reason() -> None:
+    pytest.importorskip("torch")
+    assert torch_works(Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1)) != ""
 
 
 def test_mig_instances_have_no_cuda_ipc() -> None:

@@ -83,6 +83,28 @@ def test_a_gpu_that_is_cut_into_mig_instances_must_be_named_by_one(config: NodeC
         lay_out(config, cut)
 
 
+def test_a_model_is_not_put_on_a_mig_instance_which_cannot_hand_its_kv_over(tmp_path: Path) -> None:
+    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
+    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
+    raw = {"model": {"name": "m"}, "prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["MIG-11111111"]}}
+    with pytest.raises(ConfigError, match=r"decode\.devices: MIG-11111111 is a MIG instance, which has no CUDA IPC"):
+        lay_out(parse_config(raw), cut)
+
+
+def test_the_whole_eight_gpu_layout_has_a_gpu_for_each_process_and_each_sees_its_own_alone(tmp_path: Path) -> None:
+    plan = lay_out(node8(tmp_path), machine())
+    placed = [worker for worker in plan.workers if worker.role != "frontend"]
+    assert [worker.visible_devices for worker in placed] == [gpu(n).uuid for n in (6, 7, 0, 1, 2, 3, 4, 5)]
+    assert {worker.device for worker in placed} == {"cuda:0"}
+    with open("/dev/null", "w") as null:
+        wide = Console(width=160, record=True, file=null, force_terminal=True, color_system=None)
+        assert show_placement(plan, machine(), {"prefill-0": 3 * GIB, "decode-0": 69 * GIB}, wide)
+        assert not show_placement(plan, machine(), {"decode-2": 71 * GIB}, wide)
+    text = wide.export_text()
+    assert "3,072 MiB" in text
+    assert "70,656 MiB" in text
+
+
 def test_spinning_workers_get_cores_of_their_own_on_their_gpus_numa_node(config: NodeConfig) -> None:
     plan = lay_out(config, machine())
     first, second = pools(plan)

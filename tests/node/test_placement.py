@@ -1,17 +1,25 @@
 """A plan gives every worker a device, cores and an endpoint; what cannot run on this machine is refused."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime import preflight
 from runtime.errors import CollectionError, ConfigError
+from runtime.needs import needed_bytes
 from runtime.node.config import parse_config
+from runtime.node.gpus import Gpu
+from runtime.node.machine import Machine
 from runtime.node.placement import NodePlan, read_api_keys, resolve
 from runtime.retrieval.collection import Collection
+from runtime.serving.model.packages import torch_cuda
 
 CORES = sorted(os.sched_getaffinity(0))
 MODEL = {"model": {"name": "smollm2-135m-instruct"}}
@@ -140,11 +148,80 @@ def test_a_keys_file_without_usable_keys_is_refused(content: bytes | None, tmp_p
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "GPU-0a1b2c3d-0011-2233-4455-66778899aabb"])
-def test_a_gpu_can_be_named_for_the_pool_alone(tmp_path: Path, device: str) -> None:
-    assert plan(tmp_path, pool={"devices": [device]}).of_role("pool")[0].device == device
-    assert refusal(tmp_path, **MODEL, decode={"devices": [device]}).startswith(
-        f"decode.devices: {device!r} is not a device of"
+def test_a_gpu_can_be_named_for_every_role(tmp_path: Path, device: str) -> None:
+    on = {"devices": [device]}
+    found = plan(tmp_path, **MODEL, pool=on, prefill=on, decode=on)
+    assert [worker.device for worker in found.workers] == [device, device, device, "cpu"]
+
+
+def test_prefill_and_decode_are_both_on_gpus_or_both_on_cpus(tmp_path: Path) -> None:
+    message = refusal(tmp_path, **MODEL, prefill={"devices": ["cuda:0"]})
+    assert message.startswith("prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'")
+    mixed = {"workers": 2, "devices": ["cuda:0", "cpu"]}
+    assert "put all of them on one kind" in refusal(tmp_path, **MODEL, prefill=mixed, decode={"devices": ["cuda:1"]})
+    assert plan(tmp_path, prefill={"devices": ["cuda:0"]}), "without a model it is of no matter"
+
+
+def on_gpus(folder: Path, free_gib: float, **decode: Any) -> tuple[NodePlan, Machine]:
+    """The packaged model on two GPUs with so much free memory, as their processes see them."""
+    gpus = tuple(Gpu(str(n), f"GPU-{n}", "H100", "", 80 << 30, int(free_gib * 2**30)) for n in range(2))
+    sections = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:0"], **decode}}
+    found = plan(folder, **MODEL, collections=[], **sections)
+    workers = tuple(
+        replace(worker, gpu=gpus[worker.role == "decode"].uuid, gpu_index=str(int(worker.role == "decode")))
+        if worker.device != "cpu"
+        else worker
+        for worker in found.workers
     )
+    return replace(found, workers=workers), Machine(gpus, tuple(CORES), 1 << 34)
+
+
+@pytest.fixture
+def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is there that a model on a GPU needs, except for memory."""
+    monkeypatch.setattr(preflight, "check_device", lambda device: None)
+    monkeypatch.setattr(preflight, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
+    monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
+
+
+@pytest.mark.usefixtures("torch_with_cuda")
+def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Path) -> None:
+    found, machine = on_gpus(tmp_path, free_gib=2.0)
+    needed = needed_bytes(found)
+    assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 4, "four slots more"
+    preflight.check(found, machine=machine)
+    found, machine = on_gpus(tmp_path, free_gib=1.2)
+    with pytest.raises(ConfigError, match=r"GPU 1 \(GPU-1\) has 1\.2 GiB free, needed are decode-0 1\.\d: lower"):
+        preflight.check(found, machine=machine)
+
+
+@pytest.mark.usefixtures("torch_with_cuda")
+def test_swap_space_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, machine = on_gpus(tmp_path, free_gib=2.0, swap_blocks=100_000)
+    assert needed_bytes(found)["decode-0"] < 2 << 30
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    with pytest.raises(ConfigError, match=r"KV needs 137\.3 GiB, 1\.0 are free"):
+        preflight.check(found, machine=machine)
+
+
+def test_a_torch_without_cuda_is_refused_before_anything_starts(
+    tmp_path: Path, torch_with_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, machine = on_gpus(tmp_path, free_gib=2.0)
+    monkeypatch.setattr(preflight, "torch_cuda", lambda: None)
+    with pytest.raises(ConfigError, match="prefill-0 cannot run on 'cuda:0': the installed torch has no"):
+        preflight.check(found, machine=machine)
+
+
+def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+    torch = pytest.importorskip("torch")
+    assert torch_cuda() == torch.version.cuda
+    program = (
+        "import sys; from runtime.serving.model.packages import torch_cuda\n"
+        "torch_cuda(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
