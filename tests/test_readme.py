@@ -34,6 +34,9 @@ def test_its_commands_exist() -> None:
     known = set(command.commands)  # type: ignore[attr-defined]
     used = set(re.findall(r"^trinity (\w+)", README, re.MULTILINE))
     assert {"serve", "status", "stop", "index", "search"} <= used <= known
+    groups = {name: set(group.commands) for name, group in command.commands.items() if hasattr(group, "commands")}  # type: ignore[attr-defined]
+    for name, known in groups.items():
+        assert set(re.findall(rf"^trinity {name} (\w+)", README, re.MULTILINE)) <= known, name
 
 
 def test_the_runbooks_commands_exist() -> None:
