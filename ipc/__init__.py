@@ -6,6 +6,7 @@ Knows nothing of what vectors mean, of search, or of language models. Linux only
 from ipc.arena import KvArena
 from ipc.client import RingClient
 from ipc.descriptors import STAGES, STATUSES, Cancel, Parameters, Request, Result, Stage
+from ipc.device_memory import DeviceSpan
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import (
     AttachRefused,
@@ -36,6 +37,7 @@ __all__ = [
     "AttachTimeout",
     "Cancel",
     "ClientStatistics",
+    "DeviceSpan",
     "Draining",
     "HandoverSink",
     "HandoverSource",

@@ -26,7 +26,8 @@ class ClientArena:
         """Where the arena lies, and so the vectors that can go there."""
         self.refusal = ""
         """Why the last vector could not go there."""
-        self._given_up = False
+        self.given_up = False
+        """Whether nothing will ever go there."""
 
     def place(self, row: Source) -> Float32s | None:
         """Queue a copy of a vector into a free slot; what its request carries instead. None: see `refusal`."""
@@ -43,12 +44,12 @@ class ClientArena:
             self.refusal = str(error)
         except IpcError as error:
             self.refusal = str(error)
-            self._given_up = True
+            self.given_up = True
             self.close()
         return None
 
     def _open_slots(self, device: str) -> LeasedSlots | None:
-        if self._given_up:
+        if self.given_up:
             return None
         memory = open_memory(self._grant.memory, device)
         try:

@@ -178,8 +178,8 @@ class ClientSession:
 
     @property
     def has_arena(self) -> bool:
-        """Whether the pool has granted slots of its arena."""
-        return self._arena is not None
+        """Whether the pool has granted slots of its arena, and they can be reached as far as is known."""
+        return self._arena is not None and not self._arena.given_up
 
     def __enter__(self) -> Self:
         return self

@@ -2,10 +2,8 @@
 
 import time
 
-import numpy as np
-import numpy.typing as npt
-
 from runtime.errors import TrinityError
+from runtime.retrieval.device_vectors import Vectors
 from runtime.retrieval.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.pool_session import Question
 from runtime.retrieval.results import SearchBatch, SearchResult, failed
@@ -14,9 +12,7 @@ from runtime.retrieval.results import SearchBatch, SearchResult, failed
 class BatchRun:
     """`send` and `take` what ended, in turn, until `done`; then `result`. Ends even if no pool ever comes."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, questions: list[Question], rows: npt.NDArray[np.float32], k: int
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, questions: list[Question], rows: Vectors, k: int) -> None:
         self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
         self._since_ns = time.monotonic_ns()
         self._sent = 0  # questions that were taken, or have failed before they were

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from ipc import Stage
@@ -22,11 +20,12 @@ from runtime.node.placement import NodePlan
 from runtime.node.run_dir import find_node
 from runtime.retrieval.arguments import Wanted, check_finite, deadline_of, wanted
 from runtime.retrieval.batch import BatchRun
+from runtime.retrieval.device_vectors import DeviceVectors, Vectors
 from runtime.retrieval.dispatch import Dispatcher
 from runtime.retrieval.pool_session import Question
 from runtime.retrieval.replicas import ReplicaPolicy
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
-from runtime.retrieval.vectors import as_floats
+from runtime.retrieval.vectors import as_vectors
 
 
 class SearchClient:
@@ -91,19 +90,22 @@ class SearchClient:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
         `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
+        One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
+        that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
         `wait_for_room`: is kept, within bounds, while the rings are full. Raises `InvalidRequest` (wrong size, a limit
         passed), `Overloaded`, or `Unavailable` (the client was closed); nothing was accepted then.
         """
         asked = self._wanted(k, collection, stage, deadline_ns, top_m, search_width, patience)
-        row = as_floats(vector)
+        row = as_vectors(vector)
         if row.ndim != 1:
             raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
-        check_finite(row)
+        if not isinstance(row, DeviceVectors):  # the pool looks at those
+            check_finite(row)
         question = self._question(row, asked)
         self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
-    def _question(self, vector: npt.NDArray[np.float32], asked: Wanted) -> Question:
+    def _question(self, vector: Vectors, asked: Wanted) -> Question:
         return Question(next(self._tickets), vector, *asked)
 
     def _wanted(
@@ -154,8 +156,9 @@ class SearchClient:
         """Ask for each of `vectors` [n, d] and wait for all; more than the rings hold at once go in as others come out.
 
         What ended a query that was not answered stands in its result; nothing is raised for it. `deadline_ms` is the
-        whole batch's; without one the batch ends early if nothing is answered for ten seconds. Raises `InvalidRequest`
-        for what cannot be asked at all, `Unavailable` if the client was closed.
+        whole batch's; without one the batch ends early if nothing is answered for ten seconds. Those on a GPU
+        are treated as by `submit`. Raises `InvalidRequest` for what cannot be asked at all, `Unavailable` if the client
+        was closed.
         """
         batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
         try:
@@ -183,7 +186,7 @@ class SearchClient:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self._dispatcher.check_open()
         asked = self._wanted(k, collection, stage, deadline_of(deadline_ms), top_m, search_width, patience)
-        rows = as_floats(vectors, "vectors")
+        rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         return BatchRun(self._dispatcher, [self._question(row, asked) for row in rows], rows, asked.k)

@@ -11,9 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import (
     DeadlineExceeded,
@@ -25,6 +22,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.retrieval.arguments import check_finite
+from runtime.retrieval.device_vectors import Vectors, on_host
 from runtime.retrieval.gather import Gather
 from runtime.retrieval.pool_session import RETRY_NS, PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
@@ -167,7 +165,7 @@ class Dispatcher:
         question.parked_ns = question.parked_ns or time.monotonic_ns()
         self._parked.append(question)
 
-    def ask_many(self, questions: list[Question], rows: npt.NDArray[np.float32]) -> int:
+    def ask_many(self, questions: list[Question], rows: Vectors) -> int:
         """`ask` for as many questions as there is room for now, from the first on; how many.
 
         They are alike but for their vectors, `rows`, and no more than `TOGETHER`. Raises `InvalidRequest`,
@@ -194,6 +192,10 @@ class Dispatcher:
                 self.ask(question)
             except Overloaded:
                 return number
+            except TrinityError:
+                if number == 0:
+                    raise
+                return number  # it is the first of the next ones
         return len(questions)
 
     def _parts(self, question: Question) -> list[Question]:
@@ -337,7 +339,7 @@ def _error_of_status(status: str, question: Question) -> TrinityError:
             return DeadlineExceeded("the pool could not answer the query before its deadline")
         case "invalid_request":
             try:
-                check_finite(question.vector)
+                check_finite(on_host(question.vector))
             except InvalidRequest as error:
                 return error
             return InvalidRequest("the pool refused the query: a limit of its own is passed")

@@ -7,9 +7,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from ipc import IpcError, PeerLost, ProtocolViolation, Result, RingClient, Stage, StaleEpoch
+from ipc import (
+    Draining,
+    IpcError,
+    MemoryRefused,
+    PeerLost,
+    ProtocolViolation,
+    Result,
+    RingClient,
+    RingFull,
+    Stage,
+    StaleEpoch,
+)
+from runtime.errors import TrinityError
+from runtime.retrieval.device_vectors import DeviceVectors, Vectors, on_host
 from runtime.retrieval.gather import Gather
 from runtime.retrieval.results import PoolState, PoolStatistics
 
@@ -22,7 +34,7 @@ class Question(msgspec.Struct, eq=False):
     """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more."""
 
     ticket: int
-    vector: npt.NDArray[np.float32]
+    vector: Vectors  # one on a GPU as its caller has it: it can be asked again from there
     k: int
     stage: Stage
     collection: str
@@ -79,7 +91,7 @@ class PoolSession:
     def _seek(self) -> None:
         patience_ms, self._patience_ms = self._patience_ms, min(2 * self._patience_ms, _RETRY_MS[1])
         with suppress(IpcError):  # nobody there, refused, or dead half way through
-            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=patience_ms))
+            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=patience_ms, arena=True))
             self._patience_ms = _RETRY_MS[0]
 
     def _adopt(self) -> None:
@@ -89,20 +101,44 @@ class PoolSession:
             self.client = self._found.pop()
 
     def submit(self, question: Question) -> None:
-        """Raises what `RingClient.submit` raises; nothing was sent then."""
-        request_id = self._attached.submit(question.vector, **self._options(question))
+        """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
+        client, vector, options = self._attached, question.vector, self._options(question)
+        if not isinstance(vector, DeviceVectors):
+            request_id = client.submit(vector, **options)
+        else:
+            request_id = self._submit_from_gpu(client, vector, options)
         question.attempts += 1
         self.asked[request_id] = question
         self.sent += 1
 
-    def submit_many(self, rows: npt.NDArray[np.float32], questions: list[Question]) -> int:
+    @staticmethod
+    def _submit_from_gpu(client: RingClient, vector: DeviceVectors, options: dict[str, Any]) -> int:
+        """Into the pool's arena, or else through the host."""
+        if client.has_arena:
+            with suppress(MemoryRefused):  # it is out of reach, or its slots are all in use
+                return client.submit(vector.span, **options)
+        return client.submit(vector.on_host(), **options)
+
+    def submit_many(self, rows: Vectors, questions: list[Question]) -> int:
         """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
-        ids = self._attached.submit_many(rows, **self._options(questions[0]))
+        if isinstance(rows, DeviceVectors) and self._attached.has_arena:
+            return self._submit_each(questions)
+        ids = self._attached.submit_many(on_host(rows), **self._options(questions[0]))
         for request_id, question in zip(ids, questions, strict=False):
             question.attempts += 1
             self.asked[request_id] = question
         self.sent += len(ids)
         return len(ids)
+
+    def _submit_each(self, questions: list[Question]) -> int:
+        for number, question in enumerate(questions):
+            try:
+                self.submit(question)
+            except (RingFull, PeerLost, Draining, TrinityError):
+                if number == 0:
+                    raise
+                return number
+        return len(questions)
 
     @property
     def _attached(self) -> RingClient:

@@ -38,15 +38,16 @@ def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
 @pytest.fixture
 def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, FakeCuda]]:
     """The same with the arena in the memory of a GPU, which is played; its clients seem to be other processes."""
-    cuda_memory = pytest.importorskip("ipc.cuda_memory", reason="needs the extra [cuda]").CudaMemory
+    pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
+    from ipc.cuda_memory import CudaMemory
+
     cuda = FakeCuda()
 
     def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
-        found: DeviceMemory = cuda_memory.open(from_elsewhere(reference), device, cuda)
-        return found
+        return CudaMemory.open(from_elsewhere(reference), device, cuda)
 
     monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
-    with pool_with(cuda_memory.create(arena_bytes(2 * SLOTS, 4 * DIM), "cuda:0", cuda), 2 * SLOTS, 2) as (server, _):
+    with pool_with(CudaMemory.create(arena_bytes(2 * SLOTS, 4 * DIM), "cuda:0", cuda), 2 * SLOTS, 2) as (server, _):
         yield server, cuda
 
 

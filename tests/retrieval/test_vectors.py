@@ -1,73 +1,34 @@
 """Query vectors from host arrays, DLPack, and a GPU's memory (stood in for by the host's)."""
 
-import ctypes
 import sys
-from types import SimpleNamespace
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.vectors import as_floats
+from runtime.retrieval.device_vectors import DeviceVectors, on_host
+from runtime.retrieval.vectors import as_vectors
+from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
 
 VALUES = np.arange(6, dtype=np.float32)
 
 
-class OnGpu:
-    """An array that says that it lies on a GPU, by `__cuda_array_interface__`; its memory is the host's."""
-
-    def __init__(self, array: np.ndarray, **changes: Any) -> None:
-        self.array = array
-        self.__cuda_array_interface__ = {
-            "shape": array.shape, "typestr": array.dtype.str, "data": (array.ctypes.data, False),
-            "strides": None, "stream": None, "version": 3,
-        } | changes  # fmt: skip
-
-
-class DlpackOn:
-    """An array that says by DLPack on which type of device it lies."""
-
-    def __init__(self, array: np.ndarray, device: int) -> None:
-        self._array, self._device = array, device
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device, 0
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__()
-
-
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A CUDA runtime whose device memory is the host's; the bytes of each copy, and -stream of each wait."""
-    gpu_vectors = pytest.importorskip("runtime.retrieval.gpu_vectors", reason="needs the extra [cuda]")
-    done: list[int] = []
-    success = SimpleNamespace(name="cudaSuccess")
+    """The bytes of each copy to the host, and -stream of each wait."""
+    return played_runtime(monkeypatch)
 
-    def memcpy(target: int, source: int, count: int, kind: object) -> tuple[object]:
-        ctypes.memmove(target, source, count)
-        done.append(count)
-        return (success,)
 
-    def synchronize(stream: int) -> tuple[object]:
-        done.append(-stream)
-        return (success,)
-
-    fake = SimpleNamespace(
-        cudaMemcpy=memcpy,
-        cudaStreamSynchronize=synchronize,
-        cudaMemcpyKind=SimpleNamespace(cudaMemcpyDeviceToHost=2),
-        cudaError_t=SimpleNamespace(cudaSuccess=success),
-    )
-    monkeypatch.setattr(gpu_vectors, "cuda", fake)
-    return done
+def read(vectors: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return on_host(as_vectors(vectors))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, np.int32])
 def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
     source = VALUES.astype(dtype)
-    found = as_floats(source)
+    found = read(source)
     assert found.dtype == np.float32
     assert found.tolist() == VALUES.tolist()
     source[0] = 9
@@ -75,31 +36,60 @@ def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
 
 
 def test_lists_and_dlpack_on_the_host_are_taken() -> None:
-    assert as_floats([1, 2.5]).tolist() == [1, 2.5]
-    assert as_floats(DlpackOn(VALUES, 1)).tolist() == VALUES.tolist()
+    assert read([1, 2.5]).tolist() == [1, 2.5]
+    assert read(DlpackOn(VALUES, 1)).tolist() == VALUES.tolist()
     torch = pytest.importorskip("torch")
-    assert as_floats(torch.arange(6, dtype=torch.float16)).tolist() == VALUES.tolist()
+    assert read(torch.arange(6, dtype=torch.float16)).tolist() == VALUES.tolist()
     with pytest.raises(InvalidRequest, match="cannot be read through DLPack"):
-        as_floats(torch.ones(3, requires_grad=True))
+        read(torch.ones(3, requires_grad=True))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_array_on_a_gpu_is_copied_once(copied: list[int], dtype: type[Any]) -> None:
     array = VALUES.astype(dtype).reshape(2, 3)
-    assert as_floats(OnGpu(array)).tolist() == VALUES.reshape(2, 3).tolist()
-    assert copied == [array.nbytes]
+    assert read(OnGpu(array)).tolist() == VALUES.reshape(2, 3).tolist()
+    assert copied == [-1, array.nbytes]
 
 
 def test_dlpack_from_a_gpu_is_copied_once(copied: list[int]) -> None:
     array = VALUES.reshape(2, 3)
-    assert as_floats(DlpackOn(array, 2)).tolist() == array.tolist()
-    assert copied == [array.nbytes]
+    assert read(DlpackOn(array, 2)).tolist() == array.tolist()
+    assert copied == [-1, array.nbytes]
     with pytest.raises(InvalidRequest, match="must be contiguous"):
-        as_floats(DlpackOn(array[:, :2], 2))
+        read(DlpackOn(array[:, :2], 2))
+
+
+def test_float32_on_a_gpu_stays_there_until_it_is_wanted_and_its_rows_know_where_they_lie(copied: list[int]) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    found = as_vectors(OnGpu(array))
+    assert isinstance(found, DeviceVectors)
+    assert copied == [-1]
+    assert (found.shape, found.ndim, len(found)) == ((4, 3), 2, 4)
+    assert found.span == (array.ctypes.data, 48, 0)
+    rows = list(found[1:9])
+    assert [row.span.address - array.ctypes.data for row in rows] == [12, 24, 36]
+    assert [row.span.shape for row in rows] == [(3,)] * 3
+    array[2] = 7  # whoever changes it changes the query
+    assert rows[1].on_host().tolist() == [7, 7, 7]
+    array[2] = 8
+    assert rows[1].on_host().tolist() == [7, 7, 7]  # one copy is made, and kept
+    assert copied == [-1, 12]
+    assert found[2:2].shape == (0, 3)
+
+
+def test_float32_on_a_gpu_is_kept_alive_by_what_refers_to_it(copied: list[int]) -> None:
+    array = OnGpu(VALUES)
+    gone = weakref.ref(array)
+    found = as_vectors(array.reshaped(2, 3))
+    rows = list(found)
+    del array, found
+    assert gone() is not None
+    del rows
+    assert gone() is None
 
 
 def test_the_stream_that_still_writes_is_waited_for(copied: list[int]) -> None:
-    as_floats(OnGpu(VALUES, stream=7))
+    read(OnGpu(VALUES, stream=7))
     assert copied == [-7, VALUES.nbytes]
 
 
@@ -118,13 +108,13 @@ def test_an_interface_that_cannot_be_is_refused_before_anything_is_copied(
     copied: list[int], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        as_floats(OnGpu(VALUES, **changes))
+        read(OnGpu(VALUES, **changes))
     assert copied == []
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="DLPack's type 10"):
-        as_floats(DlpackOn(VALUES, 10))
+        read(DlpackOn(VALUES, 10))
 
 
 def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do() -> None:
@@ -132,11 +122,11 @@ def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do(
     if cuda.cudaGetDeviceCount()[0] == cuda.cudaError_t.cudaSuccess:
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidRequest, match=r"it lies on a GPU, and CUDA says .* copy it to the host"):
-        as_floats(OnGpu(VALUES))
+        read(OnGpu(VALUES))
 
 
 def test_without_the_extra_an_array_on_a_gpu_is_refused_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "runtime.retrieval.gpu_vectors", None)
     for array in (OnGpu(VALUES), DlpackOn(VALUES, 2)):
         with pytest.raises(InvalidRequest, match=r"needs the extra \[cuda\]"):
-            as_floats(array)
+            read(array)
