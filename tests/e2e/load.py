@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.e2e.node import RunningNode
+from tests.waiting import eventually
 
 GENERATE: dict[str, Any] = {
     "model": "tiny",
@@ -42,6 +43,12 @@ def load(node: RunningNode, searchers: int = 4, generators: int = 1) -> Iterator
         ended.set()
         for thread in asking:
             thread.join(timeout=60)
+
+
+def wait_for_more(answers: Counter[int], count: int) -> None:
+    """Until more than `count` good answers have come since now."""
+    before = answers[200]
+    eventually(lambda: answers[200] > before + count, 60, f"{count} answers more")
 
 
 @contextmanager

@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import psutil
 from runtime.errors import Unavailable
 from runtime.node.control import NodeStatus, node_status
 from runtime.node.run_dir import NodeInfo, find_node
+from tests.waiting import eventually
 
 START_S = 240.0  # bounds a wait that would never end, not a start on a busy machine
 
@@ -91,6 +91,14 @@ class RunningNode:
             with error:
                 return error.code, json.loads(error.read())
 
+    def wait_idle(self) -> None:
+        """Until no worker and no frontend has a request."""
+        for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
+            self._wait_for_none(gauge)
+
+    def _wait_for_none(self, gauge: str) -> None:
+        eventually(lambda: self.metric(gauge) == 0, 20, f"{gauge} to be 0")
+
     def pids(self) -> list[int]:
         return [self.process.pid, *(worker.pid for worker in self.status().workers if worker.pid)]
 
@@ -110,14 +118,6 @@ def self_health(url: str) -> int:
             return error.code
     except OSError:
         return 0
-
-
-def eventually(condition: Callable[[], bool], within_s: float, what: str) -> None:
-    """Poll until `condition` holds. The bound only ends a test that would hang."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {within_s:.0f} s for {what}"
-        time.sleep(0.02)
 
 
 def leftovers(token: str, pids: list[int], run_dir: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dashboards.tools import tool
-from tests.e2e.node import eventually
+from tests.waiting import eventually
 
 CONFIG = """
 global:

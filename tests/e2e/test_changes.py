@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import CONFIG
-from tests.e2e.load import load
-from tests.e2e.node import RunningNode, eventually
+from tests.e2e.load import load, wait_for_more
+from tests.e2e.node import RunningNode
+from tests.waiting import eventually
 
 START_S = 300.0
 TWO_POOLS = """
@@ -43,7 +44,7 @@ def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, m
     node = RunningNode(config, run_dir, start_s=START_S)
     try:
         with load(node, searchers=0, generators=3) as answers:
-            eventually(lambda: answers[200] > 3, 60, "answers")
+            wait_for_more(answers, 3)
             assert "add one first" in workers(node, "flip", "prefill")
             for words, said in (
                 (("add", "prefill"), "prefill-1 is ready"),
@@ -51,8 +52,7 @@ def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, m
                 (("drain", "decode", "--name", "decode-0"), "decode-0 has left"),
             ):
                 assert workers(node, *words) == said
-                before = answers[200]
-                eventually(lambda before=before: answers[200] > before + 3, 60, "answers afterwards")  # type: ignore[misc]
+                wait_for_more(answers, 3)
         assert set(answers) == {200}
         assert {w.name for w in node.status().workers} == {"pool-0", "frontend-0", "prefill-1", "decode-1"}
         assert node.metric("trinity_requests_total", outcome="failed") == 0
@@ -70,8 +70,7 @@ def test_a_gpu_with_a_pool_worker_is_drained_and_comes_back_under_load_and_no_se
     try:
         with load(node, searchers=4, generators=0) as answers:
             for verb, said in (("drain", "pool-1 has left"), ("add", "pool-1 is ready")):
-                before = answers[200]
-                eventually(lambda before=before: answers[200] > before + 20, 60, "answers")  # type: ignore[misc]
+                wait_for_more(answers, 20)
                 assert workers(node, verb, "--gpu", "cuda:1") == said
             eventually(lambda: node.metric("trinity_pool_queries_total", worker="pool-1") > 5, 60, "its share of them")
         assert set(answers) == {200}

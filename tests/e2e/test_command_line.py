@@ -10,7 +10,8 @@ import pytest
 
 from runtime.node.run_dir import find_node
 from tests.e2e.conftest import CONFIG
-from tests.e2e.node import START_S, RunningNode, eventually
+from tests.e2e.node import START_S, RunningNode
+from tests.waiting import eventually
 
 
 def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:

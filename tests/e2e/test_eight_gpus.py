@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtime.node.worker import EXIT_CONFIG
-from tests.e2e.node import RunningNode, eventually
+from tests.e2e.node import RunningNode
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,7 +15,8 @@ from ipc import bind, new_token, private_endpoint
 from launchers.http_client import stream
 from runtime.errors import TrinityError
 from tests.e2e.conftest import StartNode
-from tests.e2e.node import RunningNode, eventually, leftovers, prompts, token_of
+from tests.e2e.node import RunningNode, leftovers, prompts, token_of
+from tests.waiting import eventually
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -62,8 +63,7 @@ def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Runn
     for was in before.workers:
         assert after[was.name].restarts == was.restarts + (was.name == worker)
     assert end_of(node, bodies[0]) == "length"
-    for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
-        eventually(lambda gauge=gauge: node.metric(gauge) == 0, 20, f"{gauge} to be 0")  # type: ignore[misc]
+    node.wait_idle()
 
 
 def test_a_killed_pool_delays_searches_instead_of_failing_them(node: RunningNode) -> None:

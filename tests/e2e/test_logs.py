@@ -10,8 +10,9 @@ from runtime.node.log_format import parse
 from runtime.node.log_reader import read
 from tests.e2e.conftest import StartNode
 from tests.e2e.load import GENERATE, SEARCH
-from tests.e2e.node import RunningNode, eventually
+from tests.e2e.node import RunningNode
 from tests.node.test_log_reader import trinity_logs
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from dashboards.rules import alerts, rules_yaml
 from tests.dashboards.tools import promtool
 from tests.e2e.conftest import StartNode
 from tests.e2e.load import load, slowed
-from tests.e2e.node import RunningNode, eventually
+from tests.e2e.node import RunningNode
 from tests.e2e.prometheus import Prometheus
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)  # the first one starts a node, a Prometheus and load
 

@@ -15,7 +15,8 @@ from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import load_embedder
-from tests.e2e.node import RunningNode, eventually, prompts
+from tests.e2e.node import RunningNode, prompts
+from tests.waiting import eventually
 
 CHAT = {
     "model": "tiny",
@@ -153,8 +154,7 @@ def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningN
     eventually(
         lambda: node.metric("trinity_requests_total", outcome="cancelled") == cancelled + 3, 20, "three cancellations"
     )
-    for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
-        eventually(lambda gauge=gauge: node.metric(gauge) == 0, 20, f"{gauge} to be 0")  # type: ignore[misc]
+    node.wait_idle()
     assert node.metric("trinity_kv_cache_usage_perc") == 0
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import CONFIG
-from tests.e2e.load import load
-from tests.e2e.node import RunningNode, eventually
+from tests.e2e.load import load, wait_for_more
+from tests.e2e.node import RunningNode
 
 START_S = 300.0
 
@@ -23,13 +23,12 @@ def test_prefill_and_decode_workers_restart_under_load_and_no_request_is_lost(
     node = RunningNode(config, tmp_path / "run", start_s=START_S)
     try:
         with load(node, searchers=0, generators=3) as answers:
-            eventually(lambda: answers[200] > 5, 60, "answers")
+            wait_for_more(answers, 5)
             for worker in ("decode-0", "prefill-1"):
                 restart = [sys.executable, "-m", "launchers.main", "restart", str(tmp_path / "run"), "--worker", worker]
                 run = subprocess.run(restart, capture_output=True, text=True, timeout=START_S, check=False)
                 assert run.returncode == 0, run.stderr
-                before = answers[200]
-                eventually(lambda before=before: answers[200] > before + 5, 60, "answers afterwards")  # type: ignore[misc]
+                wait_for_more(answers, 5)
         assert set(answers) == {200}
         epochs = {worker.name: worker.epoch for worker in node.status().workers}
         assert (epochs["decode-0"], epochs["decode-1"]) == (2, 1)

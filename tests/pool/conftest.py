@@ -13,7 +13,7 @@ from runtime.pool import process
 from runtime.retrieval import dispatch, pool_session
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.collection import Collection
-from tests.pool.pools import InProcessPool, plan_of
+from tests.pool.pools import InProcessPool, Vectors, plan_of
 
 DIM = 16
 
@@ -32,7 +32,7 @@ def index(collection: Path) -> GraphIndex:
 
 
 @pytest.fixture(scope="session")
-def queries() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def queries() -> Vectors:
     return np.random.default_rng(1).normal(size=(60, DIM)).astype(np.float32)
 
 

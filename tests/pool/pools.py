@@ -3,10 +3,13 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ipc import RingClient
 from runtime.node.config import parse_config
@@ -17,6 +20,9 @@ from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.results import SearchResult
+from tests.waiting import until
+
+Vectors = npt.NDArray[np.float32]
 
 
 def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, **pool: Any) -> NodePlan:
@@ -85,14 +91,6 @@ class InProcessPool:
         metric: Metric = next(metric for metric in self._metrics if metric.name == name)
         values = self.table.read(metric)
         return sum(values[:-1]) if metric.kind == "histogram" else values[0]
-
-
-def until(condition: Callable[[], object], do: Callable[[], object] = lambda: None) -> None:
-    """Do something until `condition` holds. The bound only ends a test that would hang."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "waited for 60 s"
-        do()
 
 
 def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import uvloop
 
@@ -16,9 +15,8 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Trinity
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval import dispatch
 from tests.pool.conftest import MakePool
-from tests.pool.pools import InProcessPool, plan_of
+from tests.pool.pools import InProcessPool, Vectors, plan_of
 
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
 Run = Callable[[Callable[[AsyncSearchClient], Awaitable[None]]], None]
 
 

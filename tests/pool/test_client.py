@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gpu import GraphIndex
@@ -18,9 +17,8 @@ from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval import dispatch, pool_session
 from runtime.retrieval.client import SearchClient
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, attached, collect, plan_of, until
-
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
+from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from gpu.cuda.engine import CudaEngine
 from runtime.pool import process
 from tests.cuda.emulation import EmulatedDriver, emulator
 from tests.pool.conftest import MakePool
-from tests.pool.test_process import Vectors, ask, collect
+from tests.pool.pools import Vectors
+from tests.pool.test_process import ask, collect
 
 
 @pytest.fixture(params=[1, 8])

@@ -28,9 +28,9 @@ from runtime.retrieval.client import SearchClient
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import attached, plan_of, until
+from tests.pool.pools import Vectors, attached, plan_of
+from tests.waiting import until
 
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
 CLIENT_ROUNDS = 60
 POOL_ROUNDS = 40
 

@@ -11,9 +11,8 @@ from gpu import GraphIndex
 from ipc import Draining, Result, RingClient
 from runtime.pool import process
 from tests.pool.conftest import MakePool
-from tests.pool.pools import InProcessPool, until
-
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
+from tests.pool.pools import InProcessPool, Vectors
+from tests.waiting import until
 
 
 def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Result]:

@@ -12,9 +12,7 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.retrieval import batch as batch_module
 from runtime.retrieval import dispatch
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import attached, collect, plan_of
-
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
+from tests.pool.pools import Vectors, attached, collect, plan_of
 
 
 @pytest.mark.parametrize("ring_slots", [2, 3, 256])

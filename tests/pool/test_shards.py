@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from runtime.node.placement import NodePlan
 from runtime.retrieval import dispatch
 from runtime.retrieval.collection import Collection
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, attached, collect, plan_of, until
-
-Vectors = np.ndarray[Any, np.dtype[np.float32]]
+from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
+from tests.waiting import until
 
 
 def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
