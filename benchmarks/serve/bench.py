@@ -89,9 +89,15 @@ class Bench:
 
     def of_prompt(self, prompt: str | Sequence[int], output_tokens: int, **more: Any) -> Body:
         """A greedy completion of exactly so many tokens."""
+        return self._greedy(output_tokens, {"prompt": prompt, **more})
+
+    def of_chat(self, messages: Sequence[dict[str, str]], output_tokens: int, **more: Any) -> Body:
+        """A chat's next turn, of exactly so many tokens."""
+        return self._greedy(output_tokens, {"messages": messages, **more})
+
+    def _greedy(self, output_tokens: int, more: Body) -> Body:
         return {
             "model": self.info.name,
-            "prompt": prompt,
             "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,

@@ -48,7 +48,8 @@ async def _stream(url: str, body: Body, outcome: Outcome) -> None:
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 22)
     try:
         data = msgspec.json.encode({"stream": True, **body})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
         while line := await reader.readline():
             if line.startswith(b"data: {"):  # an event is one chunk of the response: it begins a line

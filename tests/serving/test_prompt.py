@@ -89,6 +89,24 @@ def test_passages_have_a_budget_of_their_own(tokenizer: Tokenizer) -> None:
     assert build_prompt(tokenizer, ASKED, passages=long, budget_tokens=2000, passage_tokens=0).used == ()
 
 
+def test_a_long_request_is_tokenized_once_more_for_its_passages_and_the_prompt_is_the_same(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, near = "word " * 500, [passage("a", 0.1), passage("b", 0.2)]
+    expected = build_prompt(tokenizer, prompt=long, passages=near, budget_tokens=4000, passage_tokens=100)
+    bare = build_prompt(tokenizer, prompt=long, budget_tokens=4000).tokens
+    encode, lengths = tokenizer.encode, []
+
+    def counted(text: str, **more: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    prompt = build_prompt(tokenizer, prompt=long, passages=near, budget_tokens=4000, passage_tokens=100, bare=bare)
+    assert prompt == expected
+    assert sum(length >= len(long) for length in lengths) == 1
+
+
 def test_a_request_over_the_budget_is_refused_with_both_numbers_and_its_field(tokenizer: Tokenizer) -> None:
     size = len(tokenizer.chat(ASKED))
     with pytest.raises(ContextLengthExceeded, match=f"{size} tokens; {size - 1} are left") as caught:

@@ -10,6 +10,7 @@ from runtime.serving.model.tokenizer import Tokenizer
 
 _INSTRUCTION = "Answer the question with the help of these passages."
 _FEWEST_TOKENS = 16  # of a passage that is cut: less of one says nothing
+_FRAME_TOKENS = 64  # about what the instruction adds, and its place in a chat, at the most
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,24 @@ def build_prompt(
     *,
     budget_tokens: int,
     passage_tokens: int | None = None,
+    bare: Sequence[int] | None = None,
 ) -> Prompt:
     """The tokens of a chat (its template rendered) or of a raw prompt, with passages in front, at most `budget_tokens`.
 
     Passages become part of the system message, or a block before a raw prompt. They get what the request leaves of the
-    budget, at most `passage_tokens`: the nearest come first, the last is cut, the rest is dropped.
+    budget, at most `passage_tokens`: the nearest come first, the last is cut, the rest is dropped. `bare` are the
+    tokens without passages, for who has them already: a long text is not tokenized again.
     Raises `ContextLengthExceeded` if the request alone is over the budget.
     """
-    bare = _render(tokenizer, messages, prompt, "")
+    bare = _render(tokenizer, messages, prompt, "") if bare is None else list(bare)
     if len(bare) > budget_tokens:
         raise ContextLengthExceeded(
             f"the prompt has {len(bare)} tokens; {budget_tokens} are left for it in the model's context",
             "messages" if messages else "prompt",
         )
-    framed = len(_render(tokenizer, messages, prompt, _block([]))) if passages else 0
-    room = budget_tokens - framed
+    room = budget_tokens - len(bare) - _FRAME_TOKENS
+    if passages and (passage_tokens is None or room < passage_tokens):  # the budget binds: count exactly
+        room = budget_tokens - len(_render(tokenizer, messages, prompt, _block([])))
     if passage_tokens is not None:
         room = min(room, passage_tokens)
     while True:

@@ -153,9 +153,9 @@ class PrefillWorker:
             raise InvalidRequest(
                 f"token id {max(bare.tokens)} in the prompt; the vocabulary has {self._model.info.vocabulary}", "prompt"
             )
+        job.tokens = bare.tokens
         retrieval = request.retrieval
         if retrieval is None:
-            job.tokens = bare.tokens
             self._waiting.append(job)
             return
         text = query_text(self._model.tokenizer, request.messages, request.prompt)
@@ -194,6 +194,7 @@ class PrefillWorker:
             found.passages,
             budget_tokens=self._prompt_budget(job.request),
             passage_tokens=self._limits.passage_tokens,
+            bare=job.tokens,
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         self._link.send(Retrieved(job.id, prompt.used, stages=job.stages))
