@@ -1,4 +1,4 @@
-"""The search engine on a GPU: correct? how fast? beside what? One run, one JSON file, one table.
+"""Search and the model on a GPU: correct? how fast? beside what? One run, one JSON file, one table.
 
     python -m benchmarks.gpu_check --data DIR [--set NAME] [--index DIR] [--device cuda:0] [--out DIR]
     python -m benchmarks.gpu_check --dry-run          every step on the CPU backend, at a tiny size
@@ -21,7 +21,7 @@ from pathlib import Path
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "4")
 
-from benchmarks.gpu_check import correctness, exchange, load, peers, sanitizer, steps  # noqa: E402
+from benchmarks.gpu_check import correctness, exchange, handover, load, model, peers, sanitizer, steps  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
@@ -29,6 +29,8 @@ from gpu import DeviceUnavailable  # noqa: E402
 SECTIONS = {
     "correctness": correctness.check,
     "exchange": exchange.check,
+    "model": model.check,
+    "handover": handover.check,
     "steps": steps.check,
     "load": load.check,
     "cuvs": peers.check,

@@ -25,7 +25,7 @@ def markdown(setup: "Setup", outcomes: dict[str, Outcome]) -> str:
     """The whole run as a page."""
     settings = ", ".join(f"{name} {value}" for name, value in setup.settings.items())
     machine = ", ".join(f"{name}: {value}" for name, value in setup.machine.items())
-    lines = [f"# The search engine on {setup.device_name}", "", f"{settings}.", "", f"{machine}.", ""]
+    lines = [f"# Search and the model on {setup.device_name}", "", f"{settings}.", "", f"{machine}.", ""]
     lines += ["| section | what | value |", "|---|---|---:|"]
     for name, outcome in outcomes.items():
         lines += [f"| {name} | {what} | {value} |" for what, value in outcome.lines]

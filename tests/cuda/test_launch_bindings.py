@@ -169,7 +169,7 @@ def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(library: Path
 import numpy as np
 from ipc.cuda_memory import CudaMemory
 from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.device_memory import CudaReference
+from ipc.device_memory import CudaReference, DeviceSpan
 owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0")
 arena = DeviceArena(owner, 2, 64, 1)
 number, lease = arena.lease(2)
@@ -180,12 +180,16 @@ out = np.zeros(16, np.float32)
 arena.take(number, client.write(np.arange(16, dtype=np.float32)), out)
 print(out.tolist() == list(range(16)), peer.word(64), peer.word(128), peer.idle())
 named = CudaMemory.create(64, "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
+peer.read(arena._offset, DeviceSpan(named.__cuda_array_interface__["data"][0], 64))
+seen = np.zeros(16, np.float32)
+named.read(0, seen)
+print(seen.tolist() == out.tolist())
 print(named.reference.device, named.__cuda_array_interface__["shape"])
 client.close()
 arena.close()
 """
     out, calls = run(library, script)
-    assert out == ["True 1 1 True", "cuda:1 (64,)"]
+    assert out == ["True 1 1 True", "True", "cuda:1 (64,)"]
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWaitValue32 1 0 there", "cuStreamWriteValue32 1 0"]
     assert "cuIpcOpenMemHandle 1" in calls  # peer access when it is needed

@@ -16,10 +16,12 @@ from gpu import CpuEngine, GraphIndex, SearchParams
 from tests.gpu.cases import clustered
 
 
+@pytest.mark.timeout(400)  # processes that import torch, on as many cores as there are
 def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    assert list(record["sections"]) == ["correctness", "exchange", "steps", "load", "cuvs", "sanitizer"]
+    sections = ["correctness", "exchange", "model", "handover", "steps", "load", "cuvs", "sanitizer"]
+    assert list(record["sections"]) == sections
     assert record["settings"]["vectors"] == 1500
     assert record["sections"]["load"]["data"]["capacity_per_s"] > 0
     assert len(record["sections"]["steps"]["data"]["roofline"]["measured"]) == 5
@@ -27,6 +29,9 @@ def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path
     forms = ("16 extends a launch, loop", "16 extends a launch, fused")
     for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC"):
         assert f"| {what} | skipped: no GPU" in page
+    assert "| model | same greedy tokens as transformers on the CPU | 3 of 3 prompts |" in page
+    assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
+    assert record["sections"]["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
     assert "| cuvs |  | skipped: no GPU |" in page
     assert "FAILED" not in page
 

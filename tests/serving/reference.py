@@ -8,17 +8,18 @@ from typing import Any
 class Reference:
     """A model as transformers loads and runs it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         self._torch = torch
-        self._network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._device = device
+        self._network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
 
     def generate(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """The `tokens` greedy tokens after `prompt`; the end token is a token like any other."""
-        ids = self._torch.tensor([list(prompt)])
+        ids = self._torch.tensor([list(prompt)], device=self._device)
         output = self._network.generate(
             ids,
             attention_mask=self._torch.ones_like(ids),
@@ -32,4 +33,4 @@ class Reference:
     def logits(self, tokens: Sequence[int]) -> Any:
         """Logits [len(tokens), vocabulary] of one pass over a whole sequence."""
         with self._torch.inference_mode():
-            return self._network(input_ids=self._torch.tensor([list(tokens)])).logits[0]
+            return self._network(input_ids=self._torch.tensor([list(tokens)], device=self._device)).logits[0]

@@ -8,7 +8,7 @@ from runtime.serving.kv.transfer import KvArray, Transfer
 
 
 class SwapSpace:
-    """`blocks` places for blocks of KV arrays like `kv`. Memory is taken when places are first used."""
+    """`blocks` places for blocks of KV arrays like `kv`. On a CPU memory is taken when places are first used."""
 
     def __init__(self, kv: KvArray, blocks: int) -> None:
         self.total = blocks

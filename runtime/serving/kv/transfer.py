@@ -116,7 +116,8 @@ class Transfer:
     def _copy(self, layer: int, runs: Sequence[Run]) -> None:
         source, target = self._source[layer], self._target[layer]
         for taken, given, count in runs:
-            target[:, given : given + count] = source[:, taken : taken + count]
+            for side in (0, 1):  # each is one piece of memory, there and here
+                target[side, given : given + count] = source[side, taken : taken + count]
 
 
 def _runs(taken: Sequence[int], given: Sequence[int]) -> Iterator[Run]:
