@@ -9,6 +9,8 @@ from runtime.pool.scheduler import Round, Scheduler
 class FifoScheduler(Scheduler[Request]):
     """One queue, N slots, first come first served; nobody is paused, refused for a deadline's sake, or kept waiting."""
 
+    stretch = 0
+
     @property
     def width(self) -> int:
         return self._policy.slots

@@ -24,6 +24,7 @@ from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _ROUND_NS = 100_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
+_FULL_ROUND_NS = 3 * _ROUND_NS  # the same while others wait already: a look takes a fifth of the shorter time
 _TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
 _SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
@@ -50,7 +51,6 @@ class Pool:
         self._slots: list[Entry[Request] | None] = [None] * policy.engine_slots  # who has the engine's slot
         self._begin_ns = [0] * policy.engine_slots  # since when
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
-        self._advanced = (0, 0)  # active queries and extends of this round
         self._table_ns = 0  # when gauges are written next
         self._arena = _arena(worker, max(self._engine.dims.values()))
         self._server = RingServer(
@@ -98,23 +98,18 @@ class Pool:
 
     def step(self) -> None:
         """One round of the loop."""
-        begin_ns = time.monotonic_ns()
         self._table.beat()
         self._receive()
         self._schedule()
         finished = self._extend()
         self._publish(finished)
-        self._measure(begin_ns)
+        self._tell()
         if not self._engine.active_slots:
             self._rest()
 
-    def _measure(self, begin_ns: int) -> None:
-        """Tell the scheduler what an extend cost, and now and then the table how things are."""
+    def _tell(self) -> None:
+        """Now and then the table learns how things are."""
         now = time.monotonic_ns()
-        active, extends = self._advanced
-        if extends:
-            self._scheduler.cost.learn(active, (now - begin_ns) / extends)
-            self._advanced = (0, 0)
         if now >= self._table_ns:
             self._table_ns = now + _TABLE_NS
             self._turn_knobs()
@@ -186,11 +181,11 @@ class Pool:
         for entry in changes.admitted:
             self._admit(entry, now)
         for entry in changes.paused:
-            if entry in self._slots:  # it may have been refused by the engine just now
-                self._engine.pause(self._slots.index(entry))
+            if entry.slot >= 0:  # it may have been refused by the engine just now
+                self._engine.pause(entry.slot)
                 self._table.add("trinity_pool_preemptions_total")
         for entry in changes.resumed:
-            self._engine.resume(self._slots.index(entry))
+            self._engine.resume(entry.slot)
 
     def _admit(self, entry: Entry[Request], now: int) -> None:
         request = entry.query
@@ -201,7 +196,7 @@ class Pool:
             self._scheduler.left(entry)
             self._refuse(request, "invalid_request")
             return
-        self._slots[slot], self._begin_ns[slot] = entry, now
+        self._slots[slot], self._begin_ns[slot], entry.slot = entry, now, slot
         wait = POOL_WAIT_PREFILL if entry.stage == "prefill" else POOL_WAIT_DECODE
         self._table.observe(wait, (now - request.enqueue_ns) / 1e9)
 
@@ -212,14 +207,15 @@ class Pool:
         active = self._engine.active_slots
         if not active:
             return []
-        end = time.monotonic_ns() + _ROUND_NS
+        begin = time.monotonic_ns()
+        limit = _FULL_ROUND_NS if any(self._scheduler.waiting.values()) else _ROUND_NS
         engine = self._engine
         finished, extends = engine.extend(), engine.extends_made
-        while not len(finished) and time.monotonic_ns() < end:
+        while not len(finished) and time.monotonic_ns() - begin < limit:
             finished = engine.extend()
             extends += engine.extends_made
-        self._advanced = (active, extends)
         self._scheduler.advanced(extends)
+        self._scheduler.cost.learn(active, (time.monotonic_ns() - begin) / extends)
         self._table.add("trinity_pool_extends_total", extends)
         self._table.add("trinity_pool_slot_steps_total", extends * active)
         self._table.add("trinity_pool_padded_slot_steps_total", extends * engine.padded_slots)

@@ -1,20 +1,25 @@
 """Which queries are active in the next extend. Pure: no clock, no engine, no ring; the simulator runs it as it is.
 
 Two queues. Q_pre holds prefill queries, the least slack first: slack = due − (now + Ê·T_ext), where `due` is the
-arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries, first come first served.
+arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries by their *turns*: the arrival plus
+`stretch` times what a query of that size takes alone. So a short one passes long ones that came a little earlier;
+those whose Ê have as many bits are alike, and are served first come, first served.
 
 - **Reserve.** Of N slots ⌈rN⌉ are owed to prefill: while fewer are prefill's and its queries wait, every slot that
   comes free is theirs. Beyond that prefill goes first too, until decode's next query has aged: then the older one does.
   A share that one stage cannot fill goes to the other at once.
 - **Preemption.** A waiting prefill query without slack left takes an active decode query's place while fewer than
   ⌈rN⌉ are prefill's, and while prefill queries run, only as many decode queries are active beside them as let the most
-  pressed one be answered in time, by the measured cost of an extend. The others are paused: they keep their engine
-  slots and go on before any waiting decode query. None is paused more than `max_pauses` times. Pauses never make the
-  batch so narrow that too much of an extend is its fixed part (see Width): where an extend costs the same however many
-  are in it, as on a GPU, nobody is paused for a speed that would not come.
-- **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the oldest has
-  the next place and is not paused any more. So the decode query with `p` before it is answered, whatever prefill does,
-  no later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query) after it came.
+  pressed one be answered in time, by the measured cost of an extend. In a full batch, a waiting decode query takes the
+  place of an active one whose turn is after its own and that has `_MUCH_LONGER` times its extends left. The others are
+  paused: they keep their engine slots and their turns. None is paused more than `max_pauses` times. Pauses never make
+  the batch so narrow that too much of an extend is its fixed part (see Width): where an extend costs the same however
+  many are in it, as on a GPU, nobody is paused for a speed that would not come.
+- **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the one whose
+  turn it is has the next place and is not paused any more. So a decode query is answered, whatever prefill does, no
+  later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query) after it came, with `p`
+  others that were active then or have turns before its own. However many come, `p` grows no more once it has waited
+  for `stretch` times what its size takes alone.
 - **Width.** A narrow batch is faster for those in it and wastes more of each extend on its fixed part. The batch is as
   wide as keeps the waste under `waste` of the rest, N slots at most. Everyone who waits pays for the waste, so the more
   wait the less is put up with; unless prefill is to be answered as soon as possible (L_pre,max = 0): then the batch
@@ -32,11 +37,12 @@ from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool.estimate import ExtendCost, ExtendEstimate
 from runtime.pool.policy import Policy
-from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, PrefillQueue
-from runtime.pool.running import RunningBatch
+from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, Queue
+from runtime.pool.running import RunningBatch, turn
 
 T = TypeVar("T")
 _CROWD = 4  # queries that wait, at which only half the waste is put up with (1 or 16 do alike)
+_MUCH_LONGER = 2.0  # in extends that are left, for a decode query to give its place to another
 _URGENT_WASTE = 0.25  # of capacity, at most, for prefill queries that are to be answered as soon as possible
 
 
@@ -57,13 +63,15 @@ class Scheduler(Generic[T]):
     (`advanced`, `cost.learn`), and who left its slot (`finished`, `left`) or its queue (`remove`).
     """
 
+    stretch = 8  # more would bring short decode queries little, and cost long ones more
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.reserve = policy.reserve
         self.flush_prefill_ns = policy.flush_prefill_ns
         self.extends = ExtendEstimate()
         self.cost = ExtendCost()
-        self._prefill: PrefillQueue[T] = PrefillQueue()
+        self._prefill: Queue[T] = Queue()
         self._decode: DecodeQueue[T] = DecodeQueue()
         self._batch: RunningBatch[T] = RunningBatch(policy.max_pauses)
         self._done = 0  # extends so far
@@ -120,6 +128,7 @@ class Scheduler(Generic[T]):
         if entry.deadline_ns != NEVER_NS and self._finish_ns(entry, now_ns) >= entry.deadline_ns:
             raise DeadlineExceeded("the pool cannot answer the query before its deadline")
         if entry.stage == "decode":
+            self._decode.place(entry, self.stretch * self.cost.of(1))
             self._decode.push(entry)
             return
         entry.due_ns = min(entry.deadline_ns, entry.arrival_ns + policy.prefill_target_ns)
@@ -131,7 +140,7 @@ class Scheduler(Generic[T]):
         ahead = 0.0
         if entry.stage == "decode":
             width = self.width
-            ahead = self._decode.work / width * self.cost.of(width)
+            ahead = self._decode.work_before(entry) / width * self.cost.of(width)
         return now_ns + int(ahead + entry.extends * self.cost.of(1))
 
     def advanced(self, extends: int) -> None:
@@ -164,10 +173,12 @@ class Scheduler(Generic[T]):
         if not batch.held and self.held_until(now_ns) is not None:
             return changes
         if now_ns - self._decode_ran_ns >= self._policy.decode_stall_ns and batch.active < width:
-            self._let_oldest_decode_run(changes)
+            self._let_one_decode_run(changes)
         if self._prefill:
             self._preempt(now_ns, width, changes)
         self._fill(now_ns, width, changes)
+        if self._decode and not self._prefill:
+            self._let_shorter_run(width, changes)
         if batch.prefill:
             self._make_room(now_ns, width, changes)
         return changes
@@ -182,7 +193,7 @@ class Scheduler(Generic[T]):
         if prefill:
             until = min(prefill.front.arrival_ns + self.flush_prefill_ns, prefill.front.start_by_ns)
         if decode:
-            until = min(until, decode.front.arrival_ns + self._policy.flush_ns)
+            until = min(until, decode.oldest_ns + self._policy.flush_ns)
         return until if until > now_ns else None
 
     def _drop_late(self, now_ns: int, changes: Round[T]) -> None:
@@ -194,7 +205,7 @@ class Scheduler(Generic[T]):
                     break
                 changes.late.append(queue.take())
 
-    def _let_oldest_decode_run(self, changes: Round[T]) -> None:
+    def _let_one_decode_run(self, changes: Round[T]) -> None:
         if self._may_start("decode"):
             self._batch.settle(self._start("decode", changes))
 
@@ -202,7 +213,7 @@ class Scheduler(Generic[T]):
         """Decode queries give their places to waiting prefill queries without slack, as far as prefill is owed them."""
         batch, owed = self._batch, self.reserved(width)
         while batch.active >= width and len(batch.prefill) < owed and self._may_start("prefill"):
-            if self._prefill.front.start_by_ns > now_ns or not self._pause(changes):
+            if self._prefill.front.start_by_ns > now_ns or not self._pause_last(changes):
                 return
             self._start("prefill", changes)
 
@@ -218,11 +229,26 @@ class Scheduler(Generic[T]):
             if stage == "prefill":
                 room = self._decode_room(now_ns, width)
 
+    def _let_shorter_run(self, width: int, changes: Round[T]) -> None:
+        """Decode queries give their places to much shorter ones whose turn is before theirs.
+
+        Half of the spare slots are left to prefill.
+        """
+        batch, policy = self._batch, self._policy
+        while batch.active >= width and self._decode and batch.held < policy.slots + policy.spare // 2:
+            longer, shorter = batch.last(), self._next_decode()
+            if shorter in batch.paused or longer is None or longer.start_by_ns <= shorter.start_by_ns:
+                return
+            if self._left(longer) < _MUCH_LONGER * shorter.extends:
+                return
+            self._pause(longer, changes)
+            self._start("decode", changes)
+
     def _make_room(self, now_ns: int, width: int, changes: Round[T]) -> None:
         """Pause decode queries until those that are left let prefill be in time."""
         room = self._decode_room(now_ns, width)
         while len(self._batch.decode) > room:
-            if not self._pause(changes):
+            if not self._pause_last(changes):
                 return
 
     def _choose(self, now_ns: int, width: int) -> Stage | None:
@@ -264,25 +290,38 @@ class Scheduler(Generic[T]):
         return bool(queue) and batch.held < self._policy.engine_slots
 
     def _next_decode(self) -> Entry[T]:
-        return self._batch.paused[0] if self._batch.paused else self._decode.front
+        """Whose turn it is, paused or waiting. There is one that may start."""
+        paused, waiting = self._batch.paused, self._decode
+        if not paused:
+            return waiting.front
+        if waiting and self._batch.held < self._policy.engine_slots:
+            return min(paused[0], waiting.front, key=turn)
+        return paused[0]
 
     def _start(self, stage: Stage, changes: Round[T]) -> Entry[T]:
-        """The next query of a stage becomes active: of decode's, a paused one before those that wait."""
-        if stage == "decode" and self._batch.paused:
-            entry = self._batch.resume()
-            changes.resumed.append(entry)
+        """The next query of a stage becomes active."""
+        batch = self._batch
+        if stage == "decode" and batch.paused and self._next_decode() is batch.paused[0]:
+            entry = batch.resume(self._done)
+            if entry in changes.paused:
+                changes.paused.remove(entry)
+            else:
+                changes.resumed.append(entry)
             return entry
         entry = (self._prefill if stage == "prefill" else self._decode).take()
-        self._batch.admit(entry, self._done)
+        batch.admit(entry, self._done)
         changes.admitted.append(entry)
         return entry
 
-    def _pause(self, changes: Round[T]) -> bool:
-        entry = self._batch.pause_youngest()
-        if entry is None:
-            return False
+    def _pause_last(self, changes: Round[T]) -> bool:
+        entry = self._batch.last()
+        if entry is not None:
+            self._pause(entry, changes)
+        return entry is not None
+
+    def _pause(self, entry: Entry[T], changes: Round[T]) -> None:
+        self._batch.pause(entry, self._done)
         if entry in changes.resumed:
             changes.resumed.remove(entry)
         else:
             changes.paused.append(entry)
-        return True

@@ -70,6 +70,7 @@ def make_pool(collection: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     """Pools that are closed after the test, never sleep for long, and look around after every extend."""
     monkeypatch.setattr(process, "_IDLE_MS", 1.0)
     monkeypatch.setattr(process, "_ROUND_NS", 0)
+    monkeypatch.setattr(process, "_FULL_ROUND_NS", 0)
     monkeypatch.setattr(process, "_TABLE_NS", 0)
     made: list[InProcessPool] = []
 

@@ -163,6 +163,103 @@ def test_what_waited_too_long_for_its_deadline_is_late_before_the_deadline_has_p
     assert names(made.next(50).late) == [1]
 
 
+# ---- short and long decode queries
+
+LONG = Kind("docs", 400, 4)  # 103 extends are expected, eight times as many
+
+
+def advanced(made: Scheduler[int], extends: int) -> Scheduler[int]:
+    made.advanced(extends)
+    return made
+
+
+def test_a_shorter_decode_query_passes_longer_ones_that_came_a_little_earlier() -> None:
+    made = measured(scheduler(1, 0.0), 1, 10)  # an extend of one takes 11: of 128 and of 16 extends, 11,264 and 1,408
+    filled(made, entry("decode", 1), entry("decode", 2, kind=LONG, arrival=1), entry("decode", 3, kind=LONG, arrival=2))
+    for name, arrival in ((4, 9_000), (5, 9_500), (6, 10_000)):
+        filled(made, entry("decode", name, arrival=arrival), now=arrival)
+    order = []
+    for _ in range(6):
+        (one,) = made.next(10_000).admitted
+        made.finished(one, 13 if one.kind is KIND else 103)
+        order.append(one.query)
+    assert order == [1, 4, 5, 2, 3, 6]  # the last came too late for that
+
+
+def test_alike_decode_queries_keep_their_order_whatever_is_learnt_meanwhile() -> None:
+    made = measured(scheduler(1, 0.0), 10, 100)
+    filled(made, entry("decode", 1))
+    measured(made, 0, 1)
+    filled(made, entry("decode", 2, arrival=1), now=1)
+    made.extends.learn(KIND, 9)  # still four bits
+    filled(made, entry("decode", 3, arrival=2), now=2)
+    order = []
+    for _ in range(3):
+        (one,) = made.next(3).admitted
+        made.finished(one, 9)
+        order.append(one.query)
+    assert order == [1, 2, 3]
+
+
+def test_a_long_decode_query_gives_its_place_to_a_much_shorter_one_and_goes_on_where_it_was() -> None:
+    made = filled(measured(scheduler(1, 0.0, spare=2), 1, 10), entry("decode", 1, kind=LONG))
+    made.next(0)
+    filled(advanced(made, 10), entry("decode", 2, arrival=5), now=5)
+    changes = made.next(5)
+    assert (names(changes.paused), names(changes.admitted)) == ([1], [2])
+    short = changes.admitted[0]
+    filled(made, entry("decode", 3, kind=LONG, arrival=6), now=6)
+    made.finished(short, 13)
+    assert made.next(7) == Round(resumed=changes.paused)  # and the other long one waits
+    filled(advanced(made, 68), entry("decode", 4, arrival=8), now=8)
+    assert made.next(8) == Round()  # 25 of its 103 extends are left: less than twice as many
+
+
+def test_a_long_decode_query_keeps_a_place_that_nobody_lacks_and_one_that_is_its_turn() -> None:
+    made = filled(measured(scheduler(2, 0.0, spare=2), 10, 0), entry("decode", 1, kind=LONG))
+    made.next(0)
+    filled(made, entry("decode", 2, arrival=1), now=1)
+    assert made.next(1).paused == []
+    filled(made, entry("decode", 3, arrival=20_000), now=20_000)
+    assert made.next(20_000) == Round()
+
+
+def test_shorter_decode_queries_leave_half_of_the_spare_slots_to_prefill() -> None:
+    made = measured(scheduler(4, 0.5, spare=4), 1000, 0)
+    filled(made, *(entry("decode", name, kind=LONG) for name in range(4)))
+    made.next(0)
+    filled(made, *(entry("decode", name, arrival=1) for name in range(4, 8)), now=1)
+    assert len(made.next(1).paused) == 2
+    filled(made, *(entry("prefill", name, arrival=2) for name in range(8, 10)), now=2)
+    made.next(1 << 61)
+    assert made.running["prefill"] == 2
+
+
+def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
+    made = measured(scheduler(1, 0.0, spare=1), 1, 0)  # an extend takes 1
+    short = Kind("docs", 1, 1)  # 4 extends, and one comes whenever one ends
+    active: dict[Entry[int], int] = {}
+    left = {1: 103}
+    filled(made, entry("decode", 1, kind=LONG))
+    for now in range(2000):
+        if now % 4 == 0:
+            left[100 + now] = 4
+            filled(made, entry("decode", 100 + now, kind=short, arrival=now), now=now)
+        changes = made.next(now)
+        active |= {one: 0 for one in (*changes.admitted, *changes.resumed)}
+        for one in changes.paused:
+            del active[one]
+        made.advanced(1)
+        (one,) = active
+        left[one.query] -= 1
+        if not left[one.query]:
+            del active[one]
+            made.finished(one, 103 if one.query == 1 else 4)
+            if one.query == 1:
+                break
+    assert 8 * 128 - 8 * 8 <= now <= 8 * 128 + 103 + 4
+
+
 # ---- company
 
 

@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.pool.estimate import Kind
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
-from tests.pool.test_scheduler import KIND, STAGES, entry
+from tests.pool.test_scheduler import KIND, LONG, STAGES, entry
 
 
 class AnyOrderOfCalls(RuleBasedStateMachine):
@@ -49,14 +50,19 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.accepted: list[int] = []
         self.gone: list[int] = []
 
-    @rule(stage=STAGES, count=st.integers(1, 6), slack=st.one_of(st.integers(-2, 60), st.just(NEVER_NS)))
-    def arrive(self, stage: Stage, count: int, slack: int) -> None:
+    @rule(
+        stage=STAGES,
+        count=st.integers(1, 6),
+        slack=st.one_of(st.integers(-2, 60), st.just(NEVER_NS)),
+        kind=st.sampled_from([KIND, KIND, LONG]),
+    )
+    def arrive(self, stage: Stage, count: int, slack: int, kind: Kind) -> None:
         for _ in range(count):
-            self.add(stage, slack)
+            self.add(stage, slack, kind)
 
-    def add(self, stage: Stage, slack: int) -> None:
+    def add(self, stage: Stage, slack: int, kind: Kind) -> None:
         self.names += 1
-        made = entry(stage, self.names, deadline=min(self.now + slack, NEVER_NS), arrival=self.now)
+        made = entry(stage, self.names, deadline=min(self.now + slack, NEVER_NS), arrival=self.now, kind=kind)
         try:
             self.scheduler.add(made, self.now)
         except Overloaded:
@@ -103,15 +109,18 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.check_shares(width, was_active, [*changes.admitted, *changes.resumed])
 
     def check_orders(self, waiting: list[Entry[int]], admitted: list[Entry[int]], late: list[Entry[int]]) -> None:
-        prefill = [one for one in admitted if one.stage == "prefill"]
-        decode = [one for one in admitted if one.stage == "decode"]
-        assert prefill == sorted(prefill, key=lambda one: (one.start_by_ns, one.query))
-        assert decode == sorted(decode, key=lambda one: one.query)
-        for one in self.waiting:
-            last = prefill[-1:] if one.stage == "prefill" else decode[-1:]
-            for before in last:
-                key = (one.start_by_ns, one.query), (before.start_by_ns, before.query)
-                assert key[0] > key[1] if one.stage == "prefill" else one.query > before.query
+        """By turns; decode queries that are alike by their arrival, active and paused ones too."""
+        for stage in ("prefill", "decode"):
+            begun = [(one.start_by_ns, one.query) for one in admitted if one.stage == stage]
+            assert begun == sorted(begun)
+            for one in self.waiting:
+                assert one.stage != stage or not begun or (one.start_by_ns, one.query) > begun[-1]
+        for kind in (KIND, LONG):
+            alike = [
+                [one.query for one in ones if (one.stage, one.kind) == ("decode", kind)]
+                for ones in (self.active, self.paused, self.waiting)
+            ]
+            assert max(alike[0] + alike[1], default=0) < min(alike[2], default=1 << 30)
 
     def check_shares(self, width: int, was_active: list[Entry[int]], started: list[Entry[int]]) -> None:
         """While prefill waits with less than it is owed, no decode query gets a place but the one that is overdue."""
@@ -130,7 +139,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def leave(self, data: st.DataObject, answered: bool) -> None:
         one = self.active.pop(data.draw(st.integers(0, len(self.active) - 1)))
         if answered:
-            self.scheduler.finished(one, 13)
+            self.scheduler.finished(one, 103 if one.kind is LONG else 13)
         else:
             self.scheduler.left(one)
         self.gone.append(one.query)
