@@ -55,16 +55,20 @@ class FrontendLink:
         """Queue a message. While no frontend runs it waits, and the next frontend ignores what is not its own."""
         send_now(self.socket, encode(message))  # a frontend that takes nothing is dead: its requests are void with it
 
-    def report(self, queued: int, running: int, free_slots: int, draining: bool, free_blocks: int) -> None:
+    def report(
+        self, queued: int, running: int, free_slots: int, draining: bool, free_blocks: int, evicted_ns: int
+    ) -> None:
         """Tell the worker's load if it has changed, or if it was told a while ago."""
         now = time.monotonic_ns()
         report = Report(
             self._hello.worker, self._hello.epoch, self.frontend_epoch, queued, running, free_slots, draining,
-            free_blocks,
+            free_blocks, evicted_ns,
         )  # fmt: skip
         told = self._reported
-        # Free blocks change with nearly every step: they travel with the rest.
-        changed = told is None or msgspec.structs.replace(report, free_blocks=told.free_blocks) != told
+        # Blocks change with nearly every step: they travel with the rest.
+        changed = told is None or told != msgspec.structs.replace(
+            report, free_blocks=told.free_blocks, evicted_ns=told.evicted_ns
+        )
         if changed or now - self._reported_ns > _REPORT_NS:
             self.send(report)
             self._reported, self._reported_ns = report, now

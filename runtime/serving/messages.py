@@ -86,6 +86,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker's load, sent when it changes and at least twice a second.
 
     `frontend_epoch` is the one it serves (0: none). A `draining` worker finishes what it has and is given nothing new.
+    Of requests that came before `evicted_ns` it has given up cached KV blocks, the longest unused first.
     """
 
     worker: str
@@ -96,6 +97,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     free_slots: int
     draining: bool = False
     free_blocks: int = 0
+    evicted_ns: int = 0
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):

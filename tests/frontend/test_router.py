@@ -66,6 +66,25 @@ def test_the_worker_that_knows_the_prefix_is_taken_when_queues_are_equal() -> No
         assert again.prefill == first.prefill
 
 
+def test_a_prefix_counts_no_more_once_its_worker_has_given_up_blocks_of_a_later_request() -> None:
+    for seed in range(8):
+        made = Router(max_in_flight=1000, seed=seed, clock=lambda: 100)
+        for name in ("p0", "p1", "d0"):
+            made.add(hello("prefill" if name.startswith("p") else "decode", name))
+        prefix = prefix_blocks(TEXT)
+        first = made.place(prefix)
+        made.finished(first, prefilled=False)
+        other = "p1" if first.prefill == "p0" else "p0"
+        for evicted_ns in (90, 100):  # of requests from before: this one's blocks are younger
+            made.report(Report(first.prefill, 1, 1, 0, 0, 4, evicted_ns=evicted_ns))
+            made.report(Report(other, 1, 1, 0, 0, 4))
+            again = made.place(prefix)
+            assert again.prefill == first.prefill
+            made.finished(again, prefilled=False)
+        made.report(Report(first.prefill, 1, 1, 1, 0, 4, evicted_ns=101))
+        assert made.place(prefix).prefill == other
+
+
 def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
     prefix = prefix_blocks(TEXT)
     made = router("p0", "p1", "d0")

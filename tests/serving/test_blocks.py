@@ -34,6 +34,19 @@ def test_a_sequence_gets_as_many_blocks_as_its_tokens_take() -> None:
     assert made.available == 4
 
 
+def test_it_is_known_when_the_latest_request_came_of_whose_blocks_one_was_given_up() -> None:
+    made = manager(blocks=4)
+    for asked_ns, tokens in ((30, [1] * 8), (20, [2] * 8)):
+        table = written(made, tokens)
+        table.asked_ns = asked_ns
+        made.close(table)
+    assert made.evicted_ns == 0
+    made.close(written(made, [3] * 8))
+    assert made.evicted_ns == 30
+    made.close(written(made, [4] * 8))
+    assert made.evicted_ns == 30, "an earlier one tells nothing new"
+
+
 def test_a_prefix_that_another_sequence_holds_is_shared_in_whole_blocks() -> None:
     made = manager()
     first = written(made, [1, 2, 3, 4, 5, 6, 7, 8, 9])

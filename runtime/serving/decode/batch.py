@@ -11,6 +11,7 @@ Rows are served in the order in which they came, so the oldest always has what i
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from runtime.serving import stages
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.decode.row import Row
 from runtime.serving.kv.blocks import BlockManager, OutOfBlocks
@@ -150,6 +151,7 @@ class Batch:
         if needed + self.running > self._blocks.available:
             return False
         row.table = self._blocks.open(known, compute)
+        row.table.asked_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
         if row.swapped:
             here = row.table.reused_tokens // self._blocks.block_tokens

@@ -128,6 +128,7 @@ class Bridge:
         except (IpcError, ValueError) as error:
             self._refuse(arrival, str(error))
             return
+        arrival.table.asked_ns = request.stages.get(stages.RECEIVED, 0)
         request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
         self._pulling.append(arrival)
 

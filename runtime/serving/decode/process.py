@@ -274,7 +274,10 @@ class DecodeWorker:
             table.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
-        self._link.report(waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available)
+        self._link.report(
+            waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
+            self._blocks.evicted_ns,
+        )  # fmt: skip
 
     def _record(self, row: Row) -> None:
         spans = stages.spans_seconds(row.request.stages, row.generated)

@@ -1,4 +1,4 @@
-"""Which prefill worker and which decode worker take a request. Pure code: no sockets, no clock, seeded ties.
+"""Which prefill worker and which decode worker take a request. Pure code: no sockets, an injected clock, seeded ties.
 
 - **Prefill**: the fewest requests waiting or running, less the share of the prompt's leading blocks that the worker has
   lately seen, one more for a worker without enough free KV blocks. A full overlap is worth one request of queue, no
@@ -6,10 +6,14 @@
 - **Decode**: a worker with a free slot and enough free KV blocks before one without, then the smallest share of slots
   in use; a full overlap is worth one slot.
 
+What a worker has seen is known from what this router gave it, and forgotten once the worker reports that it has given
+up cached blocks of a later request: the longest unused go first.
+
 Reports lag behind by up to half a second, so a worker's load is the larger of what it reports and what this router
 has given it. Draining workers get nothing new; the number of requests in flight is bounded.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +69,9 @@ class Worker:
     free_slots: int = 0
     free_blocks: int = 0
     draining: bool = False
+    evicted_ns: int = 0
     assigned: int = 0
-    prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    prefixes: OrderedDict[int, int] = field(default_factory=OrderedDict)  # block → when it was last given
 
     @property
     def load(self) -> int:
@@ -85,17 +90,17 @@ class Worker:
         """The share of `prefix` that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it)."""
         seen = 0
         for block in prefix:
-            if block not in self.prefixes:
+            if self.prefixes.get(block, -1) < self.evicted_ns:
                 break
             seen += 1
         return seen / len(prefix) if prefix else 0.0
 
-    def remember(self, prefix: Sequence[int], limit: int) -> None:
+    def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
         if self.hello.blocks:
             limit = min(limit, max(1, self.hello.blocks * self.hello.block_tokens // BLOCK_TOKENS))
         for block in reversed(prefix):  # the first block last: a chain is forgotten from its far end
-            self.prefixes[block] = None
+            self.prefixes[block] = now_ns
             self.prefixes.move_to_end(block)
         while len(self.prefixes) > limit:
             self.prefixes.popitem(last=False)
@@ -107,11 +112,19 @@ class Router:
     Every `place` is followed by at most one `prefilled` and exactly one `finished` with the same placement.
     """
 
-    def __init__(self, *, max_in_flight: int, seed: int = 0, remembered_blocks: int = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        max_in_flight: int,
+        seed: int = 0,
+        remembered_blocks: int = 4096,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self.max_in_flight = max_in_flight
         self.in_flight = 0
         self._remembered_blocks = remembered_blocks
         self._random = Random(seed)
+        self._clock = clock
         self._workers: dict[str, Worker] = {}
 
     def add(self, hello: Hello) -> None:
@@ -128,7 +141,7 @@ class Router:
         if worker is not None:
             worker.queued, worker.running = report.queued, report.running
             worker.free_slots, worker.draining = report.free_slots, report.draining
-            worker.free_blocks = report.free_blocks
+            worker.free_blocks, worker.evicted_ns = report.free_blocks, report.evicted_ns
 
     def assigned(self, name: str) -> int:
         """Requests placed on a worker that have not left it, on their way to it included."""
@@ -168,8 +181,9 @@ class Router:
                 (worker.load - worker.overlap(prefix)) / worker.hello.slots,
             ),
         )
+        now_ns = self._clock()
         for worker in (prefill, decode):
-            worker.remember(prefix, self._remembered_blocks)
+            worker.remember(prefix, self._remembered_blocks, now_ns)
         prefill.assigned += 1
         decode.assigned += 1
         self.in_flight += 1

@@ -38,12 +38,13 @@ class OutOfBlocks(Exception):
 class BlockTable:
     """The blocks of one sequence, in order. `reused_tokens` of it were there when it was opened.
 
-    `chain` are the hashes of its full blocks that the manager has been told of.
+    `chain` are the hashes of its full blocks that the manager has been told of. `asked_ns`: when its request came.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     reused_tokens: int = 0
+    asked_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class BlockManager:
         self._references = [0] * blocks
         self._hashes: list[bytes | None] = [None] * blocks
         self._known: dict[bytes, int] = {}  # hash → its block
-        self._cached: OrderedDict[int, None] = OrderedDict()  # known, without references; the longest unused first
+        self._cached: OrderedDict[int, int] = OrderedDict()  # known, without references; the longest unused first
+        self.evicted_ns = 0  # when the latest request came of whose blocks one was given up
         self._lookup_tokens = self._hit_tokens = self._evictions = 0
 
     @property
@@ -145,7 +147,7 @@ class BlockManager:
                 if self._hashes[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cached[block] = table.asked_ns
         table.blocks, table.chain = [], []
 
     def statistics(self) -> BlockStatistics:
@@ -176,7 +178,8 @@ class BlockManager:
         return blake2b(before + content.tobytes(), digest_size=_HASH_BYTES).digest()
 
     def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
+        block, asked_ns = self._cached.popitem(last=False)
+        self.evicted_ns = max(self.evicted_ns, asked_ns)
         hash_ = self._hashes[block]
         assert hash_ is not None, "a cached block is known by its hash"
         del self._known[hash_]

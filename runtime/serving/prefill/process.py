@@ -214,6 +214,7 @@ class PrefillWorker:
                 break
             self._waiting.remove(job)
             job.lease, job.table = lease, self._blocks.open(job.tokens)
+            job.table.asked_ns = job.request.received_ns
             self._blocks.grow(job.table, len(job.tokens))
             job.done = job.table.reused_tokens
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
@@ -305,7 +306,10 @@ class PrefillWorker:
         ):
             table.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value
-        self._link.report(waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available)
+        self._link.report(
+            waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
+            self._blocks.evicted_ns,
+        )  # fmt: skip
 
     def _record(self, job: Job) -> None:
         stamps = job.stages
