@@ -125,13 +125,16 @@ class CudaMemory:
             _checked(self._cuda, "cuStreamWaitValue32", waits)
 
     def word(self, offset: int) -> int:
-        """Copies the word aside from the queue, and waits for that copy: some microseconds."""
-        found = np.zeros(1, np.uint32)
+        return self.words(offset, 1, 4)[0]
+
+    def words(self, offset: int, count: int, stride: int) -> list[int]:
+        """Copies them aside from the queue, with what lies between, and waits for that: some microseconds."""
+        found = np.zeros(((count - 1) * stride + 4) // 4, np.uint32)
         with self._here():
-            copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, 4, self._aside)
+            copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, found.nbytes, self._aside)
             _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
             self._wait_for(self._aside)
-        return int(found[0])
+        return [int(word) for word in found[:: stride // 4]]
 
     def flush(self) -> None:
         with self._here():

@@ -163,6 +163,7 @@ class LeasedSlots:
             raise ProtocolViolation(f"a lease of {lease.count} slots from {lease.first} on, in an arena of {slots}")
         self.payload_bytes = payload
         self._memory, self._stride, self._offset = memory, stride, offset
+        self._first = lease.first
         self._generations = dict(enumerate(lease.generations, lease.first))
         self._free = deque(self._generations)
         self._used: deque[Place] = deque()
@@ -185,9 +186,10 @@ class LeasedSlots:
     def _loan(self) -> int:
         if not self._free:
             # The pool takes out in any order: look through all that are in use.
+            acks = self._memory.words(_ack(self._first), len(self._generations), _ack(1) - _ack(0))
             for _ in range(len(self._used)):
                 place = self._used.popleft()
-                if reached(self._memory.word(_ack(place.slot)), place.generation):
+                if reached(acks[place.slot - self._first], place.generation):
                     self._free.append(place.slot)
                 else:
                     self._used.append(place)

@@ -105,6 +105,9 @@ class DeviceMemory(Protocol):
     def word(self, offset: int) -> int:
         """The word as it is now, whatever is queued."""
 
+    def words(self, offset: int, count: int, stride: int) -> list[int]:
+        """`word` for `count` of them, `stride` bytes apart, at the price of one."""
+
     def flush(self) -> None:
         """Wait until everything queued is done."""
 
@@ -163,6 +166,9 @@ class HostMemory:
     def word(self, offset: int) -> int:
         # SYNC POINT: arena word, see `store_word`.
         return atomics.load_acquire(self._memory.address + offset)
+
+    def words(self, offset: int, count: int, stride: int) -> list[int]:
+        return [self.word(offset + stride * number) for number in range(count)]
 
     def flush(self) -> None:
         """Nothing is ever queued here."""

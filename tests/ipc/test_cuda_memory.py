@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ipc import MemoryRefused
+from ipc import MemoryRefused, RingFull
 from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
 from ipc.device_memory import DeviceSpan, span_of
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
@@ -35,6 +35,26 @@ def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own
     assert waited[3:] == stored[3:]  # … and generation; flags 0: with a barrier, and at least
     assert (read, acked[:2]) == (("on device", owner.stream, 64), ("store", owner.stream))
     assert slot_of_engine.tolist() == query.tolist()
+
+
+def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
+    cuda = FakeCuda()
+    owner = CudaMemory.create(arena_bytes(9, 64), "cuda:0", cuda)
+    arena = DeviceArena(owner, 9, 64, 1)
+    arena.lease(2)
+    number, lease = arena.lease(7)
+    client = LeasedSlots(CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda), lease)
+    row, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+    places = [client.write(row) for _ in range(7)]
+    for place in (places[6], places[2]):
+        arena.take(number, place, out)
+    cuda.calls.clear()
+    again = {client.write(row).slot for _ in range(2)}
+    assert again == {places[6].slot, places[2].slot}
+    assert [call[0] for call in cuda.calls].count("to host") == 1
+    with pytest.raises(RingFull, match="all 7 leased slots"):
+        client.write(row)
+    assert [call[0] for call in cuda.calls].count("to host") == 2
 
 
 def test_looking_at_a_word_and_unblocking_do_not_queue_behind_a_stream_that_waits() -> None:
