@@ -57,17 +57,17 @@ StartNode = Callable[..., RunningNode]
 
 @pytest.fixture(scope="session")
 def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
-    """Start a node that may drain for so long, with `more` in its configuration; all are stopped at the end."""
+    """Start a node with these times, and `more` in its configuration; all are stopped at the end."""
     started: list[RunningNode] = []
 
-    def start(drain_s: float = 20.0, more: str = "") -> RunningNode:
+    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0) -> RunningNode:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
         text = CONFIG.format(
             name=f"test-{len(started)}", run_dir=run_dir, model=model, collection=collection, drain_s=drain_s
         )
-        config.write_text(text + more)
+        config.write_text(text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]") + more)
         node = RunningNode(config, run_dir)
         started.append(node)
         return node

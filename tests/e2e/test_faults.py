@@ -26,6 +26,13 @@ BODY: dict[str, Any] = {
     "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16},
 }
 
+JUMPING_CLOCK = """
+import random, time
+wall, dice = time.time, random.Random(1)
+time.time = lambda: wall() + dice.choice((86_400.0, -86_400.0, 0.0))
+time.time_ns = lambda: int(time.time() * 1e9)
+"""
+
 
 def answer_of(node: RunningNode, body: dict[str, Any]) -> tuple[str, list[int]]:
     """How a streamed request ended, by its finish reason or its error's code, and its tokens."""
@@ -64,6 +71,42 @@ def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Runn
         assert after[was.name].restarts == was.restarts + (was.name == worker)
     assert end_of(node, bodies[0]) == "length"
     node.wait_idle()
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(start_node: StartNode) -> None:
+    node = start_node(heartbeat_s=6.0)
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(8)]
+    with ThreadPoolExecutor(8) as threads:
+        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
+        assert {reason for reason, _ in undisturbed} == {"length"}
+        ends = [threads.submit(answer_of, node, body) for body in bodies]
+        eventually(lambda: node.metric("trinity_num_requests_running") >= 2, 20, "running rows")
+        os.kill(node.pid("decode-0"), signal.SIGSTOP)  # its connections stay open: only its silence tells
+        assert [end.result(timeout=100) for end in ends] == undisturbed
+    node.wait_ready()
+    assert {w.name: w.restarts for w in node.status().workers if w.restarts} == {"decode-0": 1}
+    assert "decode-0 has no heartbeat for 6 s: killed" in node.log.read_text()
+    assert node.metric("trinity_requests_total", outcome="failed") == 0
+    assert node.stop() == 0
+
+
+@pytest.mark.timeout(400)
+def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
+    node: RunningNode, start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)  # Python imports it at the start of every process
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    jumping = start_node()
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
+    assert [answer_of(jumping, body) for body in bodies] == [answer_of(node, body) for body in bodies]
+    created = [jumping.post("/v1/completions", BODY | {"prompt": "when?"})[1]["created"] for _ in range(8)]
+    assert max(created) - min(created) > 80_000, "the clock did jump"
+    jumping.kill("pool-0")
+    jumping.wait_ready()
+    assert answer_of(jumping, bodies[0])[0] == "length"
+    assert {w.name: w.restarts for w in jumping.status().workers if w.restarts} == {"pool-0": 1}
+    assert jumping.stop() == 0
 
 
 def test_a_killed_pool_delays_searches_instead_of_failing_them(node: RunningNode) -> None:

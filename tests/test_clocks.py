@@ -1,0 +1,41 @@
+"""No decision depends on the wall clock, which jumps: whoever looks at it is named here, with the reason."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WALL_CLOCK = {
+    "time": {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime"},
+    "datetime": {"now", "utcnow", "today"},
+    "date": {"today"},
+}
+ALLOWED = {
+    "runtime/serving/frontend/http.py": "the time that an answer shows as `created`",
+    "launchers/dashboard_commands.py": "which times to ask Prometheus for",
+}
+
+
+def wall_clock_looks(source: str) -> Iterator[int]:
+    """The lines that name a function of the wall clock."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if node.attr in WALL_CLOCK.get(owner, ()):
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from (node.lineno for name in node.names if name.name in WALL_CLOCK["time"])
+
+
+def test_only_what_shows_or_asks_for_times_looks_at_the_wall_clock() -> None:
+    packages = ("runtime", "ipc", "gpu", "launchers", "dashboards")
+    paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    assert len(paths) > 150
+    found = {str(path.relative_to(ROOT)) for path in paths if any(wall_clock_looks(path.read_text(encoding="utf-8")))}
+    assert found == set(ALLOWED)
+
+
+def test_the_look_for_wall_clocks_sees_them() -> None:
+    seen = "from time import time_ns\na = time.time\nb = datetime.datetime.now()\nc = datetime.now()"
+    assert sorted(wall_clock_looks(seen)) == [1, 2, 3, 4]
+    assert list(wall_clock_looks("import time\na = time.monotonic()\nb = self.now()")) == []
