@@ -66,8 +66,8 @@ def serve(
     """What becomes of `queries`, by time. Each stage has `places` in its ring: what finds none is dropped. `batches`:
     answers go out when nothing runs any more."""
     scheduler = make(policy)
-    for active in _BATCHES * 5:
-        scheduler.cost.learn(active, costs.fixed + costs.each * active)
+    for batch in _BATCHES * 5:
+        scheduler.cost.learn(batch, costs.fixed + costs.each * batch)
     now = taken = 0
     outstanding: dict[Stage, int] = {"prefill": 0, "decode": 0}
     asked: dict[Entry[Request], Asked] = {}
