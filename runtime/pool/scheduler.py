@@ -63,7 +63,7 @@ class Scheduler(Generic[T]):
     (`advanced`, `cost.learn`), and who left its slot (`finished`, `left`) or its queue (`remove`).
     """
 
-    stretch = 8  # more would bring short decode queries little, and cost long ones more
+    stretch = 16  # more would bring short decode queries little, and cost long ones more
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

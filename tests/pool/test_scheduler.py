@@ -174,13 +174,15 @@ def advanced(made: Scheduler[int], extends: int) -> Scheduler[int]:
 
 
 def test_a_shorter_decode_query_passes_longer_ones_that_came_a_little_earlier() -> None:
-    made = measured(scheduler(1, 0.0), 1, 10)  # an extend of one takes 11: of 128 and of 16 extends, 11,264 and 1,408
+    made = measured(
+        scheduler(1, 0.0), 1, 10
+    )  # an extend of one takes 11: 16 times 128 and 16 extends: 22,528 and 2,816
     filled(made, entry("decode", 1), entry("decode", 2, kind=LONG, arrival=1), entry("decode", 3, kind=LONG, arrival=2))
-    for name, arrival in ((4, 9_000), (5, 9_500), (6, 10_000)):
+    for name, arrival in ((4, 18_000), (5, 19_000), (6, 20_000)):
         filled(made, entry("decode", name, arrival=arrival), now=arrival)
     order = []
     for _ in range(6):
-        (one,) = made.next(10_000).admitted
+        (one,) = made.next(20_000).admitted
         made.finished(one, 13 if one.kind is KIND else 103)
         order.append(one.query)
     assert order == [1, 4, 5, 2, 3, 6]  # the last came too late for that
@@ -241,7 +243,7 @@ def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
     active: dict[Entry[int], int] = {}
     left = {1: 103}
     filled(made, entry("decode", 1, kind=LONG))
-    for now in range(2000):
+    for now in range(3000):
         if now % 4 == 0:
             left[100 + now] = 4
             filled(made, entry("decode", 100 + now, kind=short, arrival=now), now=now)
@@ -257,7 +259,7 @@ def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
             made.finished(one, 103 if one.query == 1 else 4)
             if one.query == 1:
                 break
-    assert 8 * 128 - 8 * 8 <= now <= 8 * 128 + 103 + 4
+    assert 16 * 128 - 16 * 8 <= now <= 16 * 128 + 103 + 4
 
 
 # ---- company
