@@ -168,7 +168,8 @@ def rounds(config: Path, count: int) -> dict[str, Any]:
             print(f"{number} of {count}: {dict(codes)}, {dict(answers)}, {len(left)} left behind", flush=True)
     return {
         "rounds": count, "answers": dict(answers), "exit_codes": dict(codes), "left": left,
-        "median_s": statistics.median(times), "slowest_s": max(times), "model": load_config(config).model is not None,
+        "median_s": statistics.median(times or [0.0]), "slowest_s": max(times, default=0.0),
+        "model": load_config(config).model is not None,
     }  # fmt: skip
 
 
