@@ -1,6 +1,8 @@
 """A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows join and leave between steps.
 
-Unlike there, KV is pulled beside the running batch, over a link of its own, one hand-over at a time.
+Unlike there, KV is pulled beside the running batch, over a link of its own, one hand-over at a time, and not before its
+row has a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
+youngest row makes room and is computed again (there is no swap space here).
 """
 
 from collections import deque
@@ -8,9 +10,11 @@ from collections.abc import Callable
 from random import Random
 
 from runtime.node.config import DecodeSection
+from runtime.serving.kv.blocks import OutOfBlocks
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu
+from runtime.simulator.kv_rows import KvRows
 from runtime.simulator.pool import Search
 from runtime.simulator.prefill import Ask
 from runtime.simulator.request import SimRequest
@@ -38,6 +42,7 @@ class SimDecode:
         forget: Callable[[Search], None],
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
+        kv: KvRows | None = None,
     ) -> None:
         self.name = name
         self._events, self._times, self._limits, self._workload = events, times, limits, workload
@@ -49,6 +54,9 @@ class SimDecode:
         self.stalled = 0
         self.batch: StepBatch[SimRequest] = StepBatch(events, self._between, self._step_ns, self._extra_ns)
         self._joining: list[SimRequest] = []
+        self.kv = kv
+        self._out: set[SimRequest] = set()  # have made room, and wait for blocks
+        self.preemptions = 0
         self._context = 0  # cached tokens of all rows in the batch
         self._extra_s = 0.0
         self._link_free_ns = 0
@@ -68,12 +76,18 @@ class SimDecode:
 
     def _pull(self) -> None:
         while self.free and self.offers:
-            request, pulled = self.offers.popleft()
+            request, pulled = self.offers[0]
+            tokens = request.arrival.prompt_tokens
+            if not request.ended and self.kv is not None:
+                if self._out or not self.kv.has_room(tokens, len(self.batch)):
+                    return  # who was here before comes first
+                self.kv.take(request, tokens)
+            self.offers.popleft()
             if request.ended:
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
-            took = ns(self._times.handover_s(request.arrival.prompt_tokens))
+            took = ns(self._times.handover_s(tokens))
             self._link_free_ns = max(self._link_free_ns, self._events.now_ns) + took
             self.link_busy_ns += took
             self._events.at(self._link_free_ns, lambda r=request, p=pulled: self._arrived(r, p))  # type: ignore[misc]
@@ -101,7 +115,10 @@ class SimDecode:
             self._join(row)
 
     def _join(self, row: SimRequest) -> None:
-        self._joining.append(row)
+        if self.kv is not None and not self.kv.holds(row):
+            self._out.add(row)  # it has made room while it waited for its probe
+        else:
+            self._joining.append(row)
         self.batch.poke()
 
     def _steps(self, row: SimRequest) -> int:
@@ -120,12 +137,14 @@ class SimDecode:
             row.context += taken
             self._context -= row.context
             self._go_on(row)
+        self._bring_back()
         for row in self._joining:
             self.batch.join(row, self._steps(row))
             self._context += row.context
         self._joining.clear()
+        most = self._secure()
         self._gpu.model_busy = bool(self.batch)
-        return _MOST_STEPS
+        return most
 
     def _step_ns(self) -> int:
         return ns(self._times.decode_s(len(self.batch), self._context))
@@ -136,11 +155,71 @@ class SimDecode:
 
     def _end(self, row: SimRequest) -> None:
         self.count_row_time()
+        if self.kv is not None:
+            self.kv.end(row)
+            if self._out:
+                self.batch.poke()
         self.rows -= 1
         self.free += 1
         self._finish(row)
         self._pull()
         self._tell()
+
+    # ---- KV blocks
+
+    def _bring_back(self) -> None:
+        """Rows that made room get blocks again, the oldest first, and are computed anew with the batch's next step."""
+        if self.kv is None or not self._out:
+            return
+        for row in [row for row in self.kv if row in self._out]:
+            if not row.ended and not self.kv.has_room(row.context, len(self.batch) + len(self._joining)):
+                break
+            self._out.remove(row)
+            if row.ended:
+                self._end(row)
+                continue
+            self.kv.take(row, row.context)
+            self._extra_s += self._times.prefill_s(0, row.context)
+            self._joining.append(row)
+        self._pull()
+
+    def _secure(self) -> int:
+        """Have blocks for the next steps of every row, the oldest first; how many steps they are for."""
+        if self.kv is None:
+            return _MOST_STEPS
+        steps = min(_MOST_STEPS, self.kv.block_tokens)
+        wanted = self._wanted(steps)
+        if self.kv.missing(wanted) > self.kv.available:
+            steps, wanted = 1, self._wanted(1)
+        for row, tokens in wanted:
+            while row in self.batch:
+                try:
+                    self.kv.grow(row, tokens)
+                    break
+                except OutOfBlocks:
+                    self._preempt(self.kv.youngest())
+        return steps
+
+    def _wanted(self, steps: int) -> list[tuple[SimRequest, int]]:
+        """How many tokens each row of the batch will have so many steps on."""
+        assert self.kv is not None
+        found = []
+        for row in self.kv:
+            if row in self.batch:
+                left = self.batch.left(row)
+                found.append((row, row.context + self._steps(row) - left + min(steps, left)))
+        return found
+
+    def _preempt(self, row: SimRequest) -> None:
+        assert self.kv is not None
+        self.preemptions += 1
+        self.kv.give_up(row)
+        if row in self.batch:  # else it waits for a probe, or for its hand-over to end
+            taken = self._steps(row) - self.batch.leave(row)
+            row.generated += taken
+            row.context += taken
+            self._context -= row.context
+            self._out.add(row)
 
     # ---- probes
 
@@ -170,6 +249,9 @@ class SimDecode:
     def _append(self, row: SimRequest) -> None:
         """New passages: a chunk that goes through the model with the row's next step."""
         tokens = self._limits.probe_tokens
+        left = row.arrival.output_tokens - row.generated
+        if self.kv is not None and row.context + tokens + left > self.kv.most_tokens:
+            return
         self._extra_s += self._times.prefill_s(row.context, tokens)
         row.context += tokens
 
@@ -188,4 +270,5 @@ class SimDecode:
         self._counted_ns = now
 
     def _tell(self) -> None:
-        self._report(Report(self.name, 1, 1, len(self.offers), self.rows, self.free))
+        free_blocks = self.kv.available if self.kv is not None else 0
+        self._report(Report(self.name, 1, 1, len(self.offers), self.rows, self.free, free_blocks=free_blocks))

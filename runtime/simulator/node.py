@@ -9,6 +9,7 @@ from random import Random
 
 from ipc import Stage
 from runtime.errors import TrinityError
+from runtime.node.config import ModelSection
 from runtime.node.control_law import ControlLaw, Readings, SignalMeter
 from runtime.pool.estimate import Kind
 from runtime.pool.scheduler import Scheduler
@@ -17,6 +18,7 @@ from runtime.serving.messages import Hello, Role
 from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu
+from runtime.simulator.kv_rows import KvRows
 from runtime.simulator.pool import Search, SimPool
 from runtime.simulator.prefill import Ask, SimPrefill
 from runtime.simulator.request import FINISHED, SimRequest
@@ -24,7 +26,7 @@ from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
 
-_MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length
+_MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length, if blocks are not counted
 
 
 class Simulation:
@@ -65,10 +67,10 @@ class Simulation:
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu,
                 Random(setup.seed * 64 + i), self._asker("decode", pools), self._forget, self.router.report,
-                self._finish,
+                self._finish, self._kv_rows(),
             )  # fmt: skip
             self.decodes[decode.name] = decode
-            self.router.add(self._hello("decode", decode.name, config.decode.slots))
+            self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
         for i, gpu in enumerate(prefill_gpus):
             pools = cycle([near[i]]) if setup.placement == "coupled" else everyone
             prefill = SimPrefill(
@@ -85,8 +87,21 @@ class Simulation:
         self.pools.append(pool)
         return pool
 
-    def _hello(self, role: Role, name: str, slots: int) -> Hello:
-        return Hello(role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=_MAX_TOKENS)
+    def _kv_rows(self) -> KvRows | None:
+        """A decode worker's KV blocks, if the configuration says how many there are."""
+        config = self._setup.config
+        if not config.decode.kv_blocks:
+            return None
+        model = config.model or ModelSection(name="")
+        return KvRows(config.decode.kv_blocks, model.kv_block_tokens)
+
+    def _hello(self, role: Role, name: str, slots: int, kv: KvRows | None = None) -> Hello:
+        if kv is None:
+            return Hello(role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=_MAX_TOKENS)
+        return Hello(
+            role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=kv.most_tokens,
+            block_tokens=kv.block_tokens, blocks=kv.available,
+        )  # fmt: skip
 
     def _asker(self, stage: Stage, pools: "cycle[SimPool]") -> Ask | None:
         """Replicas in turn, as the search client does."""
@@ -132,7 +147,7 @@ class Simulation:
             self._plan_arrival(i + 1)
         arrival, now = self._arrivals[i], self.events.now_ns
         try:
-            placement = self.router.place(arrival.prefix)
+            placement = self.router.place(arrival.prefix, arrival.prompt_tokens + arrival.output_tokens)
         except TrinityError as error:
             self.refused[error.code] = self.refused.get(error.code, 0) + 1
             self._ended += 1
@@ -229,6 +244,7 @@ class Simulation:
             "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
             "pool": sum(pool.batch.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
             "pool_slots": sum(pool.batch.member_steps for pool in self.pools) / 1.0,
+            "preemptions": float(sum(decode.preemptions for decode in decodes)),
             "stall": sum(decode.stall_ns for decode in decodes) / max(row_ns, 1),
             "queries": float(sum(pool.served for pool in self.pools)),
             "probes": float(sum(decode.probes for decode in decodes)),

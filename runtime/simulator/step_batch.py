@@ -49,6 +49,10 @@ class StepBatch(Generic[T]):
         self._ends[member] = self._taken + steps
         heapq.heappush(self._heap, (self._taken + steps, self._joined, member))
 
+    def left(self, member: T) -> int:
+        """How many of its steps a member has not taken yet. Only between runs."""
+        return self._ends[member] - self._taken
+
     def leave(self, member: T) -> int:
         """Take a member out before its steps are over; how many were left. Only between runs."""
         return self._ends.pop(member) - self._taken

@@ -1,0 +1,79 @@
+"""A simulated decode worker that counts KV blocks: rows make room when they run out, and every request ends."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from runtime.node.config import NodeConfig
+from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.setup import Setup
+from tests.simulator.nodes import config, poisson, setup, without_retrieval
+
+
+def counting(kv_blocks: int, *, slots: int = 8, decode: int = 2) -> Setup:
+    node: NodeConfig = config(slots=slots, decode=decode)
+    return setup(node=replace(node, decode=replace(node.decode, kv_blocks=kv_blocks)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    blocks=st.integers(30, 120),
+    rate=st.floats(1, 100),
+    timeout_s=st.sampled_from([0.5, 600.0]),
+    every=st.sampled_from([0, 1, 32]),
+)
+def test_every_request_ends_once_and_no_block_stays_held(
+    blocks: int, rate: float, timeout_s: float, every: int
+) -> None:
+    made = counting(blocks)
+    http = replace(made.config.http, request_timeout_s=timeout_s)
+    made = replace(
+        made,
+        config=replace(made.config, http=http),
+        workload=replace(made.workload, probe_every_tokens=every, probe_hit=0.5),
+    )
+    simulation = Simulation(made, poisson(40, rate))
+    result = simulation.run()
+    assert sum(result.outcomes.values()) == 40
+    simulation.drain()
+    for decode in simulation.decodes.values():
+        assert decode.free == decode.slots
+        assert decode.kv is not None
+        assert decode.kv.available == blocks
+        assert list(decode.kv) == []
+
+
+def test_with_blocks_for_all_nothing_makes_room_and_the_run_is_the_one_without_counting() -> None:
+    arrivals = poisson(200, 12.0)
+    free = simulate(without_retrieval(setup(node=config(slots=8))), arrivals)
+    counted = simulate(without_retrieval(counting(100_000)), arrivals)
+    assert counted.use["preemptions"] == 0
+    assert counted.tpot_s.p50 == pytest.approx(free.tpot_s.p50, rel=0.02)
+    assert counted.ttft_s.p50 == pytest.approx(free.ttft_s.p50, rel=0.02)
+
+
+def test_when_blocks_run_out_rows_make_room_every_token_is_still_written_and_answers_take_longer() -> None:
+    arrivals = poisson(200, 12.0, output=400)
+    ample, short = (simulate(without_retrieval(counting(blocks)), arrivals) for blocks in (100_000, 60))
+    assert short.use["preemptions"] > 0
+    assert short.outcomes == {"finished": 200}
+    assert short.ttft_s.p50 + short.tpot_s.p50 > ample.ttft_s.p50 + ample.tpot_s.p50
+    simulation = Simulation(without_retrieval(counting(60)), arrivals)
+    simulation.run()
+    assert sum(decode.tokens for decode in simulation.decodes.values()) == sum(a.output_tokens for a in arrivals)
+
+
+def test_a_request_that_all_blocks_cannot_hold_is_refused() -> None:
+    arrivals = poisson(100, 5.0, prompt=300, output=100)
+    limit = 10 * 32
+    result = simulate(counting(10), arrivals)
+    over = sum(arrival.prompt_tokens + arrival.output_tokens > limit for arrival in arrivals)
+    assert result.outcomes == {"finished": 100 - over, "context_length_exceeded": over}
+
+
+def test_a_run_that_counts_blocks_is_the_same_again() -> None:
+    arrivals = poisson(150, 15.0, output=300)
+    first, again = (msgspec.json.encode(simulate(counting(60), arrivals)) for _ in range(2))
+    assert first == again
