@@ -130,6 +130,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         block_tokens=section.kv_block_tokens,
         context_tokens=section.context_tokens,
         threads=config.prefill.threads,
+        device=config.decode.devices[0],
     )
     tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
     longest = min(config.prefill.expected_chunk_tokens, section.context_tokens // 2)
@@ -159,12 +160,14 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
     steps = Line.fit(active, taken)
     deep = section.context_tokens - 2
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
-    kv = model.kv.numpy()
-    target = np.zeros_like(kv[:, :, : section.row_blocks])
-    copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]
-    for copy in copies:
-        copy.step()
-    copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
+    if config.decode.devices[0] == "cpu":  # the way between two GPUs is nothing that one process can measure
+        kv = model.kv.numpy()
+        target = np.zeros_like(kv[:, :, : section.row_blocks])
+        copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]
+        for copy in copies:
+            copy.step()
+        copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
+        found = replace(found, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
     return replace(
         found,
         prefill_pass_s=passes.fixed,
@@ -174,8 +177,6 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         decode_row_s=steps.each,
         decode_context_s=context_s,
         kv_token_bytes=model.info.kv_bytes_per_token,
-        link_bytes_s=copied * 1e9 / max(copy_ns, 1),
-        link_s=0.0,
         roofline=replace(
             found.roofline,
             prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,

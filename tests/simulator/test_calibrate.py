@@ -8,7 +8,7 @@ import pytest
 from gpu import GraphIndex
 from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
-from runtime.node.config import CollectionSection, NodeConfig, PoolSection
+from runtime.node.config import CollectionSection, NodeConfig, PoolSection, parse_config
 from runtime.retrieval.collection import Collection
 from runtime.simulator.calibrate import Line, calibrate, search_times
 from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
@@ -88,3 +88,18 @@ def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker
     assert len(times.roofline.search) == 1
     assert times.extend_time_s(4) > 0
     assert times.source.startswith("measured on this machine: extends of docs")
+
+
+def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its_place(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+    from tests.serving.tiny_model import make_tiny_llama
+
+    model = {"name": str(make_tiny_llama(tmp_path)), "context_tokens": 64}
+    base = ServiceTimes(link_bytes_s=1.0)
+    found = calibrate(parse_config({"model": model, "decode": {"slots": 2}}), base)
+    assert found.decode_step_s > 0
+    assert found.link_bytes_s > 1e6
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(ConfigError, match="a model on 'cuda:0': this torch"):
+        calibrate(parse_config({"model": model, "decode": {"slots": 2, "devices": ["cuda:0"]}}), base)

@@ -3,8 +3,10 @@
 A worker on a CPU uses the first, one on a GPU the second. Both ends must use the same one; placement sees to that.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ipc import HandoverSink, IpcError, KvArena, Offer
 from ipc.device_memory import CudaReference, DeviceMemory
@@ -13,7 +15,8 @@ from runtime.serving.kv.connector import ArenaSink, ArenaSource, KvSink, KvSourc
 from runtime.serving.kv.device_transfer import DeviceTransfer
 from runtime.serving.kv.transfer import Transfer, kv_array
 
-Kernels = Literal["cpu", "torch"]
+if TYPE_CHECKING:
+    from runtime.serving.model.paged_cache import Kernels
 
 
 class Transport(Protocol):

@@ -176,7 +176,8 @@ def _check_device(device: str) -> None:
         cuda = "has no CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no usable driver"
         raise ConfigError(f"a model on {device!r}: this torch {torch.__version__} {cuda}")
     if device not in [f"cuda:{number}" for number in range(torch.cuda.device_count())]:
-        raise ConfigError(f"a model on {device!r}: this process sees {torch.cuda.device_count()} GPUs")
+        there = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+        raise ConfigError(f"a model on {device!r}: torch sees {there} here")
 
 
 def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
