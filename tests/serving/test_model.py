@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tests.serving.reference import Reference
 from tests.serving.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 VOCABULARY = 259
 
@@ -173,6 +176,36 @@ def test_a_batch_writes_only_the_positions_of_its_own_chunks(model: LanguageMode
             written[table(model, row)[position // 16], position % 16] = True
     changed = (model.kv != 7.0).any(5).any(3)  # [layers, 2, blocks, block_tokens]
     assert torch.equal(changed, written.expand_as(changed))
+
+
+class Operations(TorchDispatchMode):
+    """The names of all that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("index", "index_put_") and any(at is not None and at.dtype == torch.bool for at in args[1]):
+            name = "nonzero"  # torch counts what a mask lets through
+        self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_of_the_kind_for_gpus_asks_nothing_of_the_device_and_sends_its_numbers_at_once(
+    tiny_directory: Path,
+) -> None:
+    """A value that Python looks at, or a result whose size depends on values, would wait for the device's queue."""
+    model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=64, context_tokens=256, kernels="torch")
+    model.forward([Chunk(range(16), 0, [5] * 20), Chunk(range(16, 32), 0, [6] * 40)])
+    operations = Operations()
+    with operations:
+        model.forward([Chunk(range(16), 20, [7]), Chunk(range(16, 32), 40, [8] * 9), Chunk(range(32, 48), 0, [9] * 3)])
+    assert operations.names["index_put_"] or operations.names["_index_put_impl_"]
+    waits = {"_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
+    assert not waits & set(operations.names), operations.names
+    assert operations.names["lift_fresh"] == 1, "one list of numbers becomes a tensor"
 
 
 def test_chunks_may_share_the_blocks_of_a_common_prefix(model: LanguageModel, reference: Reference) -> None:
