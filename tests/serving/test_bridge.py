@@ -203,6 +203,7 @@ def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() ->
     stand.sink.withdrawn.add(first)
     stand.step(pull=False)
     assert stand.blocks.held == 2
+    assert stand.sink.answers == {first: "prefill has taken its KV back"}, "nothing stays open"
     stand.sink.withdrawn.add(second)
     assert stand.step() == []
     assert (len(stand.bridge), stand.blocks.held) == (0, 0)

@@ -98,7 +98,9 @@ class Bridge:
             if self._sink.current(arrival.offer) and not self._reserve(arrival, running, waiting_blocks):
                 break
             self._offered.popleft()
-            if arrival.table is None:  # withdrawn
+            if arrival.table is None:
+                # Withdrawn, begun anew, or its owner died: whatever is still open keeps that owner's memory mapped.
+                self._sink.reject(arrival.offer, "prefill has taken its KV back")
                 continue
             if isinstance(arrival.request, Reserve):
                 self._reserved[arrival.request.request_id] = arrival
