@@ -24,22 +24,27 @@ from runtime.serving.frontend.traces import Trace
 
 _ANSWER_S = 2.0
 _WAIT_S = 120.0
+_RATE = 3.0  # requests/s
+_MOST_S = 160.0  # of load; the node remembers the traces of 512 requests
+_AFTER_S = 3.0  # of load behind the last change
 
 
 def run(bench: Bench) -> Section:
     """A node with its supervisor, requests at a steady rate, and one change after the other."""
     section = Section(
         "changes",
-        "A node under load while a worker is added, flipped, drained, and one killed with SIGKILL. Lost is what ended "
-        "with an error or not at all. The first answer is that of the first request that the new worker prefilled or "
+        "A node under load while a worker is added, flipped, drained, and its only decode worker killed with SIGKILL. "
+        "Lost is what was taken and ended with an error, or not at all; refused is what was told at once that no decode "
+        "worker is ready, until the killed one is back. The first answer is that of the first request that the new worker prefilled or "
         "decoded, from the moment it was ready.",
     )
     config, run_dir = _config(bench)
     with _node(config, run_dir) as info:
         seconds = bench.seconds(45.0)
         found: list[Outcome] = []
-        timed = bench.load(3.0, seconds, bench.seed)
-        sending = threading.Thread(target=lambda: found.extend(offer(info.url, timed)))
+        timed = bench.load(_RATE, max(seconds, _MOST_S), bench.seed)
+        over = threading.Event()
+        sending = threading.Thread(target=lambda: found.extend(offer(info.url, timed, enough=over.is_set)))
         sending.start()
         time.sleep(2.0)
         steps: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
@@ -50,13 +55,19 @@ def run(bench: Bench) -> Section:
         )
         begin = time.monotonic()
         with _watched(info) as ready:
-            for name, change in steps:
-                section.details[name] = f"{', '.join(change())} after {time.monotonic() - begin:.1f} s"
-            sending.join()
+            try:
+                for name, change in steps:
+                    section.details[name] = f"{', '.join(change())} after {time.monotonic() - begin:.1f} s"
+                time.sleep(max(_AFTER_S, begin + seconds - time.monotonic()))
+            finally:
+                over.set()
+                sending.join()
         first = _first_answers(info, found, ready)
-    lost = [outcome.code for outcome in found if not outcome.whole]
+    refused = [outcome for outcome in found if outcome.code == "unavailable" and not outcome.id]
+    lost = [outcome.code for outcome in found if not outcome.whole and outcome not in refused]
     section.measures = [
         Measure("requests sent", len(found)),
+        Measure("requests refused while no decode worker was there", len(refused)),
         Measure("requests lost", len(lost), "", "≤", 0),
         Measure(
             "first answer from a new worker, the slowest", max(first.values(), default=math.inf), "s", "≤", _ANSWER_S

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,22 +74,30 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 
 
-async def _offer(url: str, timed: Sequence[tuple[float, Body]], patience_s: float) -> list[Outcome]:
+async def _offer(
+    url: str, timed: Sequence[tuple[float, Body]], patience_s: float, enough: Callable[[], bool]
+) -> list[Outcome]:
     begin = time.monotonic()
-
-    async def one(at_s: float, body: Body) -> Outcome:
+    sent: list[asyncio.Task[Outcome]] = []
+    for at_s, body in timed:
         await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
-        return await ask(url, body, patience_s)
+        if enough():
+            break
+        sent.append(asyncio.create_task(ask(url, body, patience_s)))
+    return await asyncio.gather(*sent)
 
-    return await asyncio.gather(*(one(at_s, body) for at_s, body in timed))
 
-
-def offer(url: str, timed: Sequence[tuple[float, Body]], patience_s: float = 120.0) -> list[Outcome]:
-    """Send each body at its time (seconds from now); their outcomes, in that order.
+def offer(
+    url: str,
+    timed: Sequence[tuple[float, Body]],
+    patience_s: float = 120.0,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Outcome]:
+    """Send each body at its time (seconds from now, rising), until there are `enough`; their outcomes, in that order.
 
     Who has waited `patience_s` for the end of an answer hangs up, and the node drops the request.
     """
-    return asyncio.run(_offer(url, timed, patience_s))
+    return asyncio.run(_offer(url, timed, patience_s, enough))
 
 
 def at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:

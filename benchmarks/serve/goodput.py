@@ -3,6 +3,7 @@
 Attainment is over the requests that were sent: one that fails has missed its limits.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
 
 _LOADS = (0.3, 0.55, 0.8, 1.05)  # of what the node answers when it always has enough to do
+_SECONDS = 8.0  # of load for each point
+_FEWEST = 12  # requests of a point, also at a small scale
 _FULL = 24  # outstanding requests that are enough
 _TTFT_SCALE, _TPOT_SCALE = 6.0, 3.0  # limits, in unloaded times
 _ATTAINMENT = 0.9
@@ -44,9 +47,11 @@ def run(bench: Bench) -> Section:
         return [(rate, attained(stand, rate, more)) for rate in rates]
 
     def attained(stand: Stand, rate: float, more: dict[str, object]) -> float:
-        timed = bench.load(rate, bench.seconds(8.0), bench.seed + 100, **more)
+        seconds = max(bench.seconds(_SECONDS), min(_SECONDS, _FEWEST / rate))
+        timed = bench.load(rate, seconds, bench.seed + 100, **more)
         outcomes = offer(stand.url, timed, patience_s)
-        return sum(_met(outcome, ttft_s, tpot_s) for outcome in outcomes) / max(1, len(outcomes))
+        met = [_met(outcome, ttft_s, tpot_s) for outcome in outcomes]
+        return sum(met) / len(met) if met else math.nan
 
     lines: dict[str, Curve] = {stand.kind: curve(stand, rates) for stand in (node, colocated)}
     retrieval = {"collection": "docs", "k": 4, "every_tokens": 8}
