@@ -34,9 +34,9 @@ def run(bench: Bench) -> Section:
     section = Section(
         "changes",
         "A node under load while a worker is added, flipped, drained, and its only decode worker killed with SIGKILL. "
-        "Lost is what was taken and ended with an error, or not at all; refused is what was told at once that no decode "
-        "worker is ready, until the killed one is back. The first answer is that of the first request that the new worker prefilled or "
-        "decoded, from the moment it was ready.",
+        "Lost is what was taken and ended with an error, or not at all; refused is what was told at once that no "
+        "decode worker is ready, until the killed one is back. The first answer is that of the first request that the "
+        "new worker prefilled or decoded, from the moment it was ready.",
     )
     config, run_dir = _config(bench)
     with _node(config, run_dir) as info:
