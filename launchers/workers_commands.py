@@ -7,7 +7,7 @@ from rich.console import Console
 
 from launchers.status import show_status
 from runtime.errors import InvalidRequest
-from runtime.node.changes import Verb
+from runtime.node.changes import GPU_NAMES, Verb
 from runtime.node.control import change_worker
 from runtime.node.run_dir import find_node
 
@@ -48,12 +48,16 @@ def drain(
 @workers_app.command()
 def flip(role: Role, name: Name = "", node: Node = "trinity", timeout: Timeout = 1800.0) -> None:
     """Turn a worker of this role into one of the other: a new one gets ready first, then the old one drains."""
-    _change(node, "flip", name or role, timeout, "{} is ready in its place")
+    _change(node, "flip", _meant(role, name, ""), timeout, "{} is ready in its place")
 
 
 def _meant(role: str, name: str, gpu: str) -> str:
     if bool(gpu) == bool(role or name):
         raise InvalidRequest("say either a role (or a worker's --name) or a --gpu")
+    if gpu and not gpu.startswith(GPU_NAMES):
+        raise InvalidRequest(f'--gpu is {gpu!r}, which names no GPU: "cuda:3" or a UUID does')
+    if role and name and not name.startswith(f"{role}-"):
+        raise InvalidRequest(f"--name is {name!r}, which is no {role} worker")
     return gpu or name or role
 
 

@@ -26,7 +26,8 @@ from runtime.node.placement import NodePlan, WorkerPlan
 MOST_WORKERS = 8
 Verb = Literal["add", "drain", "flip"]
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
-_GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
+GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
+"""What the name of a GPU begins with."""
 
 log = logging.getLogger("supervisor")
 
@@ -55,13 +56,13 @@ class Changes:
         flip, that of the new one. Raises InvalidRequest for what cannot be, and then nothing has begun.
         """
         if verb == "add":
-            return self._add_on(what) if what.startswith(_GPU_NAMES) else (self._add(self._role(what, "pool")),)
+            return self._add_on(what) if what.startswith(GPU_NAMES) else (self._add(self._role(what, "pool")),)
         if verb == "drain":
             leavers = self._leavers(what, "pool")
             for child in leavers:
                 self._drain(child)
             return tuple(child.name for child in leavers)
-        if what.startswith(_GPU_NAMES):
+        if what.startswith(GPU_NAMES):
             raise InvalidRequest(f"flip a role's last worker or one by its name, not {what}")
         (child,) = self._leavers(what)
         name = self._add_like(child.place, _OTHER[child.place.role])
@@ -137,12 +138,13 @@ class Changes:
     def _leavers(self, what: str, *more: Role) -> list[Child]:
         """The workers that are meant, if they can be spared. Those of a GPU need not be ready: it may be broken."""
         roles: set[Role]
-        if what.startswith(_GPU_NAMES):
+        if what.startswith(GPU_NAMES):
             leavers = [child for child in self._children if child.place.is_on(what) and not self._leaves(child)]
             roles = {child.place.role for child in leavers}
             if not leavers:
-                gpus = sorted({child.place.shown_device for child in self._children if child.place.gpu})
-                raise InvalidRequest(f"no worker runs on {what}; workers run on {', '.join(gpus) or 'no GPU'}")
+                staying = [child.place for child in self._children if child.place.gpu and not self._leaves(child)]
+                gpus = sorted({place.shown_device for place in staying})
+                raise InvalidRequest(f"no worker stays on {what}; workers stay on {', '.join(gpus) or 'no GPU'}")
         else:
             child = self._named(what)
             role = self._role(child.place.role if child else what, *more)

@@ -205,7 +205,9 @@ def test_a_gpu_is_drained_of_all_its_workers_and_they_come_back_to_it(start: Sta
     node = start(more=GPUS, process=serve_eight_gpus)
     assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
     assert "cuda:3" not in {found.device for found in node.ready().workers}
-    with pytest.raises(InvalidRequest, match="no worker runs on cuda:3; workers run on cuda:0, cuda:1, cuda:2, cuda:4"):
+    with pytest.raises(
+        InvalidRequest, match="no worker stays on cuda:3; workers stay on cuda:0, cuda:1, cuda:2, cuda:4"
+    ):
         change(node, "drain", "cuda:3")
     assert change(node, "add", "SIM-3") == "pool-0 decode-1"
     status = node.ready()

@@ -1,0 +1,31 @@
+"""`trinity workers`: what is said twice must agree, and a GPU must be one, before a node is asked."""
+
+import pytest
+from typer.testing import CliRunner
+
+from launchers.workers_commands import workers_app
+from runtime.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("words", "trouble"),
+    [
+        (["drain", "--gpu", "decode"], "--gpu is 'decode', which names no GPU"),
+        (["drain", "--gpu", "decode-1"], "--gpu is 'decode-1', which names no GPU"),
+        (["add", "--gpu", "3"], "--gpu is '3', which names no GPU"),
+        (["drain", "decode", "--name", "prefill-0"], "--name is 'prefill-0', which is no decode worker"),
+        (["flip", "prefill", "--name", "decode-0"], "--name is 'decode-0', which is no prefill worker"),
+        (["drain", "decode", "--gpu", "cuda:3"], "say either a role"),
+        (["drain"], "say either a role"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_a_node_is_asked(words: list[str], trouble: str) -> None:
+    refused = CliRunner().invoke(workers_app, words).exception
+    assert isinstance(refused, InvalidRequest)
+    assert trouble in refused.message
+
+
+def test_a_gpu_and_a_worker_of_the_role_are_asked_of_the_node() -> None:
+    for words in (["drain", "--gpu", "GPU-1"], ["drain", "decode", "--name", "decode-1"], ["flip", "decode"]):
+        refused = CliRunner().invoke(workers_app, [*words, "--node", "there-is-none"]).exception
+        assert "no node runs in" in str(refused)
