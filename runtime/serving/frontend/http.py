@@ -273,13 +273,16 @@ class _Routes:
         if self._searches >= self._settings.max_searches:
             raise Overloaded(f"{self._searches} searches are in flight, the limit is {self._settings.max_searches}")
         http.state.request_id = request_id = self._new_id("ret")
-        begin_ns, ended = self._service.link.now_ns(), "cancelled"
+        begin_ns, ended = self._service.link.now_ns(), "internal_error"
         self._searches += 1
         try:
             passages = await self._search(body)
             ended = f"{len(passages)} passages"
         except TrinityError as error:
             ended = error.code
+            raise
+        except asyncio.CancelledError:
+            ended = "cancelled"
             raise
         finally:
             self._searches -= 1

@@ -65,6 +65,7 @@ class Peer:
     identity: bytes
     heard_ns: int
     lost: bool = False
+    released: bool = False  # told that it may go: it had drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,8 @@ class WorkerLink:
         peer = self._peers.get(name)
         if peer is None or peer.lost:
             return
-        log.warning("%s worker %s is lost: %s", peer.hello.role, name, reason)
+        level = logging.INFO if peer.released else logging.WARNING
+        log.log(level, "%s worker %s is %s: %s", peer.hello.role, name, "gone" if peer.released else "lost", reason)
         peer.lost = True
         self._lost_workers += 1
         self.router.remove(name)
@@ -297,11 +299,11 @@ class WorkerLink:
             return
         if peer.lost:
             log.info("%s worker %s is back", peer.hello.role, report.worker)
-            peer.lost = False
+            peer.lost = peer.released = False
             self.router.add(peer.hello)
         self.router.report(report)
         if report.draining and not self.router.assigned(report.worker):
-            self._send(report.worker, Release())
+            peer.released = self._send(report.worker, Release())
 
     def _answer(self, identity: bytes, message: Retrieved | Tokens | Failed) -> None:
         name = self._names.get(identity)
