@@ -1,16 +1,29 @@
-"""Whatever workers, clients and the clock do: every request ends exactly once."""
+"""Whatever workers, clients and the clock do: every request ends exactly once, and its answer has every token once."""
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import TrinityError
-from runtime.serving.frontend.requests import Request
+from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.frontend.worker_link import WorkerLink
-from runtime.serving.messages import Cancel, Failed, Hello, Retrieved, Tokens, ToWorker, encode
+from runtime.serving.messages import (
+    Cancel,
+    Failed,
+    Hello,
+    Prefill,
+    Retrieval,
+    Retrieved,
+    Sampling,
+    ToFrontend,
+    Tokens,
+    ToWorker,
+    encode,
+)
 from tests.frontend.fakes import PASSAGES, run
 from tests.frontend.links import Stand
 
@@ -127,3 +140,113 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
 
 def _hello(name: str, epoch: int) -> Hello:
     return Hello("prefill" if name[0] == "p" else "decode", name, epoch, 1, 4, 100, f"ipc://@{name}")
+
+
+@dataclass
+class Attempt:
+    """What the workers of one attempt have: the prompt's passages, and a row that knows which token is its next."""
+
+    prefill: str
+    told: Prefill
+    drawn: int
+    found: bool
+
+    def find(self) -> Retrieved:
+        self.found = True
+        return Retrieved(self.told.request_id, PASSAGES[:1])
+
+    def draw(self) -> Tokens:
+        """The next token is its own number."""
+        token, self.drawn = self.drawn, self.drawn + 1
+        finish: Any = "length" if self.drawn == self.told.sampling.max_tokens else None
+        return Tokens(self.told.request_id, "a", (token,), finish, prompt_token_ids=(7, 8, 9) if token == 0 else ())
+
+
+NAMES = ("p0", "p1", "d0", "d1")
+ATTEMPT = st.integers(0, 5)  # counted back from the one that was sent last
+PROGRESS = st.one_of(
+    *[st.tuples(st.just("draw"), ATTEMPT)] * 4,
+    *[st.tuples(st.just("arrive"), st.sampled_from(NAMES))] * 4,
+    *[st.tuples(st.just("find"), ATTEMPT)] * 2,
+    st.tuples(st.just("refuse"), ATTEMPT),
+    st.tuples(st.just("lost"), st.sampled_from(NAMES)),
+    st.tuples(st.just("hello"), st.sampled_from(NAMES)),
+)
+
+
+@given(st.lists(PROGRESS, min_size=10, max_size=80), st.lists(st.booleans(), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_late_its_words_come(
+    events: list[tuple[str, Any]], retrieves: list[bool]
+) -> None:
+    """Workers that were given up write on, and what they said may be heard long after they were."""
+
+    async def test() -> None:
+        stand = Stand(kind=Wired, restarts=1000)
+        link = stand.link
+        assert isinstance(link, Wired)
+        epochs = Counter(NAMES)
+        attempts: list[Attempt] = []
+        wires: dict[str, deque[ToFrontend]] = {name: deque() for name in NAMES}
+
+        def hear(name: str, message: ToFrontend) -> None:
+            link._receive([name.encode(), encode(message)])
+            link.tick()
+            for identity, sent in link.sent:
+                if isinstance(sent, Prefill):
+                    drawn = len(sent.resume.generated) if sent.resume else 0
+                    found = sent.retrieval is None or sent.resume is not None
+                    attempts.append(Attempt(identity.decode(), sent, drawn, found))
+            link.sent.clear()
+
+        def act(event: str, what: Any) -> None:
+            attempt = attempts[-1 - what] if isinstance(what, int) and what < len(attempts) else None
+            match event:
+                case "draw" if attempt is not None and attempt.drawn < attempt.told.sampling.max_tokens:
+                    wires[attempt.told.decode_worker].append(attempt.draw())
+                case "find" if attempt is not None and not attempt.found:
+                    wires[attempt.prefill].append(attempt.find())
+                case "refuse" if attempt is not None:
+                    wires[attempt.prefill].append(Failed(attempt.told.request_id, "worker_lost", "not taken"))
+                case "arrive" if wires[what]:
+                    hear(what, wires[what].popleft())
+                case "lost":
+                    link.lost(what, "killed")
+                case "hello":
+                    epochs[what] += 1
+                    hear(what, _hello(what, epochs[what]))
+
+        try:
+            for name in NAMES:
+                hear(name, _hello(name, 1))
+            requests = [
+                stand.submit(
+                    f"r{number}", sampling=Sampling(max_tokens=6), retrieval=Retrieval("docs") if retrieve else None
+                )
+                for number, retrieve in enumerate(retrieves)
+            ]
+            for event, what in events:
+                act(event, what)
+                for request in requests:
+                    assert request.told.tokens == list(range(len(request.told.tokens)))
+            for name in NAMES:
+                act("hello", name)
+            for _ in range(200):  # far more than what is on the wires
+                for back in range(len(attempts)):
+                    act("find", back)
+                    act("draw", back)
+                for name in NAMES:
+                    act("arrive", name)
+            assert stand.codes == ["length"] * len(requests)
+            for request, retrieve in zip(requests, retrieves, strict=True):
+                pieces: list[Piece] = []
+                while not (pieces and isinstance(pieces[-1], Tokens) and pieces[-1].finish_reason):
+                    pieces.append(await request.next())
+                assert [token for piece in pieces if isinstance(piece, Tokens) for token in piece.token_ids] == [
+                    *range(6)
+                ]
+                assert [isinstance(piece, Retrieved) for piece in pieces] == [True] * retrieve + [False] * 6
+        finally:
+            link.close()
+
+    run(test())

@@ -17,6 +17,7 @@ from tests.serving.reference import Reference
 from tests.serving.workers import FakePool, Workers
 
 VOCABULARY = 259
+WAIT_MS = 20_000  # for a message that has been sent
 Start = Callable[..., Workers]
 PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
 
@@ -238,6 +239,8 @@ def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
     order: list[str] = []
     for number, deadline in enumerate((9, 3, 5, 1)):
         workers.submit(f"r{number}", [number + 1] * 40, 1, deadline_ns=deadline << 50)
+    while len(workers.prefill._waiting) < 4:
+        workers.prefill._receive()
     while len(order) < 4:
         workers.round()
         order += [name for name, told in workers.told.items() if told.ended and name not in order]
@@ -262,9 +265,12 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
     workers.submit("short", [1, 2, 3], 200)
     while not workers.told["short"].tokens:
         workers.round()
-    workers.submit("long", list(range(250)), 2)
     decode = workers.decodes["decode-0"]
     (short,) = decode._batch.rows
+    workers.submit("long", list(range(250)), 2)
+    while "long" not in [job.id for job in workers.prefill._offered.values()]:
+        workers.prefill.step()
+    assert decode._sink.socket.poll(WAIT_MS), "the batch stands still until the offer is there: it has an end"
     seen = set()
     while not workers.told["long"].ended:
         before = short.generated
@@ -274,9 +280,11 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
     assert seen == {1}, "each round of the pull was a step of the batch too"
 
 
+@pytest.mark.parametrize("unheard", [0, 1, 3])
 def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened(
-    start: Start, reference: Reference
+    start: Start, reference: Reference, unheard: int
 ) -> None:
+    """Also when the lost worker's last words are heard after the next one has been asked to go on."""
     workers = start(decodes=2, context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
     retrieval = Retrieval("docs", 2, every_tokens=8)
@@ -291,7 +299,7 @@ def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened
         workers.round()
     text = workers.told["sampled"].text
     assert text
-    workers.lose("decode-0")
+    workers.lose("decode-0", unheard)
     lost = [name for name, told in workers.told.items() if not told.ended and name != "undisturbed"]
     assert "injected" in lost
     for name in lost:
@@ -337,7 +345,7 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         workers.round()
     assert preemptions.swapped
     assert preemptions.recomputed
-    workers.lose("decode-0")
+    workers.lose("decode-0", unheard=2)
     lost = [f"r{number}" for number in range(0, 100, 2) if not workers.told[f"r{number}"].ended]
     assert any(workers.told[name].tokens for name in lost), "some were in the middle of their answer"
     for name in lost:

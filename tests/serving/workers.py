@@ -1,7 +1,8 @@
-"""A prefill and decode workers in the test's own process, over real hand-over, with a frontend that only takes notes.
+"""A prefill and decode workers in the test's own process, over real hand-over, with the frontend's table of requests.
 
-Workers step in turns and never sleep, so what happens when is up to the test. The pool is played by `FakePool`: it
-answers after as many polls as the test says.
+Workers step in turns and never sleep, so what happens when is up to the test; also what is still on its way when a
+worker dies. Who consumes the answers only takes notes. The pool is played by `FakePool`: it answers after as many polls
+as the test says.
 """
 
 import logging
@@ -16,6 +17,7 @@ import zmq
 from msgspec.structs import replace
 
 from ipc import bind
+from runtime.errors import TrinityError, error_of
 from runtime.node.config import Role, parse_config
 from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
@@ -23,16 +25,20 @@ from runtime.node.table import WorkerTable
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
 from runtime.serving.decode.process import DecodeWorker
-from runtime.serving.frontend.requests import Progress
+from runtime.serving.frontend.requests import ClientGone, Piece, Request, RequestTable
+from runtime.serving.frontend.router import Placement
 from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import (
     Cancel,
     Failed,
+    Hello,
     Prefill,
     Probe,
+    Report,
     Retrieval,
     Retrieved,
     Sampling,
+    ToFrontend,
     Tokens,
     Welcome,
     decode_to_frontend,
@@ -90,20 +96,35 @@ class FakePool:
 
 @dataclass
 class Told:
-    """What the frontend was told of a request."""
+    """What the consumer of a request was given."""
 
     prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     searches: list[Retrieved] = field(default_factory=list)
     last: Tokens | None = None
-    failed: Failed | None = None
+    failed: TrinityError | None = None
     probes: list[Probe] = field(default_factory=list)
     stages: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
         return self.last is not None or self.failed is not None
+
+    def add(self, piece: Piece | TrinityError) -> None:
+        if isinstance(piece, TrinityError):
+            self.failed = piece
+        elif isinstance(piece, Retrieved):
+            self.searches.append(piece)
+        else:
+            self.prompt = piece.prompt_token_ids or self.prompt
+            self.tokens += piece.token_ids
+            self.text += piece.text
+            self.probes += piece.probes
+            if piece.stages:
+                self.stages.append(piece.stages)
+            if piece.finish_reason is not None:
+                self.last = piece
 
     @property
     def inserted(self) -> dict[int, tuple[int, ...]]:
@@ -120,6 +141,17 @@ class Told:
         for number, token in enumerate(self.tokens[:generated], start=1):
             context += [*inserted.get(number, ()), token]
         return context
+
+
+class _Noted(Request):
+    """A request whose consumer notes every piece at once."""
+
+    def __init__(self, message: Prefill, notes: Told) -> None:
+        super().__init__(message, Placement("", "", ""))
+        self._notes = notes
+
+    def put(self, piece: Piece | TrinityError) -> None:
+        self._notes.add(piece)
 
 
 class Workers:
@@ -144,10 +176,9 @@ class Workers:
         self.plan = resolve(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
-        self._sent: dict[str, Prefill] = {}
-        self._names: dict[str, str] = {}  # of later attempts → of the request
-        self._latest: dict[str, str] = {}  # and back
-        self._attempts = 0
+        self._table = RequestTable(lambda ended, request: None)
+        self._requests: dict[str, Request] = {}  # ended ones too
+        self._late: list[ToFrontend] = []  # what a worker said before it died, and nobody has heard yet
         self.told: dict[str, Told] = {}
         self.decodes: dict[str, DecodeWorker] = {}
         self.prefill = PrefillWorker(FakeWorker(self.plan, "prefill-0"), transport)  # type: ignore[arg-type]
@@ -162,9 +193,13 @@ class Workers:
         worker._sleep = lambda: None  # type: ignore[method-assign]
         self.decodes[name] = worker
 
-    def lose(self, name: str) -> None:
-        """A decode worker dies: nothing of it is heard again."""
-        self.decodes.pop(name).close()
+    def lose(self, name: str, unheard: int = 0) -> None:
+        """A decode worker dies. What it says in `unheard` last steps comes in when its death is known already."""
+        worker = self.decodes.pop(name)
+        worker._link.send = lambda message: self._late.append(message)  # type: ignore[method-assign]
+        for _ in range(unheard):
+            worker.step()
+        worker.close()
 
     def play_pool(self, prefill: FakePool, decode: FakePool) -> None:
         self.prefill._retriever.close()
@@ -188,28 +223,27 @@ class Workers:
             request_id, EPOCH, sampling, decode, self.plan.endpoint(decode), 1, deadline_ns,
             prompt=tuple(prompt), retrieval=retrieval, **more,
         )  # fmt: skip
-        self.told[request_id], self._sent[request_id] = Told(), message
+        self.told[request_id] = Told()
+        self._requests[request_id] = request = _Noted(message, self.told[request_id])
+        self._table.open(request)
         self.send("prefill-0", message)
 
     def restart(self, request_id: str, decode: str) -> None:
         """Its decode worker died: go on with another, from what was told."""
-        told, message = self.told[request_id], self._sent[request_id]
-        self.cancel(request_id)
-        self._attempts += 1
-        resume = None
-        if told.tokens:
-            progress = Progress(told.prompt, told.tokens, told.inserted, told.passages)
-            resume = progress.resume(first_token_ns=1)
-        else:
-            told.searches.clear()
-        name = f"{request_id}~{self._attempts}"
-        self._names[name], self._latest[request_id] = request_id, name
+        request = self._requests[request_id]
+        self._call_off(request)
+        self._table.renew(request)
         to = {"decode_worker": decode, "decode_endpoint": self.plan.endpoint(decode)}
-        self.send("prefill-0", replace(message, request_id=name, resume=resume, **to))
+        self.send("prefill-0", replace(request.next_message(), **to))
 
     def cancel(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        self._call_off(request)
+        self._table.fail(request, ClientGone("nobody waits for it"))
+
+    def _call_off(self, request: Request) -> None:
         for name in ("prefill-0", *self.decodes):
-            self.send(name, Cancel(request_id))
+            self.send(name, Cancel(request.attempt_id))
 
     def send(self, name: str, message: Any) -> None:
         self._frontend.send_multipart([self._identities[name], encode(message)])
@@ -219,9 +253,16 @@ class Workers:
         self.prefill.step()
         for worker in list(self.decodes.values()):
             worker.step()
+        late, self._late = self._late, []
+        for message in late:
+            self._take(message)
         while self._frontend.poll(0):
             identity, content = self._frontend.recv_multipart()
-            self._take(identity, decode_to_frontend(content))
+            message = decode_to_frontend(content)
+            if isinstance(message, Hello) and message.worker not in self._identities:
+                self._identities[message.worker] = identity
+                self.send(message.worker, Welcome(EPOCH))
+            self._take(message)
 
     def run(self) -> None:
         """Until all requests have ended."""
@@ -239,29 +280,15 @@ class Workers:
             self.round()
         raise AssertionError("workers still hold requests")
 
-    def _take(self, identity: bytes, message: Any) -> None:
-        name = getattr(message, "worker", None)
-        if name is not None and name not in self._identities:
-            self._identities[name] = identity
-            self.send(name, Welcome(EPOCH))
-        attempt = getattr(message, "request_id", "")
-        request_id = self._names.get(attempt, attempt)
-        told = self.told.get(request_id)
-        if told is None or self._latest.get(request_id, request_id) != attempt:  # of an attempt that was given up
+    def _take(self, message: ToFrontend) -> None:
+        if isinstance(message, Hello | Report):
             return
-        if isinstance(message, Failed):
-            told.failed = message
-        elif isinstance(message, Retrieved):
-            told.searches.append(message)
-        elif isinstance(message, Tokens):
-            told.prompt = message.prompt_token_ids or told.prompt
-            told.tokens += message.token_ids
-            told.text += message.text
-            told.probes += message.probes
-            if message.stages:
-                told.stages.append(message.stages)
-            if message.finish_reason is not None:
-                told.last = message
+        request = self._table.get(message.request_id)
+        if request is not None and isinstance(message, Failed):
+            self._table.fail(request, error_of(message.code, message.message, message.param))
+        elif request is not None and not isinstance(message, Failed):
+            request.first_token_ns = request.first_token_ns or 1
+            self._table.deliver(message)
 
     def close(self) -> None:
         self.prefill.close()
