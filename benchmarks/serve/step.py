@@ -38,8 +38,7 @@ def run(bench: Bench) -> Section:
         rounds = bench.count(24, least=6)
         for number in range(rounds):
             workers.submit(f"long{number}", random.integers(3, bench.info.vocabulary, long).tolist(), 1)
-            while not workers.prefill._offered:
-                workers.prefill.step()
+            workers.offer(f"long{number}")
             decode._bridge.receive(decode._link.frontend_epoch)
             pulled: list[float] = []
             while not pulled or decode._bridge.pulling or decode._bridge.waiting:

@@ -48,6 +48,7 @@ from runtime.serving.prefill.process import PrefillWorker
 
 EPOCH = 7
 _MOST_ROUNDS = 50_000
+_WAIT_MS = 20_000  # for a message that has been sent
 
 
 class FakeWorker:
@@ -263,6 +264,12 @@ class Workers:
                 self._identities[message.worker] = identity
                 self.send(message.worker, Welcome(EPOCH))
             self._take(message)
+
+    def offer(self, request_id: str, decode: str = "decode-0") -> None:
+        """Prefill alone goes on until it has offered this request's KV and the offer can be read by `decode`."""
+        while request_id not in [job.id for job in self.prefill._offered.values()]:
+            self.prefill.step()
+        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
     def run(self) -> None:
         """Until all requests have ended."""
