@@ -130,7 +130,7 @@ def test_what_the_arena_has_no_slot_for_is_staged_and_every_row_of_a_matrix_is_a
     assert batch.distances.tolist() == distances.tolist()
 
 
-@pytest.mark.parametrize("others", [0, 16])
+@pytest.mark.parametrize("others", [0, 20])
 def test_when_a_pool_dies_its_vectors_are_read_again_from_where_they_are(
     collection: Path,
     arenas: dict[str, int],
