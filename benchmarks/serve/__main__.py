@@ -46,7 +46,12 @@ def main() -> None:
         parser.error(f"--only: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     sections = []
     with tempfile.TemporaryDirectory() as folder, Bench(options, Path(folder)) as bench:
-        known = about(model=bench.info.name, seed=options.seed, scale=options.scale, data=options.data or "drawn")
+        known = about(
+            model=bench.info.name,
+            seed=options.seed,
+            scale=options.scale,
+            data=options.data.name if options.data else "drawn",
+        )
         known["load before"] = f"{os.getloadavg()[0]:.1f}"
         for name in chosen:
             begin = time.monotonic()

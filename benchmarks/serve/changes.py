@@ -26,7 +26,7 @@ _ANSWER_S = 2.0
 _WAIT_S = 120.0
 _RATE = 3.0  # requests/s
 _MOST_S = 160.0  # of load; the node remembers the traces of 512 requests
-_AFTER_S = 3.0  # of load behind the last change
+_AFTER_S = 3.0  # of load behind each change: the next one starts a process, which takes a core for a while
 
 
 def run(bench: Bench) -> Section:
@@ -58,7 +58,8 @@ def run(bench: Bench) -> Section:
             try:
                 for name, change in steps:
                     section.details[name] = f"{', '.join(change())} after {time.monotonic() - begin:.1f} s"
-                time.sleep(max(_AFTER_S, begin + seconds - time.monotonic()))
+                    time.sleep(_AFTER_S)
+                time.sleep(max(0.0, begin + seconds - time.monotonic()))
             finally:
                 over.set()
                 sending.join()

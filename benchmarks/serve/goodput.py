@@ -28,38 +28,20 @@ def run(bench: Bench) -> Section:
     """Every load for every system, with the same requests at the same times."""
     section = Section("goodput", "")
     node, colocated = bench.kept("node"), bench.kept("colocated")
-    random = np.random.default_rng(bench.seed)
-    shape = bench.shape
-    alone = in_turn(node.url, [bench.body(random, shape.prompt_tokens, shape.output_tokens) for _ in range(6)])
-    ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in alone], 50)
-    tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in alone], 50)
-    capacity = _capacity(bench, node)
-    rates = [load * capacity for load in _LOADS]
+    plain = _Kind(bench, node)
+    probing = _Kind(bench, node, retrieval={"collection": "docs", "k": 4, "every_tokens": 8})
     section.text = (
-        f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {ttft_s * 1e3:.0f} ms, "
-        f"TPOT {tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {_ATTAINMENT:.0%} of the sent "
+        f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {plain.ttft_s * 1e3:.0f} "
+        f"ms, TPOT {plain.tpot_s * 1e3:.1f} ms; with retrieval and probes {probing.ttft_s * 1e3:.0f} and "
+        f"{probing.tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {_ATTAINMENT:.0%} of the sent "
         "requests meet both. Load in requests/s; who cannot meet the limits any more hangs up."
     )
-
-    patience_s = ttft_s + tpot_s * shape.most_output_tokens + 1.0
-
-    def curve(stand: Stand, rates: Sequence[float], **more: object) -> Curve:
-        return [(rate, attained(stand, rate, more)) for rate in rates]
-
-    def attained(stand: Stand, rate: float, more: dict[str, object]) -> float:
-        seconds = max(bench.seconds(_SECONDS), min(_SECONDS, _FEWEST / rate))
-        timed = bench.load(rate, seconds, bench.seed + 100, **more)
-        outcomes = offer(stand.url, timed, patience_s)
-        met = [_met(outcome, ttft_s, tpot_s) for outcome in outcomes]
-        return sum(met) / len(met) if met else math.nan
-
-    lines: dict[str, Curve] = {stand.kind: curve(stand, rates) for stand in (node, colocated)}
-    retrieval = {"collection": "docs", "k": 4, "every_tokens": 8}
-    fewer = rates[1:3]
-    adaptive = {"adaptive": curve(node, fewer, retrieval=retrieval)}
+    lines: dict[str, Curve] = {stand.kind: plain.curve(stand, _LOADS) for stand in (node, colocated)}
+    fewer = _LOADS[:3]
+    adaptive = {"adaptive": probing.curve(node, fewer)}
     for reserve in (0.1, 0.9):
         with bench.stand("node", control={"enabled": False}, pool={"reserve": reserve}) as fixed:
-            adaptive[f"r = {reserve:g}"] = curve(fixed, fewer, retrieval=retrieval)
+            adaptive[f"r = {reserve:g}"] = probing.curve(fixed, fewer)
     section.curves = {
         "node and colocated: requests/s, attainment": lines,
         "reserve, with retrieval and probes: requests/s, attainment": adaptive,
@@ -71,16 +53,38 @@ def run(bench: Bench) -> Section:
         Measure("goodput, node / colocated", _ratio(goodput(lines["node"]), goodput(lines["colocated"])), "×"),
         Measure("goodput, adaptive / best fixed r", _ratio(goodput(adaptive["adaptive"]), best_fixed), "×"),
     ]
-    section.details = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rates": rates}
+    section.details = {"plain": plain.told, "probing": probing.told}
     return section
 
 
-def _capacity(bench: Bench, node: Stand) -> float:
-    """Requests/s that a node answers when it always has enough to do."""
-    bodies = [body for _, body in bench.load(100.0, bench.seconds(1.5), bench.seed + 200)]
-    begin = time.monotonic()
-    outcomes = at_once(node.url, bodies, _FULL)
-    return sum(outcome.whole for outcome in outcomes) / (time.monotonic() - begin)
+class _Kind:
+    """Requests of one kind (`more` of their bodies): their limits, and what a node answers of them when it is full."""
+
+    def __init__(self, bench: Bench, node: Stand, **more: object) -> None:
+        self._bench, self._more = bench, more
+        random, shape = np.random.default_rng(bench.seed), bench.shape
+        bodies = [bench.body(random, shape.prompt_tokens, shape.output_tokens, **more) for _ in range(6)]
+        alone = in_turn(node.url, bodies)
+        self.ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in alone], 50)
+        self.tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in alone], 50)
+        full = [body for _, body in bench.load(100.0, bench.seconds(1.5), bench.seed + 200, **more)]
+        begin = time.monotonic()
+        answered = sum(outcome.whole for outcome in at_once(node.url, full, _FULL))
+        self._capacity = answered / (time.monotonic() - begin)
+
+    @property
+    def told(self) -> dict[str, float]:
+        return {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "capacity_per_s": self._capacity}
+
+    def curve(self, stand: Stand, loads: Sequence[float]) -> Curve:
+        return [(load * self._capacity, self._attained(stand, load * self._capacity)) for load in loads]
+
+    def _attained(self, stand: Stand, rate: float) -> float:
+        seconds = max(self._bench.seconds(_SECONDS), min(_SECONDS, _FEWEST / rate))
+        timed = self._bench.load(rate, seconds, self._bench.seed + 100, **self._more)
+        patience_s = self.ttft_s + self.tpot_s * self._bench.shape.most_output_tokens + 1.0
+        met = [_met(outcome, self.ttft_s, self.tpot_s) for outcome in offer(stand.url, timed, patience_s)]
+        return sum(met) / len(met) if met else math.nan
 
 
 def goodput(points: Sequence[tuple[float, float]]) -> float:
