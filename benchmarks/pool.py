@@ -35,7 +35,7 @@ from benchmarks.machine import machine
 from benchmarks.pool_processes import Bench, Load, Outcome, Vectors
 from runtime.retrieval.collection import Collection
 
-_PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.8
+_PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring
 _REPEATED = 2  # runs of a p99 in a round
 _SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
