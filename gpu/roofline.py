@@ -126,17 +126,16 @@ def measure_extends(
     engine: Engine, collection: str, index: GraphIndex, params: SearchParams, clock: Clock = time.perf_counter
 ) -> list[ExtendTime]:
     """Time extends of 1, 2, 4, … up to all free slots of an engine that holds `index` as `collection`."""
-    random = np.random.default_rng(0)
+    _touch(index)
     slots = engine.free_slots
+    queries = typical_queries(index, slots)
     counts = [count for count in ACTIVE if count < slots] + [slots]
     each = slot_bytes(index, params.search_width)
     taken = []
     for count in counts:
         best = float("inf")
         for _ in range(_REPEAT):
-            held = [
-                engine.admit(random.standard_normal(index.dim, np.float32), params, collection) for _ in range(count)
-            ]
+            held = [engine.admit(queries[number], params, collection) for number in range(count)]
             engine.extend()  # the first one takes up the seeds
             begin, extends = clock(), 0
             while extends < _FIRST_EXTENDS and engine.active_slots == count:
@@ -149,6 +148,29 @@ def measure_extends(
         if best < float("inf"):  # else the index is so small that its first extend was the last
             taken.append(ExtendTime(index.dim, count, best, count * each))
     return taken
+
+
+def typical_queries(index: GraphIndex, count: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Queries float32 [count, dim] such as are asked: near stored vectors, with noise of half their spread.
+
+    Far from all of them, every neighbour is as good as another, and a search reads several times as much.
+    """
+    random = np.random.default_rng(seed)
+    rows = index.data.rows
+    stored = rows.codes if rows.full is None else rows.full
+    near = np.asarray(stored[random.integers(len(stored), size=count)], np.float32)[:, : index.dim]
+    noise = random.standard_normal(near.shape, np.float32) * near.std(axis=0)
+    queries: npt.NDArray[np.float32] = near + np.float32(0.5) * noise
+    return queries
+
+
+def _touch(index: GraphIndex) -> None:
+    """Read a byte of every page: the first touch of a mapped file costs more than a distance."""
+    rows = index.data.rows
+    sketches = None if rows.sketch is None else rows.sketch.codes
+    for array in (rows.codes, rows.full, sketches, index.data.graph):
+        if array is not None:
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)[::4096].max()
 
 
 def host_copy_bytes_s(clock: Clock = time.perf_counter, nbytes: int = _COPY_BYTES) -> float:

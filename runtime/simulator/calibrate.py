@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpu import GraphIndex, SearchParams, open_engine
 from gpu.backends import copy_bytes_s
-from gpu.roofline import SearchRoofline, measure_extends, search_roofline
+from gpu.roofline import SearchRoofline, measure_extends, search_roofline, typical_queries
 from runtime.errors import ConfigError
 from runtime.node.config import ModelSection, NodeConfig, PoolSection
 from runtime.retrieval.collection import Collection
@@ -94,12 +94,11 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
 
 def query_time(index: GraphIndex, pool: PoolSection, extend: Line) -> float:
     """Seconds that a query takes of a full engine beside its extends: whole queries, one after another in each slot."""
-    random = np.random.default_rng(0)
     device, params = pool.devices[0], SearchParams(1, pool.top_m, pool.search_width)
     engine = open_engine(
         device, {"docs": index}, slots=pool.slots, max_top_m=pool.top_m, max_k=1, max_search_width=pool.search_width
     )
-    queries = random.standard_normal((_QUERIES, index.dim), np.float32)
+    queries = typical_queries(index, _QUERIES)
     best, asked = float("inf"), 0
     try:
         for _ in range(_REPEAT):
