@@ -3,11 +3,12 @@
     python -m benchmarks.agreement --data DIR [--collection DIR] [--out benchmarks/results/agreement]
 
 A client asks a real pool process (`benchmarks/pool_processes.py`) at random times, 30% prefill and 70% decode queries,
-at half and at 80% of what the pool can do by its service times. The simulator gets the same queries at the times at
-which the clients enqueued them, each with the extends that it really took, and the costs that `trinity calibrate` found
-on this machine just before. Compared: queries/s, the mean wait for a slot, and latency to the answer, by stage. What
-else runs on the machine only lengthens the real ones: of several repetitions the one with the least median latency
-counts.
+at half and at 80% of what the pool can do. The simulator gets the same queries at the times at
+which the clients enqueued them, each with the extends that it really took. What an extend, a round and a query cost is
+what `trinity calibrate` finds on this machine, in the proportion to which the pool's own counters had it in the run:
+neighbours and the clients on the other core change a machine's speed from one second to the next. Compared: queries/s,
+the mean wait for a slot, and latency to the answer, by stage. Of several repetitions the one with the fastest
+extends counts: nothing else ran then.
 """
 
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from benchmarks.machine import machine
@@ -27,6 +29,7 @@ from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
 from runtime.simulator.calibrate import calibrate
 from runtime.simulator.pool_alone import Query, run_pool
+from runtime.simulator.roofline import Roofline
 from runtime.simulator.service import ServiceTimes
 
 _LOADS = (0.5, 0.8)
@@ -51,7 +54,10 @@ def compared(bench: Bench, times: ServiceTimes, limits: PoolSection, rate: float
     """One run: the real figures, the simulated ones, and the share of its core that the pool had."""
     parts = zip(_STAGES, (_PREFILL, 1 - _PREFILL), strict=True)
     loads = [Load(stage, seconds, (bench.usual,), rate=rate * part, seed=seed + len(stage)) for stage, part in parts]
+    before = bench.counters("trinity")
     outcomes = bench.ask("trinity", *loads)
+    after = bench.counters("trinity")
+    times, paces = as_it_was(times, {name: after[name] - before[name] for name in after})
     rows = np.concatenate([outcome.answers[0] for outcome in outcomes])
     stages = [stage for stage, outcome in zip(_STAGES, outcomes, strict=True) for _ in outcome.answers[0]]
     at = rows[:, 0] - rows[:, 0].min()
@@ -59,13 +65,31 @@ def compared(bench: Bench, times: ServiceTimes, limits: PoolSection, rate: float
     fates = run_pool([Query(int(at[i]), stages[i], int(rows[i, 3])) for i in order], times, limits)
     simulated = np.zeros((len(rows), 2), np.int64)
     simulated[order] = [(fate.wait_ns, fate.latency_ns) for fate in fates]
-    found: dict[str, Any] = {"real": {}, "simulated": {}, "pool_cpu": bench.cpu}
+    found: dict[str, Any] = {"real": {}, "simulated": {}, "pool_cpu": bench.cpu, **paces}
     for stage in _STAGES:
         its = np.array([other == stage for other in stages])
         real = rows[its]
         found["real"] |= figures(stage, at[its], real[:, 1] - real[:, 0], real[:, 2] - real[:, 0])
         found["simulated"] |= figures(stage, at[its], simulated[its, 0], simulated[its, 1])
     return found
+
+
+def as_it_was(times: ServiceTimes, counted: dict[str, float]) -> tuple[ServiceTimes, Figures]:
+    """The costs in a run that has counted so much, and how much slower than calibrated extends and the loop were."""
+    extends, active = counted["trinity_pool_extends_total"], counted["trinity_pool_slot_steps_total"]
+    queries = sum(counted[f"trinity_pool_queries_{stage}_total"] for stage in _STAGES)
+    extend = counted["trinity_pool_extend_seconds_total"] / (extends * times.extend_s + active * times.extend_slot_s)
+    rounds = counted["trinity_pool_rounds_total"]
+    loop = counted["trinity_pool_round_seconds_total"] / (rounds * times.round_s + queries * times.query_s)
+    found = replace(
+        times,
+        extend_s=times.extend_s * extend,
+        extend_slot_s=times.extend_slot_s * extend,
+        round_s=times.round_s * loop,
+        query_s=times.query_s * loop,
+        roofline=Roofline(),
+    )
+    return found, {"extend_pace": extend, "loop_pace": loop}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -76,10 +100,14 @@ def markdown(report: dict[str, Any]) -> str:
         f"{told['processor']}, {told['cores']} cores, {told['system']}, Python {told['python']}; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; seed {report['seed']}; an extend costs {report['extend_s'] * 1e6:.1f} µs and "
-        f"{report['extend_slot_s'] * 1e6:.2f} µs a slot, a query {report['query_s'] * 1e6:.1f} µs more.",
+        f"{report['extend_slot_s'] * 1e6:.2f} µs a slot, a query {report['query_s'] * 1e6:.1f} µs more, a "
+        f"round {report['round_s'] * 1e6:.1f} µs, waking {report['wake_s'] * 1e6:.1f} µs.",
     ]
     for load, run in report["runs"].items():
-        had = f"{run['pool_cpu']:.0%} of its core was the pool's"
+        had = (
+            f"{run['pool_cpu']:.0%} of its core was the pool's; extends took {run['extend_pace']:.2f}, its loop "
+            f"{run['loop_pace']:.2f} of what was calibrated"
+        )
         lines += ["", f"At {float(load):.0%} of the pool's capacity ({had}):"]
         lines += ["", "| | real | simulated | simulated / real |", "|---|---:|---:|---:|"]
         for name, real in run["real"].items():
@@ -91,8 +119,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    repeats = options.rounds or (1 if options.quick else 5)
-    seconds = options.seconds or (1.0 if options.quick else 4.0)
+    repeats = options.rounds or (1 if options.quick else 8)
+    seconds = options.seconds or (1.0 if options.quick else 2.0)
     runs = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         name, collection, queries, recall = data_of(options, Path(folder))
@@ -103,13 +131,13 @@ def main() -> None:
         config = NodeConfig(pool=limits, collections=(CollectionSection("docs", str(collection)),))
         times = calibrate(config, ServiceTimes())
         bench = Bench(options, collection, queries, stack, pools=("trinity",))
-        extends = options.top_m / options.search_width + 3
-        capacity = 1 / (extends * times.extend_time_s(options.slots) / options.slots + times.query_s)
+        flood = [Load("decode", seconds, (bench.usual,), window=60, seed=n) for n in range(2)]
+        capacity = sum(outcome.per_second() for outcome in bench.ask("trinity", *flood))
         for load in _LOADS:
             found = [
                 compared(bench, times, limits, load * capacity, seconds, options.seed + 10 * n) for n in range(repeats)
             ]
-            runs[str(load)] = min(found, key=lambda run: float(run["real"]["decode p50 latency (µs)"]))
+            runs[str(load)] = min(found, key=lambda run: float(run["extend_pace"]))
             print(f"{load:.0%}: {runs[str(load)]}", file=sys.stderr)
     report = {
         "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}",
@@ -119,6 +147,8 @@ def main() -> None:
         "extend_s": times.extend_s,
         "extend_slot_s": times.extend_slot_s,
         "query_s": times.query_s,
+        "round_s": times.round_s,
+        "wake_s": times.wake_s,
         "runs": runs,
     }
     write(report, markdown(report), options.out)

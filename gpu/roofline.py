@@ -10,8 +10,9 @@ advances (so far), α = 0 that each slot adds its full price. An index that fits
 same law serves prefill (X tokens a pass) and decode (X rows a step), against the best rate that was measured of each.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,11 @@ from gpu.params import SearchParams
 
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _REPEAT = 3
-_FIRST_EXTENDS = 8  # timed of each query: all of them are active for so long
+_EXTENDS = 64  # timed for each count of active slots, at least: many queries where few are active
 _COPY_BYTES = 256 << 20
 
 Clock = Callable[[], float]
+Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class SearchRoofline:
     saturation: Saturation
     measured: tuple[ExtendTime, ...]
 
-    def extend_seconds(self, active: int) -> float:
+    def extend_seconds(self, active: float) -> float:
         """One extend of `active` slots, at least 1, by the fitted curve."""
         return active * self.slot_bytes / (self.peak_bytes_s * self.saturation.at(active))
 
@@ -128,26 +130,36 @@ def measure_extends(
     """Time extends of 1, 2, 4, … up to all free slots of an engine that holds `index` as `collection`."""
     _touch(index)
     slots = engine.free_slots
-    queries = typical_queries(index, slots)
+    queries = typical_queries(index, 4 * slots + 64)  # others each time: vectors that were just read are cached
     counts = [count for count in ACTIVE if count < slots] + [slots]
     each = slot_bytes(index, params.search_width)
+    asked = itertools.cycle(queries)
     taken = []
     for count in counts:
-        best = float("inf")
-        for _ in range(_REPEAT):
-            held = [engine.admit(queries[number], params, collection) for number in range(count)]
-            engine.extend()  # the first one takes up the seeds
-            begin, extends = clock(), 0
-            while extends < _FIRST_EXTENDS and engine.active_slots == count:
-                engine.extend()
-                extends += 1
-            if extends:
-                best = min(best, (clock() - begin) / extends)
-            for slot in held:
-                engine.release(slot)
-        if best < float("inf"):  # else the index is so small that its first extend was the last
-            taken.append(ExtendTime(index.dim, count, best, count * each))
+        found = min(_extend_s(engine, collection, asked, params, count, clock) for _ in range(_REPEAT))
+        if found:  # else the index is so small that its first extend was the last
+            taken.append(ExtendTime(index.dim, count, found, count * each))
     return taken
+
+
+def _extend_s(
+    engine: Engine, collection: str, queries: Iterator[Vector], params: SearchParams, count: int, clock: Clock
+) -> float:
+    """The mean of some extends of `count` slots, in seconds; 0 if none advanced all of them."""
+    spent, extends = 0.0, 0
+    for _ in range(_EXTENDS):
+        held = [engine.admit(next(queries), params, collection) for _ in range(count)]
+        engine.extend()  # the first one takes up the seeds
+        begin, before = clock(), extends
+        while engine.active_slots == count:
+            engine.extend()
+            extends += 1
+        spent += clock() - begin
+        for slot in held:
+            engine.release(slot)
+        if extends == before or extends >= _EXTENDS:
+            break
+    return spent / extends if extends else 0.0
 
 
 def typical_queries(index: GraphIndex, count: int, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -148,6 +148,9 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
             "trinity_pool_deadline_misses_total", "Answers after the deadline or target", "trinity_pool_missed_{}_total"
         ),
         Counter("trinity_pool_preemptions_total", "Decode queries paused for prefill queries or shorter ones"),
+        Counter("trinity_pool_rounds_total", "Rounds of the pool's loop with active queries"),
+        Counter("trinity_pool_round_seconds_total", "What those rounds took beside engine steps"),
+        Counter("trinity_pool_extend_seconds_total", "What engine steps took"),
         Counter("trinity_pool_extends_total", "Engine steps"),
         Counter("trinity_pool_slot_steps_total", "Active slots summed over engine steps"),
         Counter("trinity_pool_padded_slot_steps_total", "Padded slots summed over engine steps"),

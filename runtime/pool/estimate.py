@@ -9,7 +9,7 @@ from typing import NamedTuple
 _MAX_KINDS = 1024  # clients choose parameters freely; what is learnt of them is bounded
 _MEMORY = 64  # queries after which an old one counts for 1/e
 _ROUNDS = 256  # the same of rounds
-_INERTIA = 1.0  # slots², how much spread it takes to change a slope
+_INERTIA = 16.0  # slots², how much spread it takes to change what is fixed in proportion to what is not
 _OUTLIER = 4.0  # a round that took longer than this many times what was expected counts as that long
 
 
@@ -53,8 +53,8 @@ class ExtendCost:
         self._a = self._t = self._aa = self._at = 0.0
         self.fixed_ns = self.each_ns = 0.0
 
-    def learn(self, active: int, extend_ns: float) -> None:
-        """An extend of `active` slots took `extend_ns`."""
+    def learn(self, active: float, extend_ns: float) -> None:
+        """An extend of `active` slots (of several, their mean) took `extend_ns`."""
         expected = self.of(active)
         if self._count > 8 and expected > 0.0:
             extend_ns = min(extend_ns, _OUTLIER * expected)  # the process lost its core for a while
@@ -65,12 +65,14 @@ class ExtendCost:
         self._aa += (active * active - self._aa) * weight
         self._at += (active * extend_ns - self._at) * weight
         spread = self._aa - self._a * self._a
-        # The less the numbers of active slots differed, the more the slope stays what it was.
-        self.each_ns = (self._at - self._a * self._t + _INERTIA * self.each_ns) / (spread + _INERTIA)
+        # The less the numbers of active slots differed, the more the line keeps its shape: what has changed then is how
+        # fast the machine is.
+        shaped = self.each_ns * self._t / self.of(self._a) if self.each_ns else 0.0
+        self.each_ns = (self._at - self._a * self._t + _INERTIA * shaped) / (spread + _INERTIA)
         self.each_ns = min(max(self.each_ns, 0.0), self._t / self._a)
         self.fixed_ns = self._t - self.each_ns * self._a
 
-    def of(self, active: int) -> float:
+    def of(self, active: float) -> float:
         """Expected ns of an extend with `active` slots."""
         return self.fixed_ns + self.each_ns * active
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 _MS = 1_000_000
+CROWD = 3  # queries that wait or are paused, from which on throughput counts for more than the next answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,13 @@ from runtime.node.config import CollectionSection, PoolSection
 from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
 from runtime.pool.estimate import Kind
+from runtime.pool.pace import NEWS_NS, ends_round, round_ns
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
 from runtime.retrieval.collection import Collection
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
-_ROUND_NS = 100_000  # extends follow each other for this long, unless a query finishes, before the rings are looked at
-_FULL_ROUND_NS = 3 * _ROUND_NS  # the same while others wait already: a look takes a fifth of the shorter time
 _TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
 _SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
 _RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
@@ -52,6 +51,7 @@ class Pool:
         self._begin_ns = [0] * policy.engine_slots  # since when
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
         self._table_ns = 0  # when gauges are written next
+        self._extends_ns = 0  # what this round's extends took
         self._arena = _arena(worker, max(self._engine.dims.values()))
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
@@ -98,12 +98,18 @@ class Pool:
 
     def step(self) -> None:
         """One round of the loop."""
+        begin = time.monotonic_ns()
         self._table.beat()
         self._receive()
         self._schedule()
+        self._extends_ns = 0
         finished = self._extend()
         self._publish(finished)
         self._tell()
+        if self._extends_ns:
+            self._table.add("trinity_pool_rounds_total")
+            self._table.add("trinity_pool_extend_seconds_total", self._extends_ns / 1e9)
+            self._table.add("trinity_pool_round_seconds_total", (time.monotonic_ns() - begin - self._extends_ns) / 1e9)
         if not self._engine.active_slots:
             self._rest()
 
@@ -203,24 +209,40 @@ class Pool:
     # ---- extend
 
     def _extend(self) -> list[int]:
-        """Advance every active query by one extend, or by a few short ones; the slots that finished with the last."""
-        active = self._engine.active_slots
-        if not active:
+        """Advance every active query, extend after extend, until it is worth while to look around; who finished."""
+        engine, scheduler = self._engine, self._scheduler
+        if not engine.active_slots:
             return []
+        finished: list[int] = []
+        extends = slot_steps = padded_steps = 0
         begin = time.monotonic_ns()
-        limit = _FULL_ROUND_NS if any(self._scheduler.waiting.values()) else _ROUND_NS
-        engine = self._engine
-        finished, extends = engine.extend(), engine.extends_made
-        while not len(finished) and time.monotonic_ns() - begin < limit:
-            finished = engine.extend()
-            extends += engine.extends_made
-        self._scheduler.advanced(extends)
-        self._scheduler.cost.learn(active, (time.monotonic_ns() - begin) / extends)
-        self._table.add("trinity_pool_extends_total", extends)
-        self._table.add("trinity_pool_slot_steps_total", extends * active)
-        self._table.add("trinity_pool_padded_slot_steps_total", extends * engine.padded_slots)
-        slots: list[int] = finished.tolist()
-        return slots
+        until = begin + round_ns(scheduler)
+        ask_ns = NEVER_NS if scheduler.held_back else begin + NEWS_NS
+        over = False
+        while not over:
+            active = engine.active_slots
+            finished += engine.extend().tolist()
+            made = engine.extends_made
+            extends += made
+            slot_steps += made * active
+            padded_steps += made * engine.padded_slots
+            now = time.monotonic_ns()
+            over = now >= until or self._ends_round(finished) or not engine.active_slots
+            if now >= ask_ns:
+                over = over or self._server.has_news()
+                ask_ns = now + NEWS_NS
+        scheduler.advanced(extends)
+        scheduler.cost.learn(slot_steps / extends, (now - begin) / extends)
+        self._extends_ns = now - begin
+        add = self._table.add
+        add("trinity_pool_extends_total", extends)
+        add("trinity_pool_slot_steps_total", slot_steps)
+        add("trinity_pool_padded_slot_steps_total", padded_steps)
+        return finished
+
+    def _ends_round(self, finished: list[int]) -> bool:
+        stages = [entry.stage for slot in finished if (entry := self._slots[slot])]
+        return bool(stages) and ends_round(self._scheduler, stages)
 
     # ---- publish
 

@@ -23,7 +23,8 @@ those whose Ê have as many bits are alike, and are served first come, first ser
 - **Width.** A narrow batch is faster for those in it and wastes more of each extend on its fixed part. The batch is as
   wide as keeps the waste under `waste` of the rest, N slots at most. Everyone who waits pays for the waste, so the more
   wait the less is put up with; unless prefill is to be answered as soon as possible (L_pre,max = 0): then the batch
-  stays narrow, and pauses may cost `_URGENT_WASTE`.
+  stays narrow, and pauses may cost `_URGENT_WASTE`. A crowd has `_CROWDED_WIDTH` places in any case, so that the loop
+  can see to several that have finished at a time (`pace`).
 - **Company.** While nothing runs, a query waits for others until the flush timeout of its stage is over.
 - **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates.
 """
@@ -36,12 +37,13 @@ from typing import Generic, TypeVar
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool.estimate import ExtendCost, ExtendEstimate
-from runtime.pool.policy import Policy
+from runtime.pool.policy import CROWD, Policy
 from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, Queue
 from runtime.pool.running import RunningBatch, turn
 
 T = TypeVar("T")
-_CROWD = 4  # queries that wait, at which only half the waste is put up with (1 or 16 do alike)
+_HALF = 4  # queries that wait, at which only half the waste is put up with (1 or 16 do alike)
+_CROWDED_WIDTH = 8  # the least that is active in a crowd, on a CPU (see Width)
 _MUCH_LONGER = 2.0  # in extends that are left, for a decode query to give its place to another
 _URGENT_WASTE = 0.25  # of capacity, at most, for prefill queries that are to be answered as soon as possible
 
@@ -97,14 +99,25 @@ class Scheduler(Generic[T]):
         return bool(self._batch.held or self._prefill or self._decode)
 
     @property
+    def crowded(self) -> bool:
+        """Whether so many wait or are paused that throughput counts more than the next answer."""
+        return len(self._prefill) + len(self._decode) + len(self._batch.paused) >= CROWD
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a query waits for its place, or is paused."""
+        return bool(self._prefill or self._decode or self._batch.paused)
+
+    @property
     def width(self) -> int:
         """How many active queries are worth while now, N at most."""
-        return self._worthwhile(len(self._prefill) + len(self._decode))
+        width = self._worthwhile(len(self._prefill) + len(self._decode))
+        return max(width, min(_CROWDED_WIDTH, self._policy.slots)) if self.crowded else width
 
     def _worthwhile(self, waiting: int) -> int:
         """The same, were so many waiting."""
         policy = self._policy
-        waste = policy.waste if policy.prefill_target_ns == 0 else policy.waste / (1 + waiting / _CROWD)
+        waste = policy.waste if policy.prefill_target_ns == 0 else policy.waste / (1 + waiting / _HALF)
         return self.cost.worthwhile(policy.slots, waste)
 
     def reserved(self, slots: int) -> int:

@@ -1,4 +1,5 @@
-"""Service times of the machine at hand: the engine's extends and the model's passes, each fitted by a line.
+"""Service times of the machine at hand: the engine's extends and the model's passes, each fitted by a line, and what
+the pool's loop takes beside its extends.
 
 Run it on a machine that does nothing else. Fits take the fastest of some repetitions: what else runs only adds time.
 Memory sizes, the ring and the embedder stay as they are in `base`.
@@ -18,11 +19,12 @@ from gpu.roofline import SearchRoofline, measure_extends, search_roofline, typic
 from runtime.errors import ConfigError
 from runtime.node.config import ModelSection, NodeConfig, PoolSection
 from runtime.retrieval.collection import Collection
+from runtime.simulator.calibrate_pool import loop_times
 from runtime.simulator.roofline import PassRoofline
 from runtime.simulator.service import ServiceTimes
 
 _REPEAT = 3
-_QUERIES = 256  # timed from their admission to their result
+_QUERIES = 256  # different ones that the pool's loop is asked
 
 Progress = Callable[[str], None]
 
@@ -54,18 +56,19 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
     found, parts = base, []
     if config.collections:
-        lines, costs, curves = [], [], []
+        lines, curves, queries = [], [], []
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
                 index = opened.shards[0]  # of a split collection: a pool worker has one shard, and this is the largest
                 search = search_times(index, config.pool)
                 lines.append(Line.fit([o.active for o in search.measured], [o.seconds for o in search.measured]))
-                costs.append(query_time(index, config.pool, lines[-1]))
                 curves.append(search)
+                queries.append(typical_queries(index, _QUERIES))
         roofline = replace(found.roofline, search=tuple(curves))
-        line = lines[0]
-        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, query_s=costs[0], roofline=roofline)
+        progress("the pool's loop")
+        loop = loop_times(config, queries[0])._asdict()
+        found = replace(found, extend_s=lines[0].fixed, extend_slot_s=lines[0].each, roofline=roofline, **loop)
         parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
     if config.model is not None:
         progress(f"passes of model {config.model.name!r}")
@@ -90,32 +93,6 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
         return search_roofline(device, copy_bytes_s(device), measured)
     finally:
         engine.close()
-
-
-def query_time(index: GraphIndex, pool: PoolSection, extend: Line) -> float:
-    """Seconds that a query takes of a full engine beside its extends: whole queries, one after another in each slot."""
-    device, params = pool.devices[0], SearchParams(1, pool.top_m, pool.search_width)
-    engine = open_engine(
-        device, {"docs": index}, slots=pool.slots, max_top_m=pool.top_m, max_k=1, max_search_width=pool.search_width
-    )
-    queries = typical_queries(index, _QUERIES)
-    best, asked = float("inf"), 0
-    try:
-        for _ in range(_REPEAT):
-            begin, done, expected = time.perf_counter(), 0, 0.0
-            while done < _QUERIES:
-                while engine.active_slots < pool.slots:
-                    engine.admit(queries[asked % _QUERIES], params, "docs")
-                    asked += 1
-                expected += extend.fixed + extend.each * engine.active_slots
-                for slot in engine.extend().tolist():
-                    engine.result(slot)
-                    engine.release(slot)
-                    done += 1
-            best = min(best, (time.perf_counter() - begin - expected) / done)
-    finally:
-        engine.close()
-    return max(0.0, best)
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:

@@ -6,6 +6,7 @@ from typing import Literal, Protocol, TypeVar
 
 from ipc import Stage
 from runtime.errors import Overloaded
+from runtime.pool.policy import CROWD
 from runtime.pool.queues import Entry
 from runtime.pool.scheduler import Round
 
@@ -20,6 +21,10 @@ class PoolScheduler(Protocol[T]):
     def waiting(self) -> dict[Stage, int]: ...
     @property
     def paused(self) -> int: ...
+    @property
+    def held_back(self) -> bool: ...
+    @property
+    def crowded(self) -> bool: ...
     def add(self, entry: Entry[T], now_ns: int) -> None: ...
     def next(self, now_ns: int) -> Round[T]: ...
     def held_until(self, now_ns: int) -> int | None: ...
@@ -43,6 +48,14 @@ class NaiveScheduler(PoolScheduler[T]):
     @property
     def paused(self) -> int:
         return 0
+
+    @property
+    def held_back(self) -> bool:
+        return any(self._queues.values())
+
+    @property
+    def crowded(self) -> bool:
+        return sum(map(len, self._queues.values())) >= CROWD
 
     def add(self, entry: Entry[T], now_ns: int) -> None:
         waiting = sum(map(len, self._queues.values()))

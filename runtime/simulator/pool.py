@@ -8,6 +8,7 @@ from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.metrics import POOL_WAIT_PREFILL
 from runtime.pool.estimate import Kind
+from runtime.pool.pace import ends_round, round_ns
 from runtime.pool.queues import Entry
 from runtime.pool.scheduler import Scheduler
 from runtime.simulator.events import Events, ns
@@ -15,8 +16,6 @@ from runtime.simulator.gpu import Gpu
 from runtime.simulator.naive import PoolScheduler
 from runtime.simulator.service import ServiceTimes
 from runtime.simulator.step_batch import StepBatch
-
-_TOGETHER = 4  # extends that pass between two looks of the scheduler while both stages want places
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +47,14 @@ class SimPool:
         self._events, self._times, self._kind, self._gpu = events, times, kind, gpu
         self.scheduler = scheduler
         self._entries: dict[Search, Entry[Search]] = {}  # in the batch
-        self.batch: StepBatch[Search] = StepBatch(events, self._between, self._extend_ns, self._loop_ns)
+        self.batch: StepBatch[Search] = StepBatch(
+            events, self._between, self._extend_ns, self._loop_ns, ns(times.wake_s), self._ends_round
+        )
+        self._round_ns = ns(times.round_s)
         self._came = 0  # queries that this round gave a slot
+        self._quiet = True  # whether this round ends when someone comes
         self._each_ns = 0
+        self._member_steps = 0  # of the batch, before this round
         self._pace = 1.0
         self._wake_ns = -1
         self.wait_counts = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
@@ -65,7 +69,8 @@ class SimPool:
         except (Overloaded, DeadlineExceeded) as error:
             self._answer(search, error.code)
             return
-        self.batch.poke()
+        if self._quiet or not self.batch:
+            self.batch.poke()
 
     def cancel(self, search: Search) -> None:
         """Forget it if it waits; one that has a slot is let go on, as its end is near. No answer follows."""
@@ -76,7 +81,7 @@ class SimPool:
         if steps:
             self.scheduler.advanced(steps)
             if isinstance(self.scheduler, Scheduler):
-                self.scheduler.cost.learn(len(self.batch) + len(done), self._each_ns)
+                self._learn(self.scheduler, steps)
             if self._pace > 1:
                 self._gpu.owe(round(steps * self._each_ns / self._pace))
         for search in done:
@@ -95,12 +100,17 @@ class SimPool:
             entry.query.left = self.batch.leave(entry.query)
         return self._most_steps(now)
 
+    def _learn(self, scheduler: Scheduler[Search], steps: int) -> None:
+        active = (self.batch.member_steps - self._member_steps) / steps
+        self._member_steps = self.batch.member_steps
+        scheduler.cost.learn(active, ns(self._times.extend_time_s(active) * self._pace))
+
     def _admit(self, entry: Entry[Search]) -> None:
         search = entry.query
         self._came += 1
         self._entries[search] = entry
         self.batch.join(search, search.extends)
-        search.begun_ns = self._events.now_ns
+        search.begun_ns = self._events.now_ns + self._round_ns // 2
         wait_ns = search.begun_ns - search.asked_ns
         self.wait_ns += wait_ns
         if search.stage == "prefill":
@@ -111,8 +121,10 @@ class SimPool:
         if not self.batch and (until := self.scheduler.held_until(now)) is not None and until != self._wake_ns:
             self._wake_ns = until
             self._events.at(until, self.batch.poke)
-        waiting = self.scheduler.waiting
-        return _TOGETHER if waiting["prefill"] or waiting["decode"] or self.scheduler.paused else 1 << 30
+        self._quiet = not self.scheduler.held_back
+        if self._quiet:
+            return 1 << 30  # who comes ends it
+        return -(-round_ns(self.scheduler) // max(self._extend_ns(), 1))
 
     def _extend_ns(self) -> int:
         self._pace = self._gpu.pace
@@ -120,9 +132,12 @@ class SimPool:
         return self._each_ns
 
     def _loop_ns(self) -> int:
-        """What the queries that came cost beside their extends."""
+        """What the loop takes beside extends."""
         came, self._came = self._came, 0
-        return ns(came * self._times.query_s)
+        return self._round_ns + ns(came * self._times.query_s)
+
+    def _ends_round(self, done: list[Search]) -> bool:
+        return ends_round(self.scheduler, [search.stage for search in done])
 
     def _answer(self, search: Search, status: str) -> None:
         self._events.after(ns(self._times.ring_s), lambda: search.reply(status))

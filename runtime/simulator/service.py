@@ -19,7 +19,9 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
 | `extend_shared` | 2 | an extend beside a busy model on the same GPU, over one alone (time slices); an assumption |
-| `query_s` | 0 | a query of the pool beside its extends: admission, seeds, result; measured by `calibrate` |
+| `query_s` | 0 | a query of the pool beside its extends: ring, admission, result; measured by `calibrate` |
+| `round_s` | 0 | a round of the pool's loop, whatever it does; measured by `calibrate` |
+| `wake_s` | 0 | until a pool that sleeps has noticed a query; measured by `calibrate` |
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
@@ -60,6 +62,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     extend_s: _Cost = 30e-6
     extend_slot_s: _Cost = 0.1e-6
     query_s: _Cost = 0.0
+    round_s: _Cost = 0.0
+    wake_s: _Cost = 0.0
     extend_shared: Annotated[float, Meta(ge=1, le=1000)] = 2.0
     gpu_bytes: _Size = 8e10
     weight_bytes: _Size = 1.6e10
@@ -74,7 +78,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """One step of `rows` rows that hold `context_tokens` together."""
         return self.decode_step_s + rows * self.decode_row_s + context_tokens * self.decode_context_s
 
-    def extend_time_s(self, slots: int) -> float:
+    def extend_time_s(self, slots: float) -> float:
         """One extend of `slots` active slots."""
         if self.roofline.search and slots:
             return self.roofline.search[0].extend_seconds(slots)

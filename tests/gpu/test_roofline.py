@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,22 +54,30 @@ def test_a_fit_of_too_little_or_of_nonsense_is_refused() -> None:
         Saturation.fit([1.0, 2.0], [0.1, float("nan")])
 
 
+class SteadyEngine(CpuEngine):
+    """Every extend takes a second of its clock, however many slots it advances."""
+
+    seconds = 0
+
+    def extend(self) -> npt.NDArray[np.int32]:
+        self.seconds += 1
+        return super().extend()
+
+
 def test_extends_are_timed_from_one_slot_to_all_and_leave_the_engine_free() -> None:
     index = GraphIndex.build(clustered(np.random.default_rng(0), 600, 16), metric="l2", degree=8)
-    engine = CpuEngine({"docs": index}, slots=6, max_top_m=64)
-    ticks = iter(range(10_000))
-    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(next(ticks)))
+    engine = SteadyEngine({"docs": index}, slots=6, max_top_m=64)
+    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(engine.seconds))
     assert [one.active for one in times] == [1, 2, 4, 6]
     assert [one.nbytes for one in times] == [count * slot_bytes(index, 2) for count in (1, 2, 4, 6)]
-    assert all(one.seconds == pytest.approx(1 / 8) for one in times)
+    assert [one.seconds for one in times] == [1.0] * 4
     assert engine.free_slots == 6
 
 
 def test_a_roofline_gives_back_the_times_it_was_fitted_to() -> None:
     index = GraphIndex.build(clustered(np.random.default_rng(0), 600, 16), metric="l2", degree=8)
-    engine = CpuEngine({"docs": index}, slots=8, max_top_m=64)
-    ticks = iter(range(10_000))  # every extend takes the same time: a device that is not saturated yet
-    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(next(ticks)))
+    engine = SteadyEngine({"docs": index}, slots=8, max_top_m=64)  # as a device does that is not saturated yet
+    times = measure_extends(engine, "docs", index, SearchParams(1, 64, 2), clock=lambda: float(engine.seconds))
     found = search_roofline("cpu", 1e9, times)
     assert found.saturation.alpha == pytest.approx(1.0)
     assert found.extend_seconds(3) == pytest.approx(times[0].seconds)

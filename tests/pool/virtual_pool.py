@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from random import Random
 
 from ipc import Request, Stage
-from runtime.pool import process
 from runtime.pool.estimate import Kind
+from runtime.pool.pace import ends_round, round_ns
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
@@ -24,8 +24,8 @@ class Costs:
 
     fixed: int = 1_300
     each: int = 7_200
-    a_round: int = 22_000
-    query: int = 18_000
+    a_round: int = 60_000
+    query: int = 25_000
     pause: int = 2_500
 
 
@@ -93,19 +93,26 @@ def serve(
         if not active:
             now = max(now, queries[taken].at_ns)
             continue
-        extend_ns = costs.fixed + costs.each * len(active)
-        limit_ns = process._FULL_ROUND_NS if any(scheduler.waiting.values()) else process._ROUND_NS
-        extends = min(-(-limit_ns // extend_ns), *(left[entry] for entry in active), 1 << 30)
-        scheduler.advanced(extends)
-        scheduler.cost.learn(len(active), extend_ns)
-        now += costs.a_round + extends * extend_ns
-        for entry in list(active):
-            left[entry] -= extends
-            if not left[entry]:
-                del active[entry]
-                now += costs.query // 2
-                scheduler.finished(entry, asked[entry].extends)
-                held.append(entry)
+        looks_ns = costs.a_round + round_ns(scheduler) + now
+        quiet = not scheduler.held_back
+        now += costs.a_round
+        finished: list[Entry[Request]] = []
+        while active and now < looks_ns and not ends_round(scheduler, [entry.stage for entry in finished]):
+            if quiet and taken < len(queries) and queries[taken].at_ns <= now:
+                break
+            extend_ns = costs.fixed + costs.each * len(active)
+            scheduler.advanced(1)
+            scheduler.cost.learn(len(active), extend_ns)
+            now += extend_ns
+            for entry in list(active):
+                left[entry] -= 1
+                if not left[entry]:
+                    del active[entry]
+                    finished.append(entry)
+        for entry in finished:
+            now += costs.query // 2
+            scheduler.finished(entry, asked[entry].extends)
+            held.append(entry)
         if not (batches and active):
             for entry in held:
                 query = asked.pop(entry)

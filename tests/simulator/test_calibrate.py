@@ -11,6 +11,7 @@ from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection, parse_config
 from runtime.retrieval.collection import Collection
 from runtime.simulator.calibrate import Line, calibrate, search_times
+from runtime.simulator.calibrate_pool import Totals, solve
 from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.service import ServiceTimes
 
@@ -81,13 +82,22 @@ def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker
         return search_times(index, pool)
 
     monkeypatch.setattr("runtime.simulator.calibrate.search_times", noted)
-    pool = PoolSection(slots=4, top_m=16, search_width=1)
+    pool = PoolSection(workers=3, slots=4, top_m=16, search_width=1)
     config = NodeConfig(collections=(CollectionSection("docs", str(tmp_path / "split"), shards=3),), pool=pool)
     times = calibrate(config, ServiceTimes())
     assert sizes == [101]
     assert len(times.roofline.search) == 1
     assert times.extend_time_s(4) > 0
+    assert times.round_s + times.query_s > 0
     assert times.source.startswith("measured on this machine: extends of docs")
+
+
+def test_what_rounds_and_queries_cost_is_told_apart_by_how_many_queries_share_a_round() -> None:
+    def took(rounds: int, queries: int) -> Totals:
+        return Totals(rounds, queries, 40e-6 * rounds + 25e-6 * queries)
+
+    assert solve(took(420, 400), took(1900, 4000)) == pytest.approx((40e-6, 25e-6))
+    assert solve(took(400, 400), took(4000, 4000)) == pytest.approx((65e-6, 0.0))  # nothing tells them apart
 
 
 def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its_place(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""What the pool's loop takes beside its extends: a real pool worker, asked through its ring.
+
+Both costs are of a loop whose code and data were driven out of the caches by the vectors that extends read: timed by
+itself it would take a third.
+"""
+
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from ipc import RingClient
+from runtime.errors import ConfigError
+from runtime.node.child import COMMAND, kill_group, spawn
+from runtime.node.config import NodeConfig
+from runtime.node.metrics import metrics_of
+from runtime.node.placement import NodePlan, resolve
+from runtime.node.table import State, WorkerTable
+from runtime.node.worker import WorkerSpec
+
+_ALONE, _CROWD = 400, 4000  # queries, one at a time and many at once
+_START_S = 120.0
+
+
+class Totals(NamedTuple):
+    """Rounds of a pool's loop, queries in them, and the seconds they took beside extends."""
+
+    rounds: float
+    queries: float
+    seconds: float
+
+
+class LoopTimes(NamedTuple):
+    """Seconds of a round of the pool's loop, whatever it does, of each query that passes through it, and until a loop
+    that sleeps has begun with a query."""
+
+    round_s: float
+    query_s: float
+    wake_s: float
+
+
+def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
+    """What the pool's loop costs on this machine.
+
+    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: one by one,
+    so that each has its rounds to itself, and many at once, which share them. Raises `ConfigError` without a worker.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
+        plan = resolve(replace(config, model=None, node=quiet[0], log=quiet[1]))
+        with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
+            _ask(client, config, queries, 1, _ALONE // 4)
+            begin = _totals(table, plan)
+            waits_ns = _ask(client, config, queries, 1, _ALONE)
+            middle = _totals(table, plan)
+            _ask(client, config, queries, min(4 * config.pool.slots, config.pool.ring_slots), _CROWD)
+            end = _totals(table, plan)
+    round_s, query_s = solve(_between(begin, middle), _between(middle, end))
+    # Half of the first round has passed when a query begins: the other half comes behind its extends.
+    return LoopTimes(round_s, query_s, max(0.0, statistics.median(waits_ns) / 1e9 - round_s / 2))
+
+
+def solve(alone: Totals, crowd: Totals) -> tuple[float, float]:
+    """Both costs, from seconds = rounds · a round + queries · a query in two measurements; neither is below 0."""
+    determinant = alone.rounds * crowd.queries - crowd.rounds * alone.queries
+    if determinant:
+        a_round = (alone.seconds * crowd.queries - crowd.seconds * alone.queries) / determinant
+        a_query = (alone.rounds * crowd.seconds - crowd.rounds * alone.seconds) / determinant
+        if a_round >= 0.0 and a_query >= 0.0:
+            return a_round, a_query
+    return crowd.seconds / crowd.rounds, 0.0  # too alike to be told apart
+
+
+def _between(before: Totals, after: Totals) -> Totals:
+    return Totals(*(now - then for then, now in zip(before, after, strict=True)))
+
+
+def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int) -> list[int]:
+    """The queries' waits from enqueue to slot, in ns."""
+    pool, sent = config.pool, 0
+    waits: list[int] = []
+    while len(waits) < count:
+        while sent < count and sent - len(waits) < window:
+            client.submit(
+                queries[sent % len(queries)], collection=config.collections[0].name, stage="decode",
+                k=1, top_m=pool.top_m, search_width=pool.search_width,
+            )  # fmt: skip
+            sent += 1
+        news = client.poll()
+        waits += [result.begin_ns - result.enqueue_ns for result in news]
+        if not news:
+            client.wait(100.0)
+    return waits
+
+
+def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
+    """Of all rounds so far; the last one's count comes just after its answers."""
+    time.sleep(0.01)
+    named = {metric.name: metric for metric in metrics_of("pool", plan.config.slo)}
+    rounds, seconds, *queries = (
+        table.read(named[f"trinity_pool_{name}_total"])[0]
+        for name in ("rounds", "round_seconds", "queries_prefill", "queries_decode")
+    )
+    return Totals(rounds, sum(queries), seconds)
+
+
+@contextmanager
+def _worker(plan: NodePlan) -> Iterator[WorkerTable]:
+    """The first pool worker of a plan, without the rest of its node: its table, once it is ready."""
+    place = plan.of_role("pool")[0]
+    table = WorkerTable.create("pool", place.name, metrics_of("pool", plan.config.slo))
+    process = spawn(COMMAND, WorkerSpec(plan, place.name, 1, table.reference, os.getpid()), place)
+    try:
+        until = time.monotonic() + _START_S
+        while table.state is not State.READY:
+            if process.poll() is not None or time.monotonic() > until:
+                raise ConfigError(f"the pool's worker {place.name} did not start, so its loop cannot be measured")
+            time.sleep(0.01)
+        yield table
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            kill_group(process.pid)
+            process.wait()
+        table.close()
