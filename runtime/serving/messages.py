@@ -177,7 +177,8 @@ class Resume(msgspec.Struct, frozen=True):
 
     `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` ones and what probes
     inserted between them. `seen_passages` are the ids of the passages in it; the first token left decode at
-    `first_token_ns`.
+    `first_token_ns`. `last_token`, if given, is the answer's last one, not among `tokens` and `generated`: the probe
+    that it called for was lost with the worker, and is asked again.
     """
 
     tokens: tuple[int, ...]
@@ -185,6 +186,7 @@ class Resume(msgspec.Struct, frozen=True):
     generated: tuple[int, ...]
     seen_passages: tuple[str, ...]
     first_token_ns: int
+    last_token: int | None = None
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
@@ -229,7 +231,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     """All that decode needs beside the KV: `tokens` are those in it, `first_token` the one prefill sampled after them.
 
     `blocks` are the prefill worker's, in order, and `model` its model's identity. `prompt_tokens` of the tokens are the
-    prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed).
+    prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed). If
+    `first_is_told`, the first token has been told before, too.
     """
 
     request_id: str
@@ -244,6 +247,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     model: bytes
     prompt_tokens: int
     generated: tuple[int, ...] = ()
+    first_is_told: bool = False
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed

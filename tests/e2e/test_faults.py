@@ -54,8 +54,8 @@ def end_of(node: RunningNode, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
 def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: RunningNode, worker: str) -> None:
-    # A probe that is out when its pool or its decode worker dies may be left out, and what follows differs: none here.
-    retrieval = BODY["retrieval"] if worker == "prefill-0" else False
+    # A probe that is out when its pool dies may be left out, and what follows differs: none there.
+    retrieval = False if worker == "pool-0" else BODY["retrieval"]
     bodies = [BODY | {"prompt": prompt, "retrieval": retrieval} for prompt in prompts(12)]
     with ThreadPoolExecutor(12) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))

@@ -316,6 +316,30 @@ def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened
     nothing_is_held(workers)
 
 
+@pytest.mark.parametrize("rounds", range(8))
+def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_token_differs(
+    start: Start, rounds: int
+) -> None:
+    workers = start(decodes=2, context=1024)
+    for worker in ("decode-0", "decode-1"):
+        workers.decodes[worker]._probes._retriever = FakePool(PASSAGES, polls=3, by_text=True)  # type: ignore[assignment]
+    workers.prefill._retriever = FakePool(PASSAGES[:1])  # type: ignore[assignment]
+    retrieval = Retrieval("docs", 1, every_tokens=4, probe_tokens=40)
+    workers.submit("undisturbed", [5, 6, 7], 30, retrieval=retrieval, decode="decode-1")
+    workers.submit("cut", [5, 6, 7], 30, retrieval=retrieval)
+    while len(workers.told["cut"].tokens) < 8:
+        workers.round()
+    for _ in range(rounds):  # before the probe, during it, or after it
+        workers.round()
+    workers.lose("decode-0")
+    workers.restart("cut", "decode-1")
+    workers.run()
+    cut, undisturbed = workers.told["cut"], workers.told["undisturbed"]
+    assert undisturbed.inserted, "probes bring passages"
+    assert (cut.tokens, cut.text, cut.inserted) == (undisturbed.tokens, undisturbed.text, undisturbed.inserted)
+    nothing_is_held(workers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(

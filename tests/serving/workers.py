@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import zmq
 from msgspec.structs import replace
@@ -64,26 +65,27 @@ class FakeWorker:
 
 
 class FakePool:
-    """Stands for a worker's retriever: passages in turn from `passages`, `polls` polls after they were asked for."""
+    """Stands for a worker's retriever: passages from `passages`, in turn or as the text has it (`by_text`), `polls`
+    polls after they were asked for."""
 
-    def __init__(self, passages: Sequence[Passage], polls: int = 1) -> None:
-        self.passages, self.polls = list(passages), polls
+    def __init__(self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False) -> None:
+        self.passages, self.polls, self._by_text = list(passages), polls, by_text
         self.asked = 0
         self._open: dict[int, list[int]] = {}
 
     def ask(self, text: str, collection: str, k: int, stage: str, deadline_ns: int) -> int:
         self.asked += 1
-        self._open[self.asked] = [self.polls, k]
+        place = crc32(text.encode()) if self._by_text else (self.asked - 1) * k
+        self._open[self.asked] = [self.polls, k, place % len(self.passages)]
         return self.asked
 
     def poll(self) -> list[Found]:
         for waiting in self._open.values():
             waiting[0] -= 1
-        done = [ticket for ticket, (left, _) in self._open.items() if left <= 0]
+        done = [ticket for ticket, (left, *_) in self._open.items() if left <= 0]
         found = []
         for ticket in done:
-            k = self._open.pop(ticket)[1]
-            first = (ticket - 1) * k % len(self.passages)
+            _, k, first = self._open.pop(ticket)
             passages = tuple((self.passages * 2)[first : first + k])
             found.append(Found(ticket, passages, embedded_ns=time.monotonic_ns()))
         return found

@@ -1,4 +1,4 @@
-"""A decode worker's process. Its loop: receive → pull → probe → decode → publish.
+"""A decode worker's process. Its loop: receive → probe → pull → decode → publish.
 
 Rows join the running batch when their KV has been pulled, leave it when they end or have to make room for others, and
 sit out the steps in which they wait for a probe's passages. KV is copied in slices between steps, so that a hand-over
@@ -109,8 +109,8 @@ class DecodeWorker:
         self._table.beat()
         self._count_row_time()
         self._receive()
+        self._probe()  # before rows join and ask: no passage is told before the token that it follows
         self._pull()
-        self._probe()
         stepped = self._decode()
         self._publish()
         if not stepped and not self._bridge.pulling and not any(self._batch.returning):
@@ -136,6 +136,12 @@ class DecodeWorker:
                     for row in list(self._batch.rows):
                         self._drop(row.id)
         self._bridge.receive(self._link.frontend_epoch)
+
+    # ---- probe
+
+    def _probe(self) -> None:
+        for added in self._probes.poll(self._batch.rows):
+            self._link.send(added)
 
     # ---- pull
 
@@ -169,13 +175,13 @@ class DecodeWorker:
         self._batch.join(row)
         self._log.debug("has its KV, %d tokens", len(request.tokens), extra={"request": row.id})
         request.stages.setdefault(stages.FIRST_TOKEN, now)
-        self._accept(row, request.first_token)
-
-    # ---- probe
-
-    def _probe(self) -> None:
-        for added in self._probes.poll(self._batch.rows):
-            self._link.send(added)
+        if not request.first_is_told:
+            self._accept(row, request.first_token)
+            return
+        row.text.push([request.first_token])
+        row.context.append(request.first_token)
+        row.generated += 1
+        self._probes.ask(row)
 
     # ---- decode
 

@@ -50,12 +50,19 @@ class Progress:
             if piece.inserted:
                 self.inserted[piece.at_token] = piece.inserted
 
-    def resume(self, first_token_ns: int) -> Resume:
-        """The sequence so far. What a probe brought went in before the token that was the last one then."""
+    def resume(self, first_token_ns: int, every_tokens: int) -> Resume:
+        """The sequence so far. What a probe brought went in before the token that was the last one then.
+
+        A probe, due after `every_tokens` tokens (0: never), was out if the last token called for it and it had brought
+        nothing. (Or it had found nothing; then it finds nothing again.)
+        """
+        told, last = self.tokens, None
+        if every_tokens and told and len(told) % every_tokens == 0 and len(told) not in self.inserted:
+            told, last = told[:-1], told[-1]
         sequence = list(self.prompt)
-        for number, token in enumerate(self.tokens, start=1):
+        for number, token in enumerate(told, start=1):
             sequence += [*self.inserted.get(number, ()), token]
-        return Resume(tuple(sequence), len(self.prompt), tuple(self.tokens), tuple(self.passages), first_token_ns)
+        return Resume(tuple(sequence), len(self.prompt), tuple(told), tuple(self.passages), first_token_ns, last)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +115,8 @@ class Request:
         message = replace(self.message, request_id=self.attempt_id)
         if not self.opened:
             return message
-        return replace(message, messages=(), prompt="", resume=self.told.resume(self.first_token_ns))
+        every_tokens = message.retrieval.every_tokens if message.retrieval else 0
+        return replace(message, messages=(), prompt="", resume=self.told.resume(self.first_token_ns, every_tokens))
 
     async def next(self) -> Piece:
         """The next piece, in order; the last is a `Tokens` with a `finish_reason`. Raises what ended the request."""

@@ -252,7 +252,11 @@ class PrefillWorker:
         if job.done < len(job.tokens):
             return
         request, resume = job.request, job.request.resume
-        first = Sampler(request.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
+        told = resume.last_token if resume else None
+        if told is None:
+            first = Sampler(request.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
+        else:
+            first = told
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
         payload = Decode(
@@ -268,6 +272,7 @@ class PrefillWorker:
             model=self._model.identity,
             prompt_tokens=resume.prompt_tokens if resume else len(job.tokens),
             generated=resume.generated if resume else (),
+            first_is_told=told is not None,
         )
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(request.decode_endpoint, job.lease, encode(payload))
