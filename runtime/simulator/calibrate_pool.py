@@ -26,7 +26,7 @@ from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
 
-_ALONE, _CROWD = 400, 4000  # queries, one at a time and many at once
+_ALONE, _FEW, _CROWD = 200, 1000, 4000  # queries: one at a time, three, and many
 _START_S = 120.0
 
 
@@ -50,16 +50,17 @@ class LoopTimes(NamedTuple):
 def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
     """What the pool's loop costs on this machine.
 
-    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: one by one,
-    so that each has its rounds to itself, and many at once, which share them. Raises `ConfigError` without a worker.
+    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: three
+    at a time, each of which has rounds of its own, and many at once, which share them; and one at a time, between which
+    the loop sleeps. Raises `ConfigError` without a worker.
     """
     with tempfile.TemporaryDirectory() as folder:
         quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
         plan = resolve(replace(config, model=None, node=quiet[0], log=quiet[1]))
         with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
-            _ask(client, config, queries, 1, _ALONE // 4)
-            begin = _totals(table, plan)
             waits_ns = _ask(client, config, queries, 1, _ALONE)
+            begin = _totals(table, plan)
+            _ask(client, config, queries, 3, _FEW)
             middle = _totals(table, plan)
             _ask(client, config, queries, min(4 * config.pool.slots, config.pool.ring_slots), _CROWD)
             end = _totals(table, plan)
@@ -68,12 +69,12 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
     return LoopTimes(round_s, query_s, max(0.0, statistics.median(waits_ns) / 1e9 - round_s / 2))
 
 
-def solve(alone: Totals, crowd: Totals) -> tuple[float, float]:
+def solve(few: Totals, crowd: Totals) -> tuple[float, float]:
     """Both costs, from seconds = rounds · a round + queries · a query in two measurements; neither is below 0."""
-    determinant = alone.rounds * crowd.queries - crowd.rounds * alone.queries
+    determinant = few.rounds * crowd.queries - crowd.rounds * few.queries
     if determinant:
-        a_round = (alone.seconds * crowd.queries - crowd.seconds * alone.queries) / determinant
-        a_query = (alone.rounds * crowd.seconds - crowd.rounds * alone.seconds) / determinant
+        a_round = (few.seconds * crowd.queries - crowd.seconds * few.queries) / determinant
+        a_query = (few.rounds * crowd.seconds - crowd.rounds * few.seconds) / determinant
         if a_round >= 0.0 and a_query >= 0.0:
             return a_round, a_query
     return crowd.seconds / crowd.rounds, 0.0  # too alike to be told apart
