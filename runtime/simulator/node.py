@@ -42,7 +42,7 @@ class Simulation:
         self._draining = False
         self._samples: list[Sample] = []
         config = setup.config
-        self.router = Router(max_in_flight=config.http.max_in_flight, seed=setup.seed, clock=lambda: self.events.now_ns)
+        self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
         self.pools: list[SimPool] = []
         self._build_workers()
         self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=config.pool.flush_prefill_s)

@@ -362,7 +362,7 @@ class Cluster:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        router = Router(max_in_flight=self._max_in_flight, seed=1)
+        router = Router(max_in_flight=self._max_in_flight)
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings)
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)

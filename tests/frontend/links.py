@@ -26,7 +26,7 @@ class Stand:
     ) -> None:
         self.clock = Clock()
         self.ended: list[Ended] = []
-        self.router = Router(max_in_flight=max_in_flight, seed=1)
+        self.router = Router(max_in_flight=max_in_flight)
         self.link = kind(
             at or endpoint(),
             self.router,

@@ -29,9 +29,9 @@ def report(name: str, queued: int = 0, running: int = 0, free: int = 4, draining
     return Report(name, 1, 1, queued, running, free, draining)
 
 
-def router(*names: str, max_in_flight: int = 1000, seed: int = 0) -> Router:
+def router(*names: str, max_in_flight: int = 1000) -> Router:
     """p… are prefill workers, d… decode workers."""
-    made = Router(max_in_flight=max_in_flight, seed=seed)
+    made = Router(max_in_flight=max_in_flight)
     for name in names:
         made.add(hello("prefill" if name.startswith("p") else "decode", name))
     return made
@@ -58,31 +58,29 @@ def test_a_request_that_left_its_prefill_worker_counts_no_more() -> None:
 
 
 def test_the_worker_that_knows_the_prefix_is_taken_when_queues_are_equal() -> None:
-    for seed in range(8):
-        made = router("p0", "p1", "p2", "d0", seed=seed)
-        first = made.place(prefix_blocks(TEXT))
-        made.finished(first, prefilled=False)
-        again = made.place(prefix_blocks(TEXT + "and then something else"))
-        assert again.prefill == first.prefill
+    made = router("p0", "p1", "p2", "d0")
+    first = made.place(prefix_blocks(TEXT))
+    made.finished(first, prefilled=False)
+    again = made.place(prefix_blocks(TEXT + "and then something else"))
+    assert again.prefill == first.prefill
 
 
 def test_a_prefix_counts_no_more_once_its_worker_has_given_up_blocks_of_a_later_request() -> None:
-    for seed in range(8):
-        made = Router(max_in_flight=1000, seed=seed, clock=lambda: 100)
-        for name in ("p0", "p1", "d0"):
-            made.add(hello("prefill" if name.startswith("p") else "decode", name))
-        prefix = prefix_blocks(TEXT)
-        first = made.place(prefix)
-        made.finished(first, prefilled=False)
-        other = "p1" if first.prefill == "p0" else "p0"
-        for evicted_ns in (90, 100):  # of requests from before: this one's blocks are younger
-            made.report(Report(first.prefill, 1, 1, 0, 0, 4, evicted_ns=evicted_ns))
-            made.report(Report(other, 1, 1, 0, 0, 4))
-            again = made.place(prefix)
-            assert again.prefill == first.prefill
-            made.finished(again, prefilled=False)
-        made.report(Report(first.prefill, 1, 1, 1, 0, 4, evicted_ns=101))
-        assert made.place(prefix).prefill == other
+    made = Router(max_in_flight=1000, clock=lambda: 100)
+    for name in ("p0", "p1", "d0"):
+        made.add(hello("prefill" if name.startswith("p") else "decode", name))
+    prefix = prefix_blocks(TEXT)
+    first = made.place(prefix)
+    made.finished(first, prefilled=False)
+    other = "p1" if first.prefill == "p0" else "p0"
+    for evicted_ns in (90, 100):  # of requests from before: this one's blocks are younger
+        made.report(Report(first.prefill, 1, 1, 0, 0, 4, evicted_ns=evicted_ns))
+        made.report(Report(other, 1, 1, 0, 0, 4))
+        again = made.place(prefix)
+        assert again.prefill == first.prefill
+        made.finished(again, prefilled=False)
+    made.report(Report(first.prefill, 1, 1, 1, 0, 4, evicted_ns=101))
+    assert made.place(prefix).prefill == other
 
 
 def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
@@ -137,11 +135,10 @@ def test_a_prefill_worker_without_free_blocks_counts_one_request_more() -> None:
 
 
 def test_of_decode_workers_as_full_as_each_other_the_one_that_knows_the_prefix_is_taken() -> None:
-    for seed in range(8):
-        made = router("p0", "d0", "d1", "d2", seed=seed)
-        first = made.place(prefix_blocks(TEXT))
-        made.finished(first, prefilled=True)
-        assert made.place(prefix_blocks(TEXT + "and more")).decode == first.decode
+    made = router("p0", "d0", "d1", "d2")
+    first = made.place(prefix_blocks(TEXT))
+    made.finished(first, prefilled=True)
+    assert made.place(prefix_blocks(TEXT + "and more")).decode == first.decode
 
 
 def test_a_worker_to_avoid_is_taken_only_when_there_is_no_other() -> None:
@@ -164,19 +161,17 @@ def test_the_placement_names_where_the_decode_worker_takes_hand_overs() -> None:
     assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0")
 
 
-def test_ties_are_broken_by_the_seed_and_by_nothing_else() -> None:
-    def taken(seed: int) -> list[str]:
-        made = router("p0", "p1", "p2", "p3", "d0", seed=seed)
-        placements = []
-        for _ in range(12):
-            placement = made.place(())
-            made.finished(placement, prefilled=False)
-            placements.append(placement.prefill)
-        return placements
+def test_equals_take_turns_and_a_new_worker_has_its_first_request_at_once() -> None:
+    made = router("p0", "p1", "d0")
 
-    assert taken(1) == taken(1)
-    assert taken(1) != taken(2)
-    assert set(taken(1)) == {"p0", "p1", "p2", "p3"}
+    def taken() -> str:
+        placement = made.place(())
+        made.finished(placement, prefilled=False)
+        return placement.prefill
+
+    assert [taken() for _ in range(4)] == ["p0", "p1", "p0", "p1"]
+    made.add(hello("prefill", "p2"))
+    assert [taken() for _ in range(4)] == ["p2", "p0", "p1", "p2"]
 
 
 def test_a_draining_worker_gets_nothing_new_and_a_role_with_only_such_is_missing() -> None:
@@ -280,7 +275,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(max_in_flight=self.LIMIT, seed=3, remembered_blocks=64)
+        self.router = Router(max_in_flight=self.LIMIT, remembered_blocks=64)
         self.known: dict[str, Known] = {}
         self.in_flight = 0
 

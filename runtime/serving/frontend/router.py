@@ -1,10 +1,11 @@
-"""Which prefill worker and which decode worker take a request. Pure code: no sockets, an injected clock, seeded ties.
+"""Which prefill worker and which decode worker take a request. Pure code: no sockets, an injected clock.
 
 - **Prefill**: the fewest requests waiting or running, less the share of the prompt's leading blocks that the worker has
   lately seen, one more for a worker without enough free KV blocks. A full overlap is worth one request of queue, no
   more: a hot prefix cannot starve the other workers.
 - **Decode**: a worker with a free slot and enough free KV blocks before one without, then the smallest share of slots
   in use; a full overlap is worth one slot.
+- Among equals the one that was chosen longest ago: a worker that is new has its first request at once.
 
 What a worker has seen is known from what this router gave it, and forgotten once the worker reports that it has given
 up cached blocks of a later request: the longest unused go first.
@@ -17,7 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.messages import Hello, Message, Report, Role
@@ -71,6 +71,7 @@ class Worker:
     draining: bool = False
     evicted_ns: int = 0
     assigned: int = 0
+    turn: int = 0  # the router's choices until it was chosen last
     prefixes: OrderedDict[int, int] = field(default_factory=OrderedDict)  # block → when it was last given
 
     @property
@@ -116,14 +117,13 @@ class Router:
         self,
         *,
         max_in_flight: int,
-        seed: int = 0,
         remembered_blocks: int = 4096,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.max_in_flight = max_in_flight
         self.in_flight = 0
         self._remembered_blocks = remembered_blocks
-        self._random = Random(seed)
+        self._choices = 0
         self._clock = clock
         self._workers: dict[str, Worker] = {}
 
@@ -223,4 +223,7 @@ class Router:
     def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> Worker:
         costs = [(cost(worker), worker) for worker in workers]
         least = min(value for value, _ in costs)
-        return self._random.choice([worker for value, worker in costs if value == least])
+        chosen = min((worker for value, worker in costs if value == least), key=lambda worker: worker.turn)
+        self._choices += 1
+        chosen.turn = self._choices
+        return chosen
