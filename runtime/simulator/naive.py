@@ -20,8 +20,6 @@ class PoolScheduler(Protocol[T]):
     @property
     def waiting(self) -> dict[Stage, int]: ...
     @property
-    def paused(self) -> int: ...
-    @property
     def held_back(self) -> bool: ...
     @property
     def crowded(self) -> bool: ...
@@ -44,10 +42,6 @@ class NaiveScheduler(PoolScheduler[T]):
     @property
     def waiting(self) -> dict[Stage, int]:
         return {stage: len(queue) for stage, queue in self._queues.items()}
-
-    @property
-    def paused(self) -> int:
-        return 0
 
     @property
     def held_back(self) -> bool:
