@@ -106,7 +106,7 @@ class SearchClient:
         return question.ticket
 
     def _question(self, vector: Vectors, asked: Wanted) -> Question:
-        return Question(next(self._tickets), vector, *asked)
+        return Question(next(self._tickets), vector, asked)
 
     def _wanted(
         self, k: Any, collection: Any, stage: Any, deadline_ns: Any, top_m: Any, search_width: Any, patience: Any

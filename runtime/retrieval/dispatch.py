@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import (
     DeadlineExceeded,
@@ -172,10 +174,10 @@ class Dispatcher:
         `Unavailable` (closed).
         """
         self.check_open()
-        if self._shards(questions[0].collection) != 1:
+        if self._shards(questions[0].wanted.collection) != 1:
             return self._ask_each(questions)
         now, sent = time.monotonic_ns(), 0
-        for number in self._replicas.choose(self._routes.get((questions[0].collection, 0), ()), now):
+        for number in self._replicas.choose(self._routes.get((questions[0].wanted.collection, 0), ()), now):
             try:
                 sent = self.pools[number].submit_many(rows, questions)
             except (RingFull, PeerLost, Draining):
@@ -200,11 +202,10 @@ class Dispatcher:
 
     def _parts(self, question: Question) -> list[Question]:
         """The question itself, or what each shard is asked of it."""
-        if question.gather is not None or (shards := self._shards(question.collection)) <= 1:
+        if question.gather is not None or (shards := self._shards(question.wanted.collection)) <= 1:
             return [question]
-        gather = Gather(question.ticket, question.k, shards)
-        fields = {name: getattr(question, name) for name in Question.__struct_fields__}
-        return [Question(**{**fields, "shard": shard, "gather": gather}) for shard in range(shards)]
+        gather = Gather(question.ticket, question.wanted.k, shards)
+        return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
 
     def _send_or_park(self, question: Question) -> bool:
         try:
@@ -217,7 +218,7 @@ class Dispatcher:
 
     def _try(self, question: Question) -> bool:
         """Give a question to a pool that has its shard; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
-        route = self._routes.get((question.collection, question.shard), ())
+        route = self._routes.get((question.wanted.collection, question.shard), ())
         now = time.monotonic_ns()
         full: RingFull | None = None
         for number in self._replicas.choose(route, now):
@@ -275,26 +276,26 @@ class Dispatcher:
             try:
                 parts = self._parts(question)
                 for part in parts:
-                    if (part.collection, part.shard) in full:
+                    if (part.wanted.collection, part.shard) in full:
                         self._parked.append(part)
                     elif not self._send_or_park(part):
-                        full.add((part.collection, part.shard))
+                        full.add((part.wanted.collection, part.shard))
             except TrinityError as error:
                 self._fail(question, error)
 
     def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
-        if question.deadline_ns:
-            late = now_ns >= question.deadline_ns
+        if question.wanted.deadline_ns:
+            late = now_ns >= question.wanted.deadline_ns
             return DeadlineExceeded("no pool took the query before its deadline") if late else None
-        if now_ns < max(since_ns, self._answered.get(question.collection, 0)) + _WAIT_NS:
+        if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + _WAIT_NS:
             return None
-        shards = self._splits.get(question.collection, 1)
+        shards = self._splits.get(question.wanted.collection, 1)
         for shard in range(shards) if question.gather is None else (question.shard,):
-            if (question.collection, shard) not in self._routes:
+            if (question.wanted.collection, shard) not in self._routes:
                 of = f"shard {shard} of " if shards > 1 else ""
-                return Unavailable(f"no pool with {of}{question.collection!r} is up")
-        return Unavailable(f"no pool with {question.collection!r} had room for {_WAIT_NS / 1e9:g} s")
+                return Unavailable(f"no pool with {of}{question.wanted.collection!r} is up")
+        return Unavailable(f"no pool with {question.wanted.collection!r} had room for {_WAIT_NS / 1e9:g} s")
 
     def _end(self, question: Question, result: Result, now: int) -> None:
         gather = question.gather
@@ -305,7 +306,7 @@ class Dispatcher:
             found = SearchResult(question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns)
             whole = found if gather is None else gather.add(found)
             if whole is not None:
-                self._answered[question.collection] = now
+                self._answered[question.wanted.collection] = now
                 self._ended.append(whole)
         elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
             self._park(question)

@@ -17,10 +17,10 @@ from ipc import (
     Result,
     RingClient,
     RingFull,
-    Stage,
     StaleEpoch,
 )
 from runtime.errors import TrinityError
+from runtime.retrieval.arguments import Wanted
 from runtime.retrieval.device_vectors import DeviceVectors, Vectors, on_host
 from runtime.retrieval.gather import Gather
 from runtime.retrieval.results import PoolState, PoolStatistics
@@ -35,13 +35,7 @@ class Question(msgspec.Struct, eq=False):
 
     ticket: int
     vector: Vectors  # one on a GPU as its caller has it: it can be asked again from there
-    k: int
-    stage: Stage
-    collection: str
-    top_m: int | None
-    search_width: int
-    patience: int | None
-    deadline_ns: int  # 0 for none
+    wanted: Wanted
     parked_ns: int = 0  # since when it waits for a pool; 0: it does not
     shard: int = 0
     attempts: int = 0
@@ -102,7 +96,7 @@ class PoolSession:
 
     def submit(self, question: Question) -> None:
         """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
-        client, vector, options = self._attached, question.vector, self._options(question)
+        client, vector, options = self._attached, question.vector, self._options(question.wanted)
         if not isinstance(vector, DeviceVectors):
             request_id = client.submit(vector, **options)
         else:
@@ -123,7 +117,7 @@ class PoolSession:
         """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
         if isinstance(rows, DeviceVectors) and self._attached.has_arena:
             return self._submit_each(questions)
-        ids = self._attached.submit_many(on_host(rows), **self._options(questions[0]))
+        ids = self._attached.submit_many(on_host(rows), **self._options(questions[0].wanted))
         for request_id, question in zip(ids, questions, strict=False):
             question.attempts += 1
             self.asked[request_id] = question
@@ -146,15 +140,15 @@ class PoolSession:
             raise PeerLost(f"no session with {self.endpoint}")
         return self.client
 
-    def _options(self, question: Question) -> dict[str, Any]:
+    def _options(self, wanted: Wanted) -> dict[str, Any]:
         return {
-            "collection": question.collection,
-            "stage": question.stage,
-            "k": question.k,
-            "top_m": question.top_m or min(max(self._top_m, question.k), self._attached.max_top_m),
-            "search_width": question.search_width,
-            "patience": question.patience,
-            "deadline_ns": question.deadline_ns,
+            "collection": wanted.collection,
+            "stage": wanted.stage,
+            "k": wanted.k,
+            "top_m": wanted.top_m or min(max(self._top_m, wanted.k), self._attached.max_top_m),
+            "search_width": wanted.search_width,
+            "patience": wanted.patience,
+            "deadline_ns": wanted.deadline_ns,
         }
 
     def poll(self, now_ns: int) -> list[tuple[Question, Result]]:
