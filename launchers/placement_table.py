@@ -45,7 +45,7 @@ def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
         "–" if gpu is None else gpu.uuid,
         "–" if gpu is None else gpu.pci_bus,
         numa,
-        _ranges(worker.cores) or "any",
+        core_ranges(worker.cores) or "any",
         spins,
     )
 
@@ -55,7 +55,7 @@ def _free(machine: Machine) -> dict[str, int]:
     return {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
 
 
-def _ranges(cores: tuple[int, ...]) -> str:
+def core_ranges(cores: tuple[int, ...]) -> str:
     """Cores as the kernel writes them: "0-3,8"."""
     parts: list[list[int]] = []
     for core in sorted(cores):

@@ -1,31 +1,68 @@
 """`trinity status`: a node's workers as a table."""
 
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from runtime.node.control import node_status
+from launchers.placement_table import core_ranges
+from runtime.node.control import NodeStatus, WorkerStatus, node_status
 from runtime.node.run_dir import NodeInfo
 
 _COLOURS = {"ready": "green", "fatal": "red", "backoff": "yellow"}
+_COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
+_NUMBERS = ("pid", "restarts", "heartbeat", "memory")
+_LEFT_OUT_FIRST = ("cores", "memory", "heartbeat", "restarts", "pid", "device")  # where the terminal is too narrow
+_WIDTH = 160  # where no terminal has another: a file, a pipe
 
 
 def show_status(info: NodeInfo, console: Console) -> int:
     """Print the table; the exit code is 0 if every worker is ready."""
     status = node_status(info)
-    table = Table(title=f"node {info.name!r}, pid {info.pid}, {info.url}")
-    for column in ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory"):
-        table.add_column(column, justify="right" if column in ("pid", "restarts", "heartbeat", "memory") else "left")
-    for worker in status.workers:
-        colour = _COLOURS.get(worker.phase, "default")
-        table.add_row(
-            worker.name,
-            f"[{colour}]{worker.phase}[/{colour}]",
-            str(worker.pid or "–"),
-            worker.device,
-            ",".join(map(str, worker.cores)) or "any",
-            str(worker.restarts),
-            f"{worker.heartbeat_age_s:.1f} s",
-            f"{worker.resident_bytes / 2**20:.0f} MiB",
-        )
-    console.print(table)
+    show_workers(status, console)
     return 0 if status.ready else 1
+
+
+def show_workers(status: NodeStatus, console: Console) -> None:
+    """Print the table. No cell is cut: on a narrow terminal whole columns are left out, and named below."""
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, file=console.file)
+    left_out = 0
+    table = _table(status, _COLUMNS)
+    while left_out < len(_LEFT_OUT_FIRST) and _width(table, console) > console.width:
+        left_out += 1
+        table = _table(status, [name for name in _COLUMNS if name not in _LEFT_OUT_FIRST[:left_out]])
+    console.print(table)
+    if left_out:
+        console.print(f"[dim]no room for: {', '.join(_LEFT_OUT_FIRST[:left_out])}[/dim]")
+
+
+def _table(status: NodeStatus, columns: tuple[str, ...] | list[str]) -> Table:
+    info = status.info
+    title = f"node {info.name!r}, pid {info.pid}, {info.url}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+    for worker in status.workers:
+        cells = _cells(worker)
+        table.add_row(*(cells[name] for name in columns))
+    return table
+
+
+def _cells(worker: WorkerStatus) -> dict[str, str]:
+    colour = _COLOURS.get(worker.phase, "default")
+    return {
+        "worker": worker.name,
+        "state": f"[{colour}]{worker.phase}[/{colour}]",
+        "pid": str(worker.pid or "–"),
+        "device": worker.device,
+        "cores": core_ranges(worker.cores) or "any",
+        "restarts": str(worker.restarts),
+        "heartbeat": f"{worker.heartbeat_age_s:.1f} s",
+        "memory": f"{worker.resident_bytes / 2**20:.0f} MiB",
+    }
+
+
+def _width(table: Table, console: Console) -> int:
+    """What the table takes where nothing is in its way."""
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum

@@ -1,0 +1,55 @@
+"""`trinity status` on any terminal: whole names, whatever else has to go."""
+
+import io
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from launchers.status import show_workers
+from runtime.node.control import NodeStatus, WorkerStatus
+from runtime.node.run_dir import NodeInfo
+
+NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
+
+
+def shown(width: int, *, device: str = "cpu", cores: Sequence[int] = (), terminal: bool = True) -> list[str]:
+    workers = tuple(
+        WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores)) for name in NAMES
+    )
+    info = NodeInfo("a-node", 4_194_302, "http://127.0.0.1:8080", "control", (), ())
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+    show_workers(NodeStatus(info, False, workers), console)
+    return out.getvalue().splitlines()
+
+
+def pool_row(lines: list[str]) -> list[str]:
+    return next(line.split() for line in lines if line.strip().startswith("pool-0"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69"])
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_every_name_and_state_is_whole_and_no_line_is_wider_than_the_terminal(width: int, device: str) -> None:
+    lines = shown(width, device=device, cores=range(0, 64, 2))
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    for name in NAMES:
+        assert [line.split()[:2] for line in lines].count([name, "starting"]) == 1
+
+
+def test_eighty_columns_have_room_for_every_column_of_a_node_without_gpus() -> None:
+    lines = shown(80)
+    assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "any", "12", "0.1", "s", "12345", "MiB"]
+    assert not [line for line in lines if "no room" in line]
+
+
+def test_what_is_left_out_on_a_narrow_terminal_is_named_the_least_important_first() -> None:
+    lines = shown(60)
+    assert lines[-1] == "no room for: cores, memory"
+    assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "12", "0.1", "s"]
+
+
+def test_a_pipe_gets_every_column() -> None:
+    lines = shown(80, device="GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", cores=range(8), terminal=False)
+    assert pool_row(lines)[3:5] == ["GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", "0-7"]
