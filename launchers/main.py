@@ -25,7 +25,7 @@ from launchers.status import show_status
 from launchers.trace_command import trace
 from launchers.workers_commands import workers_app
 from runtime import preflight
-from runtime.errors import CANNOT_RUN, TrinityError
+from runtime.errors import CANNOT_RUN, OutputRefused, TrinityError
 from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
@@ -53,6 +53,8 @@ app.command()(trace)
 app.command()(logs)
 app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
+
+EXIT_USAGE = 2  # as typer's own for an option that is wrong
 
 NodeName = Annotated[str, typer.Argument(help="The node's name, or its run directory.")]
 
@@ -148,13 +150,15 @@ def stop(
 def main() -> None:
     """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
 
-    The code is `EXIT_CONFIG` where trying again would not help (a service manager should not), else 1.
+    The code is `EXIT_CONFIG` where trying again would not help (a service manager should not), 2 as for any other wrong
+    option where --out names what must not be replaced, else 1.
     """
     try:
         app(prog_name="trinity")
     except (TrinityError, GpuError, IpcError) as error:
         print(f"trinity: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_CONFIG if isinstance(error, CANNOT_RUN) else 1)
+        usage = isinstance(error, OutputRefused)
+        sys.exit(EXIT_USAGE if usage else EXIT_CONFIG if isinstance(error, CANNOT_RUN) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

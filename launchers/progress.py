@@ -20,6 +20,7 @@ _WORDS = {
     "embed": "embedding",
     "neighbors": "finding neighbors",
     "graph": "connecting the graph",
+    "better neighbors": "finding better neighbors",
 }
 _LINE_EVERY_S = 10.0
 
@@ -32,6 +33,7 @@ class BuildProgress:
         self._clock = clock
         self._tasks: dict[str, TaskID] = {}
         self._began: dict[str, float] = {}
+        self._done: set[str] = set()
         self._spoke = clock()
         console = Console(file=stream)
         self._bars: Progress | None = None
@@ -62,7 +64,10 @@ class BuildProgress:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(words, total=1.0)
             self._bars.update(self._tasks[stage], completed=done)
+        elif stage in self._done:
+            pass  # a stage's parts may each say that it is done; that is told once
         elif done >= 1.0:
+            self._done.add(stage)
             self._say(f"{words}: done in {self._clock() - began:.1f} s")
         elif self._clock() - self._spoke >= _LINE_EVERY_S:
             self._say(f"{words}: {done:.0%}")

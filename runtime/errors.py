@@ -94,6 +94,10 @@ class CollectionError(TrinityError):
     code = "collection_error"
 
 
+class OutputRefused(CollectionError):
+    """What is where a collection is to be built is left as it is."""
+
+
 class ModelError(TrinityError):
     """A model or embedder cannot be loaded: its package or files are missing."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, OutputRefused
 from runtime.retrieval.manifest import DOCUMENTS, INDEX, MANIFEST, is_collection
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
@@ -47,17 +47,17 @@ def _refuse(out: Path, replace: bool) -> None:
     if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_dir():
-        raise CollectionError(f"{out} exists and is not a directory")
+        raise OutputRefused(f"{out} exists and is not a directory: use another --out")
     if not replace:
-        raise CollectionError(f"{out} exists already; --force replaces a collection")
+        raise OutputRefused(f"{out} exists already: use another --out, or --force replaces a collection")
     if not is_collection(out):
-        raise CollectionError(f"{out} is not a collection: it will not be replaced")
+        raise OutputRefused(f"{out} is not a collection and will not be replaced: use another --out")
     indexes = [path for path in out.iterdir() if _INDEX_NAME.fullmatch(path.name) and path.is_dir()]
     strange = [path for path in out.iterdir() if path not in indexes and path.name not in (MANIFEST, DOCUMENTS)]
     for index in indexes:
         strange += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
     if strange:
-        raise CollectionError(f"{out} will not be replaced: {strange[0]} is no part of a collection")
+        raise OutputRefused(f"{out} will not be replaced: {strange[0]} is no part of a collection; use another --out")
 
 
 def _swap(building: Path, out: Path) -> None:

@@ -36,3 +36,12 @@ def test_a_terminal_gets_a_bar_for_each_stage() -> None:
     assert "reading documents" in terminal.getvalue()
     assert "embedding" in terminal.getvalue()
     assert "50%" in terminal.getvalue()
+
+
+def test_a_stage_whose_parts_all_say_that_it_is_done_ends_once() -> None:
+    log = io.StringIO()
+    with BuildProgress(log, clock=lambda: 0.0) as progress:
+        for done in (0.5, 1.0, 1.0):
+            progress("neighbors", done)
+        progress("neighbors", 1.0)
+    assert log.getvalue().splitlines() == ["finding neighbors: done in 0.0 s"]

@@ -168,7 +168,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
 
 def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: Path) -> None:
     before = (copy / "collection.json").read_bytes()
-    with pytest.raises(CollectionError, match="exists already; --force"):
+    with pytest.raises(CollectionError, match="exists already: use another --out, or --force"):
         build(copy, seed=1)
     assert (copy / "collection.json").read_bytes() == before
     Collection.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
@@ -199,7 +199,7 @@ def test_what_trinity_did_not_write_is_never_deleted(tmp_path: Path, copy: Path)
     (tmp_path / "link").symlink_to(copy)
     (copy / "index" / "notes.txt").write_text("mine")
     for name, message in [
-        ("mine", "not a collection: it will not be replaced"),
+        ("mine", "not a collection and will not be replaced"),
         ("file", "not a directory"),
         ("link", "not a directory"),
         ("docs", "notes.txt is no part of a collection"),

