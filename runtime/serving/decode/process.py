@@ -42,7 +42,7 @@ from runtime.serving.model.text import TextStream
 if TYPE_CHECKING:
     import torch
 
-_SLICE_SHARE = 20  # a slice of KV takes a twentieth of a step of the batch at most, and as much again of its caches
+_SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step of the batch at most, and as much again of its caches
 _IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
