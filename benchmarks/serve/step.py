@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks.serve.bench import CONTEXT_TOKENS, Bench
 from benchmarks.serve.report import Measure, Section, percentile
+from benchmarks.serve.stepped_workers import SteppedWorkers
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.model.model_info import model_directory
-from tests.serving.workers import Workers
 
 _ROWS = 8
 
@@ -21,7 +21,7 @@ def run(bench: Bench) -> Section:
         "rounds without, in turn.",
     )
     long = bench.long_prompt_tokens
-    workers = Workers(
+    workers = SteppedWorkers(
         model_directory(bench.model), context=CONTEXT_TOKENS, block=32,
         prefill={"slots": 2}, decode={"slots": _ROWS + 1},
     )  # fmt: skip

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 
+from benchmarks.tiny_model import make_tiny_llama
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.python_docs import python_documents
 from tests.e2e.node import RunningNode
-from tests.serving.tiny_model import make_tiny_llama
 
 CONFIG = """
 [node]

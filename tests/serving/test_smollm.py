@@ -172,8 +172,8 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
 
 
 def test_the_converted_model_answers_as_transformers_generates(converted: Path) -> None:
+    from benchmarks.model_reference import Reference
     from runtime.serving.model.language_model import Chunk, LanguageModel
-    from tests.serving.reference import Reference
 
     model = LanguageModel.load(smollm.NAME, blocks=12, block_tokens=32, context_tokens=128)
     reference = Reference(converted)

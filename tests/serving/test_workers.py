@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from benchmarks.model_reference import Reference
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
 from tests.ipc.fake_cuda import FakeCuda
-from tests.serving.reference import Reference
 from tests.serving.workers import FakePool, Workers
 
 VOCABULARY = 259

@@ -1,12 +1,9 @@
-"""A prefill and decode workers in the test's own process, over real hand-over, with the frontend's table of requests.
+"""Workers that step in turns, with the frontend's table of requests: what is told of each, and faults.
 
-Workers step in turns and never sleep, so what happens when is up to the test; also what is still on its way when a
-worker dies. Who consumes the answers only takes notes. The pool is played by `FakePool`: it answers after as many polls
-as the test says.
+Also what is still on its way when a worker dies is up to the test. Who consumes the answers only takes notes. The pool
+is played by `FakePool`: it answers after as many polls as the test says.
 """
 
-import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,54 +11,17 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import zmq
 from msgspec.structs import replace
 
-from ipc import bind
+from benchmarks.serve.stepped_workers import SteppedWorkers
 from runtime.errors import TrinityError, error_of
-from runtime.node.config import Role, parse_config
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan, resolve
-from runtime.node.table import WorkerTable
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
-from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.frontend.requests import ClientGone, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
-from runtime.serving.kv.transport import Transport
-from runtime.serving.messages import (
-    Cancel,
-    Failed,
-    Hello,
-    Prefill,
-    Probe,
-    Report,
-    Retrieval,
-    Retrieved,
-    Sampling,
-    ToFrontend,
-    Tokens,
-    Welcome,
-    decode_to_frontend,
-    encode,
-)
-from runtime.serving.prefill.process import PrefillWorker
+from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
 
-EPOCH = 7
 _MOST_ROUNDS = 50_000
-_WAIT_MS = 20_000  # for a message that has been sent
-
-
-class FakeWorker:
-    """What a role's loop is handed."""
-
-    def __init__(self, plan: NodePlan, name: str) -> None:
-        self.plan, self.name = plan, name
-        self.place = next(worker for worker in plan.workers if worker.name == name)
-        self.epoch, self.pid, self.stopping = 1, os.getpid(), False
-        role: Role = "prefill" if name.startswith("prefill") else "decode"
-        self.table = WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
-        self.log = logging.getLogger(name)
 
 
 class FakePool:
@@ -157,44 +117,15 @@ class _Noted(Request):
         self._notes.add(piece)
 
 
-class Workers:
-    """`decodes` decode workers and one prefill worker of a model, configured by TOML tables.
+class Workers(SteppedWorkers):
+    """`SteppedWorkers` whose answers are told, of which decode workers die, and which are asked for passages."""
 
-    `transport`: theirs, in place of that of their devices.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        *,
-        context: int = 512,
-        block: int = 8,
-        decodes: int = 1,
-        transport: Transport | None = None,
-        **sections: Any,
-    ) -> None:
-        self._transport = transport
-        raw = {"model": {"name": str(model), "context_tokens": context, "kv_block_tokens": block}, **sections}
-        raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
-        self.plan = resolve(parse_config(raw))
-        self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
-        self._identities: dict[str, bytes] = {}
+    def __init__(self, model: Path, **options: Any) -> None:
         self._table = RequestTable(lambda ended, request: None)
         self._requests: dict[str, Request] = {}  # ended ones too
         self._late: list[ToFrontend] = []  # what a worker said before it died, and nobody has heard yet
         self.told: dict[str, Told] = {}
-        self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(FakeWorker(self.plan, "prefill-0"), transport)  # type: ignore[arg-type]
-        self.prefill._sleep = lambda: None  # type: ignore[method-assign]
-        for number in range(decodes):
-            self.start_decode(f"decode-{number}")
-        while len(self._identities) < 1 + decodes:
-            self.round()
-
-    def start_decode(self, name: str) -> None:
-        worker = DecodeWorker(FakeWorker(self.plan, name), self._transport)  # type: ignore[arg-type]
-        worker._sleep = lambda: None  # type: ignore[method-assign]
-        self.decodes[name] = worker
+        super().__init__(model, **options)
 
     def lose(self, name: str, unheard: int = 0) -> None:
         """A decode worker dies. What it says in `unheard` last steps comes in when its death is known already."""
@@ -210,26 +141,12 @@ class Workers:
         for worker in self.decodes.values():
             worker._probes._retriever = decode  # type: ignore[assignment]
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        max_tokens: int,
-        *,
-        decode: str = "decode-0",
-        retrieval: Retrieval | None = None,
-        deadline_ns: int = 1 << 62,
-        **more: Any,
-    ) -> None:
-        sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
-        message = Prefill(
-            request_id, EPOCH, sampling, decode, self.plan.endpoint(decode), 1, deadline_ns,
-            prompt=tuple(prompt), retrieval=retrieval, **more,
-        )  # fmt: skip
+    def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Prefill:
+        message = super().submit(request_id, prompt, max_tokens, **more)
         self.told[request_id] = Told()
         self._requests[request_id] = request = _Noted(message, self.told[request_id])
         self._table.open(request)
-        self.send("prefill-0", message)
+        return message
 
     def restart(self, request_id: str, decode: str) -> None:
         """Its decode worker died: go on with another, from what was told."""
@@ -248,31 +165,6 @@ class Workers:
         for name in ("prefill-0", *self.decodes):
             self.send(name, Cancel(request.attempt_id))
 
-    def send(self, name: str, message: Any) -> None:
-        self._frontend.send_multipart([self._identities[name], encode(message)])
-
-    def round(self) -> None:
-        """One step of every worker."""
-        self.prefill.step()
-        for worker in list(self.decodes.values()):
-            worker.step()
-        late, self._late = self._late, []
-        for message in late:
-            self._take(message)
-        while self._frontend.poll(0):
-            identity, content = self._frontend.recv_multipart()
-            message = decode_to_frontend(content)
-            if isinstance(message, Hello) and message.worker not in self._identities:
-                self._identities[message.worker] = identity
-                self.send(message.worker, Welcome(EPOCH))
-            self._take(message)
-
-    def offer(self, request_id: str, decode: str = "decode-0") -> None:
-        """Prefill alone goes on until it has offered this request's KV and the offer can be read by `decode`."""
-        while request_id not in [job.id for job in self.prefill._offered.values()]:
-            self.prefill.step()
-        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
-
     def run(self) -> None:
         """Until all requests have ended."""
         for _ in range(_MOST_ROUNDS):
@@ -289,7 +181,13 @@ class Workers:
             self.round()
         raise AssertionError("workers still hold requests")
 
-    def _take(self, message: ToFrontend) -> None:
+    def _receive(self) -> None:
+        late, self._late = self._late, []
+        for message in late:
+            self.heard(message)
+        super()._receive()
+
+    def heard(self, message: ToFrontend) -> None:
         if isinstance(message, Hello | Report):
             return
         request = self._table.get(message.request_id)
@@ -298,9 +196,3 @@ class Workers:
         elif request is not None and not isinstance(message, Failed):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)
-
-    def close(self) -> None:
-        self.prefill.close()
-        for worker in self.decodes.values():
-            worker.close()
-        self._frontend.close()

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, for tests: written to a directory as transformers would have it."""
+"""A tiny Llama with random weights, for load and for tests: written to a directory as transformers would have it."""
 
 import json
 from pathlib import Path

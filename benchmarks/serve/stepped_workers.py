@@ -1,0 +1,126 @@
+"""A prefill and decode workers in the caller's own process, over real hand-over.
+
+Workers step in turns and never sleep, so what happens when is up to the caller, who is their frontend too.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ipc import bind
+from runtime.node.config import Role, parse_config
+from runtime.node.metrics import metrics_of
+from runtime.node.placement import NodePlan, resolve
+from runtime.node.table import WorkerTable
+from runtime.serving.decode.process import DecodeWorker
+from runtime.serving.kv.transport import Transport
+from runtime.serving.messages import Hello, Prefill, Sampling, ToFrontend, Welcome, decode_to_frontend, encode
+from runtime.serving.prefill.process import PrefillWorker
+
+_EPOCH = 7
+_WAIT_MS = 20_000  # for a message that has been sent
+
+
+class _Host:
+    """What a role's loop is handed."""
+
+    def __init__(self, plan: NodePlan, name: str) -> None:
+        self.plan, self.name = plan, name
+        self.place = next(worker for worker in plan.workers if worker.name == name)
+        self.epoch, self.pid, self.stopping = 1, os.getpid(), False
+        role: Role = "prefill" if name.startswith("prefill") else "decode"
+        self.table = WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
+        self.log = logging.getLogger(name)
+
+
+class SteppedWorkers:
+    """`decodes` decode workers and one prefill worker of a model, configured by TOML tables.
+
+    `transport`: theirs, in place of that of their devices.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        context: int = 512,
+        block: int = 8,
+        decodes: int = 1,
+        transport: Transport | None = None,
+        **sections: Any,
+    ) -> None:
+        self._transport = transport
+        raw = {"model": {"name": str(model), "context_tokens": context, "kv_block_tokens": block}, **sections}
+        raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
+        self.plan = resolve(parse_config(raw))
+        self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
+        self._identities: dict[str, bytes] = {}
+        self.decodes: dict[str, DecodeWorker] = {}
+        self.prefill = PrefillWorker(_Host(self.plan, "prefill-0"), transport)  # type: ignore[arg-type]
+        self.prefill._sleep = lambda: None  # type: ignore[method-assign]
+        for number in range(decodes):
+            self.start_decode(f"decode-{number}")
+        while len(self._identities) < 1 + decodes:
+            self.round()
+
+    def start_decode(self, name: str) -> None:
+        worker = DecodeWorker(_Host(self.plan, name), self._transport)  # type: ignore[arg-type]
+        worker._sleep = lambda: None  # type: ignore[method-assign]
+        self.decodes[name] = worker
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        decode: str = "decode-0",
+        deadline_ns: int = 1 << 62,
+        **more: Any,
+    ) -> Prefill:
+        """Send a request for exactly so many tokens to prefill. `more`: of the message, `sampling` a dict."""
+        sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
+        message = Prefill(
+            request_id, _EPOCH, sampling, decode, self.plan.endpoint(decode), 1, deadline_ns,
+            prompt=tuple(prompt), **more,
+        )  # fmt: skip
+        self.send("prefill-0", message)
+        return message
+
+    def send(self, name: str, message: Any) -> None:
+        self._frontend.send_multipart([self._identities[name], encode(message)])
+
+    def round(self) -> None:
+        """One step of every worker."""
+        self.prefill.step()
+        for worker in list(self.decodes.values()):
+            worker.step()
+        self._receive()
+
+    def _receive(self) -> None:
+        while self._frontend.poll(0):
+            identity, content = self._frontend.recv_multipart()
+            message = decode_to_frontend(content)
+            if isinstance(message, Hello) and message.worker not in self._identities:
+                self._identities[message.worker] = identity
+                self.send(message.worker, Welcome(_EPOCH))
+            self.heard(message)
+
+    def heard(self, message: ToFrontend) -> None:
+        """A worker has said this; nobody waits for answers here."""
+
+    def offer(self, request_id: str, decode: str = "decode-0") -> None:
+        """Prefill alone goes on until it has offered this request's KV and the offer can be read by `decode`."""
+        while request_id not in [job.id for job in self.prefill._offered.values()]:
+            self.prefill.step()
+        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
+
+    def close(self) -> None:
+        self.prefill.close()
+        for worker in self.decodes.values():
+            worker.close()
+        self._frontend.close()
