@@ -3,12 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import strategies as st
+
 from ipc import Stage
 from runtime.pool.estimate import Kind
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
 
+STAGES = st.sampled_from(["prefill", "decode"])
 KIND = Kind("docs", 40, 4)  # 13 extends are expected
 LONG = Kind("docs", 400, 4)  # 103 extends are expected, eight times as many
 

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool.estimate import Kind
-from tests.pool.schedulers import KIND, LONG, entry, filled, measured, names, scheduler
-
-STAGES = st.sampled_from(["prefill", "decode"])
+from tests.pool.schedulers import KIND, LONG, STAGES, entry, filled, measured, names, scheduler
 
 
 def test_prefill_goes_by_deadline_and_decode_by_arrival() -> None:

@@ -14,7 +14,7 @@ from runtime.pool.estimate import Kind
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
-from tests.pool.test_scheduler import KIND, LONG, STAGES, entry
+from tests.pool.schedulers import KIND, LONG, STAGES, entry
 
 
 class AnyOrderOfCalls(RuleBasedStateMachine):
