@@ -1,4 +1,4 @@
-"""`trinity trace`: one request's life as a timeline in the terminal."""
+"""`trinity trace`: the life of one request, or of one search alone, as a timeline in the terminal."""
 
 from typing import Annotated
 from urllib.parse import quote
@@ -29,7 +29,9 @@ _STAGES = {
 
 
 def trace(
-    request: Annotated[str, typer.Argument(help='The request\'s id: "id" of its answer, or the header x-request-id.')],
+    request: Annotated[
+        str, typer.Argument(help='Its id: "id" of its answer or the header x-request-id, also one that you sent.')
+    ],
     node: Annotated[str, typer.Option(help="The node's name, or its run directory.")] = "trinity",
     url: Annotated[str, typer.Option(help="Ask the node at this address instead, such as http://host:8080.")] = "",
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node wants one.")] = "",
@@ -68,10 +70,10 @@ def show(found: Trace, console: Console) -> None:
     for probe in sorted(shown, key=lambda probe: probe.begin_s):
         line(f"  probe @{probe.at_token}", "probe", probe.begin_s, probe.end_s)
 
-    console.print(f"[bold]{escape(found.id)}[/bold]  {escape(found.state)} after {found.elapsed_s * 1e3:.1f} ms")
-    workers = f"{found.prefill_worker} → {found.decode_worker}"
-    restarts = f", started again {found.restarts} times" if found.restarts else ""
-    console.print(f"{escape(workers)}, {found.prompt_tokens} tokens → {found.completion_tokens}{restarts}")
+    end = escape(f"{found.state} after {found.elapsed_s * 1e3:.1f} ms")
+    called = escape(f" ({found.client_id})") if found.client_id else ""
+    console.print(f"[bold]{escape(found.id)}[/bold]{called}  {end}")
+    console.print(escape(_what(found)))
     console.print(table)
     if found.first_token_s is not None:
         later = found.completion_tokens - 1
@@ -84,6 +86,14 @@ def show(found: Trace, console: Console) -> None:
     hidden = len(found.probes) - len(shown) + found.probes_left_out
     if hidden:
         console.print(f"{hidden} shorter probes are not shown")
+
+
+def _what(found: Trace) -> str:
+    if found.kind == "search":
+        return f"a search alone, {found.passages} passages"
+    restarts = f", started again {found.restarts} times" if found.restarts else ""
+    workers = f"{found.prefill_worker} → {found.decode_worker}"
+    return f"{workers}, {found.prompt_tokens} tokens → {found.completion_tokens}{restarts}"
 
 
 def _probes_line(found: Trace) -> str:

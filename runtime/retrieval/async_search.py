@@ -1,7 +1,7 @@
 """Retrieval inside an event loop: what the frontend answers `/v1/retrieval` with."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,14 +26,24 @@ class AsyncSearch:
         return [] if self._client.live else ["pool"]
 
     async def search(
-        self, *, collection: str, k: int, query: str | None, vector: Sequence[float] | None
+        self,
+        *,
+        collection: str,
+        k: int,
+        query: str | None,
+        vector: Sequence[float] | None,
+        embedded: Callable[[], None],
     ) -> list[Passage]:
-        """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`."""
+        """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
+
+        `embedded` is called when the query's vector is there.
+        """
         if query is not None:
             loop = asyncio.get_running_loop()
             array = (await loop.run_in_executor(self._embedding, self._library.embed, collection, [query]))[0]
         else:
             array = np.asarray(vector, dtype=np.float32)
+        embedded()
         result = await self._client.search(array, k, collection=collection, deadline_ms=self._timeout_ms)
         return list(self._library.passages(collection, result))
 

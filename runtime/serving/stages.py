@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-RECEIVED = "received"  # the frontend has read the request
+RECEIVED = "received"  # the frontend has read the request, or the search alone
 DEQUEUED = "dequeued"  # a prefill worker takes it up
 EMBEDDED = "embedded"  # its query vector is ready
 SEARCHED = "searched"  # the pool has answered
@@ -16,7 +16,7 @@ END = "end"  # the last token leaves decode, or the frontend gives the request u
 # In the order of a request's life: name, where it begins (the first of these that was stamped), where it ends.
 STAGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("queue", (RECEIVED,), DEQUEUED),
-    ("embed", (DEQUEUED,), EMBEDDED),
+    ("embed", (DEQUEUED, RECEIVED), EMBEDDED),
     ("retrieval", (EMBEDDED,), SEARCHED),
     ("admission", (SEARCHED, DEQUEUED), PREFILL_BEGIN),  # until prefill has KV blocks for it
     ("prefill", (PREFILL_BEGIN,), PREFILL_END),

@@ -133,6 +133,9 @@ def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: RunningN
         status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})
         assert status == 200
         assert [passage["id"] for passage in answer["passages"]] == expected
+        trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
+        assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
+        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
 
 
 def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode, collection: Path) -> None:

@@ -242,6 +242,7 @@ class Search:
         self.hangs = False
 
     async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
         self.calls.append(call)
         if self.hangs:
             await asyncio.Event().wait()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.errors import InvalidRequest, UnknownRequest
+from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
 from runtime.serving import stages
 from runtime.serving.frontend.http import Settings
 from runtime.serving.frontend.requests import Ended, Request
@@ -87,7 +87,7 @@ def test_without_room_for_any_nothing_that_ended_is_kept() -> None:
         traces.trace("r-1")
 
 
-@pytest.mark.parametrize("name", ["", "x" * 129, "a/b", "a b", "ü", "a\n", "../etc"])
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "ü", "a\n", "\x7f"])
 def test_what_can_be_no_id_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="a request id has 1 to 128"):
         Traces(4, Clock()).trace(name)
@@ -106,10 +106,80 @@ def test_http_gives_the_trace_of_an_answer_by_its_id() -> None:
         missing = http.get("/v1/traces/nobody")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
         assert http.get(f"/v1/traces/{'x' * 500}").status_code == 400
-        assert http.get("/v1/traces/a/b").status_code == 400
+        assert http.get("/v1/traces/a%20b").status_code == 400
 
 
 def test_traces_need_the_key_as_all_else_does() -> None:
     with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
         assert http.get("/v1/traces/x").status_code == 401
         assert http.get("/v1/traces/x", headers={"Authorization": "Bearer secret"}).status_code == 404
+
+
+SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
+
+
+def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
+    clock = Clock()
+    traces = Traces(4, clock)
+    traces.search_begun("ret-1")
+    clock.forward(0.001)
+    traces.stamp("ret-1", stages.EMBEDDED)
+    assert (traces.trace("ret-1").state, traces.trace("ret-1").kind) == ("running", "search")
+    clock.forward(0.002)
+    traces.stamp("ret-1", stages.SEARCHED)
+    clock.forward(0.001)
+    assert traces.search_ended("ret-1", "found", 3) == 4 * MS
+    found = traces.trace("ret-1")
+    assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.004)
+    assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("embed", 0.0, 0.001), ("retrieval", 0.001, 0.003)]
+
+
+def test_searches_alone_share_the_room_of_the_generations() -> None:
+    traces = Traces(2, Clock())
+    traces.begun(request("r-1"))
+    traces.ended(ended("r-1"))
+    for number in range(2):
+        traces.search_begun(f"ret-{number}")
+        traces.search_ended(f"ret-{number}", "found", 1)
+    with pytest.raises(UnknownRequest):
+        traces.trace("r-1")
+
+
+def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
+    traces = Traces(2, Clock())
+    traces.begun(request("r-1"), "mine")
+    assert (traces.trace("mine").id, traces.trace("mine").client_id) == ("r-1", "mine")
+    traces.ended(ended("r-1"))
+    traces.search_begun("ret-2", "mine")
+    assert traces.trace("mine").id == "ret-2", "the later one of two with one name"
+    traces.search_ended("ret-2", "found", 1)
+    for number in (3, 4):
+        assert traces.trace("mine").id == "ret-2"
+        traces.search_begun(f"ret-{number}", "r-1")  # the name of an older one of ours
+        traces.search_ended(f"ret-{number}", "found", 1)
+    with pytest.raises(UnknownRequest):
+        traces.trace("mine")
+    assert traces.trace("r-1").id == "ret-4"
+    assert len(traces._called) == 1, "no name outlives its trace"
+
+
+def test_a_name_that_a_client_takes_hides_no_other_trace() -> None:
+    traces = Traces(2, Clock())
+    traces.begun(request("r-1"))
+    traces.begun(request("r-2"), "r-1")
+    assert traces.trace("r-1").id == "r-1"
+
+
+def test_http_gives_the_trace_of_a_search_whether_it_found_or_failed() -> None:
+    with Cluster() as cluster, cluster.http() as http:
+        answer = http.post("/v1/retrieval", json=SEARCH)
+        trace = http.get(f"/v1/traces/{answer.json()['id']}").json()
+        assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 2)
+        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
+        assert "secret" not in json.dumps(trace)
+        cluster.search.error = Unavailable("no pool answers")
+        failed = http.post("/v1/retrieval", json=SEARCH, headers={"x-request-id": "why/did=it"})
+        assert failed.headers["x-request-id"] == "why/did=it"
+        trace = http.get("/v1/traces/why/did=it").json()
+        assert (trace["state"], trace["passages"]) == ("unavailable", 0)
+        assert [stage["name"] for stage in trace["stages"]] == ["embed"]

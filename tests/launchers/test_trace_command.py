@@ -83,3 +83,14 @@ def test_a_running_request_shows_the_time_since_what_is_known_of_it() -> None:
 
 def test_an_id_with_markup_is_shown_as_it_is() -> None:
     assert shown(trace(id="[red]x"))[0].startswith("[red]x")
+
+
+def test_a_search_alone_shows_its_stages_and_what_it_found() -> None:
+    embed, retrieval = StageTime("embed", 0.0, 0.004), StageTime("retrieval", 0.004, 0.01)
+    lines = shown(
+        trace(id="ret-1-2", kind="search", state="found", passages=4, client_id="[b]mine", stages=(embed, retrieval),
+              elapsed_s=0.01, first_token_s=None, prefill_worker="", decode_worker="", completion_tokens=0)
+    )  # fmt: skip
+    assert lines[:2] == ["ret-1-2 ([b]mine)  found after 10.0 ms", "a search alone, 4 passages"]
+    assert line(lines, "retrieval").split()[:4] == ["retrieval", "4.0", "6.0", "60.0%"]
+    assert "→" not in "".join(lines)

@@ -5,11 +5,10 @@ client goes away, the request is cancelled everywhere, streaming or not.
 """
 
 import asyncio
-import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -21,15 +20,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import (
     ConfigError,
-    DeadlineExceeded,
     InvalidRequest,
-    Overloaded,
     TrinityError,
     Unavailable,
     UnknownCollection,
     UnknownModel,
 )
-from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import Asked, Hit, PromptAnswers
 from runtime.serving.frontend.answers import (
     Answer,
@@ -49,8 +45,10 @@ from runtime.serving.frontend.api_types import (
     parse,
 )
 from runtime.serving.frontend.guard import Guard, error_response, read_body
+from runtime.serving.frontend.request_ids import RequestIds, id_source, request_id, sent_id
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.frontend.searches import Searches, SearchSource
 from runtime.serving.frontend.streams import EventStream, events, first_tokens
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Message, Retrieval, Sampling
@@ -64,18 +62,6 @@ class MetricsSource(Protocol):
 
     def metrics_text(self) -> Awaitable[str]:
         """All metrics, in Prometheus' text format."""
-
-
-class SearchSource(Protocol):
-    """Searches for /v1/retrieval."""
-
-    def search(
-        self, *, collection: str, k: int, query: str | None, vector: Sequence[float] | None
-    ) -> Awaitable[list[Passage]]:
-        """The k nearest passages to a text or to a vector (one of them is set), nearest first. Raises TrinityError."""
-
-    def missing(self) -> list[str]:
-        """What is not there to search with, by name; empty when searches are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +113,7 @@ def create_app(
     """The application. `now` gives the `created` times, `seeds` the seeds of requests that bring none."""
     app = FastAPI(title="Trinity", openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, keys=settings.api_keys)
+    app.add_middleware(RequestIds, new_id=id_source(service.link.epoch))  # around the guard: what it refuses has an id
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
     routes = _Routes(service, settings, now, seeds or random.Random())
@@ -135,7 +122,7 @@ def create_app(
     app.post("/v1/retrieval")(routes.retrieve)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{model:path}")(routes.one_model)
-    app.get("/v1/traces/{request_id:path}")(routes.trace)
+    app.get("/v1/traces/{traced:path}")(routes.trace)
     app.get("/health")(routes.health)
     app.get("/metrics")(routes.metrics)
     return app
@@ -148,8 +135,7 @@ class _Routes:
         self._now = now
         self._started = int(now())
         self._seeds = seeds
-        self._count = itertools.count(1)
-        self._searches = 0
+        self._searches = Searches(service.search, service.link.traces, settings.max_searches, settings.search_timeout_s)
 
     # ---- answers
 
@@ -157,7 +143,7 @@ class _Routes:
         body = await self._read(http, ChatBody)
         turns = body.turns()
         self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
-        answer = ChatAnswer(**self._answer_options("chatcmpl", body))
+        answer = ChatAnswer(**self._answer_options(http, body))
         return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns)
 
     async def complete(self, http: Request) -> Response:
@@ -165,25 +151,21 @@ class _Routes:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
             self._check_prompt_bytes(len(prompt.encode()), "prompt")
-        answer = CompletionAnswer(**self._answer_options("cmpl", body))
+        answer = CompletionAnswer(**self._answer_options(http, body))
         return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt)
 
-    def _answer_options(self, prefix: str, body: GenerateBody) -> dict[str, Any]:
+    def _answer_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
         self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         return {
-            "id": self._new_id(prefix),
+            "id": request_id(http),
             "model": self._settings.model,
             "created": int(self._now()),
             "retrieval": self._checked(body.searches()),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "return_token_ids": body.return_token_ids,
         }
-
-    def _new_id(self, prefix: str) -> str:
-        """A request's id, unlike that of any other request of the node."""
-        return f"{prefix}-{self._service.link.epoch:x}-{next(self._count)}"
 
     async def _generate(
         self,
@@ -197,7 +179,6 @@ class _Routes:
     ) -> Response:
         link, answers = self._service.link, self._service.answers
         received_ns = link.now_ns()
-        http.state.request_id = answer.id
         sampling = body.sampling(default_max_tokens, self._seeds.getrandbits(63))
         store: Callable[[], None] = _nothing
         if (
@@ -217,6 +198,7 @@ class _Routes:
             prompt=prompt,
             messages=messages,
             retrieval=answer.retrieval,
+            client_id=sent_id(http),
         )
         watch = asyncio.create_task(_cancel_when_gone(http, link, request))
 
@@ -227,7 +209,7 @@ class _Routes:
         try:
             first = await first_tokens(answer, request)  # until here errors are HTTP errors: no status is sent yet
             if body.stream:
-                return EventStream(events(answer, request, first, store), answer.id, release)
+                return EventStream(events(answer, request, first, store), release)
             while answer.last is None:
                 answer.add(await request.next())
         except BaseException:
@@ -235,7 +217,7 @@ class _Routes:
             raise
         release()
         store()
-        return _json(answer.whole(), {"x-request-id": answer.id})
+        return _json(answer.whole())
 
     def _asked(
         self, http: Request, body: GenerateBody, sampling: Sampling, prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -249,7 +231,7 @@ class _Routes:
         answer.cached = {"similarity": round(hit.similarity, 4), "age_s": round(hit.age_s, 3)}
         for piece in hit.pieces:
             answer.add(piece)
-        headers = {"x-request-id": answer.id, "x-trinity-cache": "hit"}
+        headers = {"x-trinity-cache": "hit"}
         if not stream:
             return _json(answer.whole(), headers)
         assert answer.last is not None, "only whole answers are stored"
@@ -270,37 +252,9 @@ class _Routes:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {body.collection!r} has dimension {dim}", "vector"
             )
-        if self._searches >= self._settings.max_searches:
-            raise Overloaded(f"{self._searches} searches are in flight, the limit is {self._settings.max_searches}")
-        http.state.request_id = request_id = self._new_id("ret")
-        begin_ns, ended = self._service.link.now_ns(), "internal_error"
-        self._searches += 1
-        try:
-            passages = await self._search(body)
-            ended = f"{len(passages)} passages"
-        except TrinityError as error:
-            ended = error.code
-            raise
-        except asyncio.CancelledError:
-            ended = "cancelled"
-            raise
-        finally:
-            self._searches -= 1
-            took_ms = (self._service.link.now_ns() - begin_ns) / 1e6
-            log.info("search ended: %s, %.1f ms", ended, took_ms, extra={"request": request_id})
+        passages = await self._searches.run(body, request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
-        answer = {"id": request_id, "object": "retrieval", "collection": body.collection, "passages": found}
-        return _json(answer, {"x-request-id": request_id})
-
-    async def _search(self, body: RetrievalBody) -> list[Passage]:
-        try:
-            async with asyncio.timeout(self._settings.search_timeout_s):
-                return await self._service.search.search(
-                    collection=body.collection, k=body.k, query=body.query, vector=body.vector
-                )
-        except TimeoutError:
-            limit = self._settings.search_timeout_s
-            raise DeadlineExceeded(f"the search took longer than its limit of {limit:g} s") from None
+        return _json({"id": request_id(http), "object": "retrieval", "collection": body.collection, "passages": found})
 
     # ---- the node
 
@@ -311,8 +265,8 @@ class _Routes:
         self._check_model(model)
         return _json(self._model_json())
 
-    async def trace(self, request_id: str) -> Response:
-        return Response(to_json(self._service.link.traces.trace(request_id)), media_type="application/json")
+    async def trace(self, traced: str) -> Response:
+        return Response(to_json(self._service.link.traces.trace(traced)), media_type="application/json")
 
     async def health(self) -> Response:
         workers = self._service.link.missing() if self._settings.model else []
@@ -384,11 +338,9 @@ def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 2
 
 async def _trinity_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, TrinityError), "registered for this family"
-    request_id = getattr(http.state, "request_id", "")
     if error.status == 500:
-        log.error("%s: %s", error.code, error.message, extra={"request": request_id})
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
-    return error_response(error, headers | ({"x-request-id": request_id} if request_id else {}))
+        log.error("%s: %s", error.code, error.message, extra={"request": request_id(http)})
+    return error_response(error, {"Retry-After": "1"} if error.status == 503 else {})
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

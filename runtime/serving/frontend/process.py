@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -40,7 +40,13 @@ class NoSearch:
         return []
 
     async def search(
-        self, *, collection: str, k: int, query: str | None, vector: Sequence[float] | None
+        self,
+        *,
+        collection: str,
+        k: int,
+        query: str | None,
+        vector: Sequence[float] | None,
+        embedded: Callable[[], None],
     ) -> list[Passage]:
         raise Unavailable("this node has no collections")
 

@@ -17,13 +17,12 @@ log = logging.getLogger(__name__)
 class EventStream(Response):
     """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
 
-    def __init__(self, events: AsyncIterator[bytes], request_id: str, release: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
         self.events = events
         self.release = release
         self.status_code = 200
         self.background = None
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self.init_headers(headers | {"x-request-id": request_id})
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come; then, or when that fails, `release`."""

@@ -4,21 +4,21 @@ A trace has times, counts and names of workers, nothing of what was asked or ans
 ended requests, so many probes of each.
 """
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from runtime.errors import InvalidRequest, UnknownRequest
 from runtime.serving import stages
+from runtime.serving.frontend.request_ids import SENT_ID
 from runtime.serving.frontend.requests import Ended, Piece, Request
 from runtime.serving.messages import Probe, ProbeOutcome, Tokens
 
 MAX_PROBES = 256  # kept of one request; of the others only their number
 RUNNING = "running"
-_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 
 class StageTime(msgspec.Struct, frozen=True):
@@ -43,8 +43,9 @@ class ProbeTime(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """A request as far as it has come. `state` is "running", the finish reason, or an error's code.
 
-    `restarts` counts the workers it has outlived; then the stages are those of its last start. `probes_left_out` are
-    known by their number alone.
+    A search alone (`kind`) ends as "found" or with an error's code; it has `passages`, and neither workers nor tokens.
+    `client_id` is the `x-request-id` that the client sent. `restarts` counts the workers it has outlived; then the
+    stages are those of its last start. `probes_left_out` are known by their number alone.
     """
 
     id: str
@@ -59,27 +60,43 @@ class Trace(msgspec.Struct, frozen=True):
     stages: tuple[StageTime, ...]
     probes: tuple[ProbeTime, ...]
     probes_left_out: int = 0
+    kind: Literal["generation", "search"] = "generation"
+    passages: int = 0
+    client_id: str = ""
 
 
 @dataclass(slots=True)
 class _Notes:
-    request: Request
+    id: str
+    client_id: str
     stamps: dict[str, int]
+    request: Request | None = None  # None: a search alone
     probes: list[Probe] = field(default_factory=list)
     probes_left_out: int = 0
+    passages: int = 0
 
 
 class Traces:
-    """Takes notes of every request. `keep` ended ones stay; `clock` gives monotonic ns."""
+    """Takes notes of every request and every search alone. `keep` ended ones stay; `clock` gives monotonic ns.
+
+    `client_id` is what the client calls it ("": nothing). Two that it calls the same are told apart by their ids alone:
+    under the name is the later one.
+    """
 
     def __init__(self, keep: int, clock: Callable[[], int]) -> None:
         self._keep, self._clock = keep, clock
         self._running: dict[str, _Notes] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
+        self._called: dict[str, str] = {}  # client's id → ours, of those above
 
-    def begun(self, request: Request) -> None:
+    def begun(self, request: Request, client_id: str = "") -> None:
         """A request was accepted."""
-        self._running[request.id] = _Notes(request, {stages.RECEIVED: request.message.received_ns})
+        stamps = {stages.RECEIVED: request.message.received_ns}
+        self._begin(_Notes(request.id, client_id, stamps, request))
+
+    def search_begun(self, search_id: str, client_id: str = "") -> None:
+        """A search alone was accepted."""
+        self._begin(_Notes(search_id, client_id, {stages.RECEIVED: self._clock()}))
 
     def told(self, request: Request, piece: Piece) -> None:
         """A worker has said something of it."""
@@ -94,30 +111,50 @@ class Traces:
                 else:
                     notes.probes_left_out += 1
 
+    def stamp(self, search_id: str, moment: str) -> None:
+        """A search alone has come to a moment of `runtime.serving.stages`."""
+        self._running[search_id].stamps[moment] = self._clock()
+
     def ended(self, ended: Ended) -> None:
         """It has ended, in whatever way."""
         notes = self._running.pop(ended.request_id, None)
-        if notes is None or not self._keep:
-            return
-        notes.stamps.setdefault(stages.END, self._clock())
-        self._ended[ended.request_id] = _trace(notes, ended.code, notes.stamps[stages.END])
-        while len(self._ended) > self._keep:
-            self._ended.popitem(last=False)
+        if notes is not None:
+            notes.stamps.setdefault(stages.END, self._clock())
+            self._end(notes, ended.code)
+
+    def search_ended(self, search_id: str, state: str, passages: int) -> int:
+        """A search alone has ended, in whatever way; returns how long it took, in ns."""
+        notes = self._running.pop(search_id)
+        notes.passages = passages
+        notes.stamps[stages.END] = self._clock()
+        self._end(notes, state)
+        return notes.stamps[stages.END] - notes.stamps[stages.RECEIVED]
 
     def trace(self, request_id: str) -> Trace:
-        """Raises InvalidRequest for what can be no id, UnknownRequest for one that is not kept."""
-        if not _ID.fullmatch(request_id):
-            raise InvalidRequest("a request id has 1 to 128 letters, digits or . _ ~ -", "request_id")
-        notes = self._running.get(request_id)
-        if notes is not None:
-            return _trace(notes, RUNNING, self._clock())
-        try:
-            return self._ended[request_id]
-        except KeyError:
-            raise UnknownRequest(
-                f"no trace of request {request_id!r}: it never was, or {self._keep} others have ended since",
-                "request_id",
-            ) from None
+        """By its id or the client's own. Raises InvalidRequest for what can be neither, UnknownRequest for what is not
+        kept."""
+        if not SENT_ID.fullmatch(request_id):
+            raise InvalidRequest("a request id has 1 to 128 visible ASCII characters", "request_id")
+        for name in (request_id, self._called.get(request_id, "")):
+            if notes := self._running.get(name):
+                return _trace(notes, RUNNING, self._clock())
+            if found := self._ended.get(name):
+                return found
+        raise UnknownRequest(
+            f"no trace of request {request_id!r}: it never was, or {self._keep} others have ended since", "request_id"
+        )
+
+    def _begin(self, notes: _Notes) -> None:
+        self._running[notes.id] = notes
+        if notes.client_id:
+            self._called[notes.client_id] = notes.id
+
+    def _end(self, notes: _Notes, state: str) -> None:
+        self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
+        while len(self._ended) > self._keep:
+            _, forgotten = self._ended.popitem(last=False)
+            if self._called.get(forgotten.client_id) == forgotten.id:
+                del self._called[forgotten.client_id]
 
 
 def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
@@ -128,13 +165,13 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
 
     first = notes.stamps.get(stages.FIRST_TOKEN)
     return Trace(
-        id=request.id,
+        id=notes.id,
         state=state,
-        prefill_worker=request.placement.prefill,
-        decode_worker=request.placement.decode,
-        restarts=request.attempts,
-        prompt_tokens=len(request.told.prompt),
-        completion_tokens=len(request.told.tokens),
+        prefill_worker=request.placement.prefill if request else "",
+        decode_worker=request.placement.decode if request else "",
+        restarts=request.attempts if request else 0,
+        prompt_tokens=len(request.told.prompt) if request else 0,
+        completion_tokens=len(request.told.tokens) if request else 0,
         elapsed_s=since(now_ns),
         first_token_s=None if first is None else since(first),
         stages=tuple(StageTime(name, since(begin), since(end)) for name, begin, end in stages.stages_of(notes.stamps)),
@@ -150,4 +187,7 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
             for probe in notes.probes
         ),
         probes_left_out=notes.probes_left_out,
+        kind="generation" if request else "search",
+        passages=notes.passages,
+        client_id=notes.client_id,
     )

@@ -144,8 +144,10 @@ class WorkerLink:
         prompt: str | tuple[int, ...] = "",
         messages: Sequence[Message] = (),
         retrieval: Retrieval | None = None,
+        client_id: str = "",
     ) -> Request:
         """Place a request and send it off; `messages` (a chat) or `prompt` is set. Ids must be new ones.
+        `client_id` is the client's own name for it, for its trace.
 
         Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
         """
@@ -169,7 +171,7 @@ class WorkerLink:
                 self._on_refused(error)
             raise
         self.requests.open(request)
-        self.traces.begun(request)
+        self.traces.begun(request, client_id)
         return request
 
     def cancel(self, request: Request) -> None:

@@ -1,0 +1,95 @@
+"""Every HTTP answer says which request it answers, however early it was refused."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.serving.frontend.http import Settings
+from tests.frontend.fakes import Cluster
+
+KEY = {"Authorization": "Bearer secret"}
+JSON = {"Content-Type": "application/json"}
+OWN = re.compile(r"(chatcmpl|cmpl|ret|req)-[0-9a-f]+-[0-9]+")
+SEARCH = '{"query": "with", "k": 1, "collection": "docs"}'
+COMPLETION = '{"model": "tiny", "prompt": "say=2", "max_tokens": 4}'
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    settings = Settings(model="tiny", collections={"docs": 4}, api_keys=("secret",), max_body_bytes=1000)
+    with Cluster(settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with cluster.http() as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "request_", "status", "prefix"),
+    [
+        ("POST", "/v1/retrieval", {"content": SEARCH}, 200, "ret"),
+        ("POST", "/v1/retrieval", {"content": "{"}, 400, "ret"),
+        ("POST", "/v1/retrieval", {"content": '{"query": "a", "collection": "x"}'}, 404, "ret"),
+        ("POST", "/v1/retrieval", {"content": SEARCH, "headers": {"Authorization": ""}}, 401, "ret"),
+        ("POST", "/v1/retrieval", {"content": " " * 2000}, 413, "ret"),
+        ("POST", "/v1/retrieval", {"content": SEARCH, "headers": KEY | {"Content-Type": "text/plain"}}, 415, "ret"),
+        ("GET", "/v1/retrieval", {}, 405, "ret"),
+        ("POST", "/v1/completions", {"content": COMPLETION}, 200, "cmpl"),
+        ("POST", "/v1/chat/completions", {"content": "[]"}, 400, "chatcmpl"),
+        ("GET", "/v1/nothing", {}, 404, "req"),
+        ("GET", "/health", {}, 200, "req"),
+        ("GET", "/metrics", {}, 200, "req"),
+    ],
+)
+def test_every_answer_has_an_id_of_its_own(
+    http: httpx.Client, method: str, path: str, request_: dict[str, Any], status: int, prefix: str
+) -> None:
+    seen = set()
+    for _ in range(2):
+        answer = http.request(method, path, **{"headers": KEY | JSON} | request_)
+        assert answer.status_code == status, answer.text
+        (found,) = answer.headers.get_list("x-request-id")
+        assert OWN.fullmatch(found), found
+        assert found.startswith(f"{prefix}-")
+        seen.add(found)
+    assert len(seen) == 2
+
+
+def test_a_fault_of_our_own_is_answered_with_an_id(cluster: Cluster, http: httpx.Client) -> None:
+    cluster.search.error = ZeroDivisionError("broken")
+    try:
+        answer = http.post("/v1/retrieval", content=SEARCH, headers=KEY | JSON)
+    finally:
+        cluster.search.error = None
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"].startswith("ret-")
+    trace = http.get(f"/v1/traces/{answer.headers['x-request-id']}", headers=KEY)
+    assert trace.json()["state"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_the_clients_id_comes_back_beside_our_own_in_the_body(http: httpx.Client, stream: str) -> None:
+    body = f'{COMPLETION[:-1]}, "stream": {stream}}}'
+    answer = http.post("/v1/completions", content=body, headers=KEY | JSON | {"X-Request-ID": "mine:1"})
+    assert answer.headers["x-request-id"] == "mine:1"
+    assert '"id":"cmpl-' in answer.text.replace(" ", "")
+    assert http.get("/v1/traces/mine:1", headers=KEY).json()["id"].startswith("cmpl-")
+    refused = http.get("/v1/models", headers={"X-Request-ID": "mine:2"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine:2")
+
+
+@pytest.mark.parametrize("sent", ["", "x" * 129, "a b", "a\tb", "\xfc"])
+def test_an_id_that_is_none_is_replaced(http: httpx.Client, sent: str) -> None:
+    headers = [(b"x-request-id", sent.encode("latin-1"))]
+    assert OWN.fullmatch(http.get("/health", headers=headers).headers["x-request-id"])
+
+
+def test_of_two_ids_neither_is_taken(http: httpx.Client) -> None:
+    headers = [("x-request-id", "a"), ("x-request-id", "b")]
+    assert OWN.fullmatch(http.get("/health", headers=headers).headers["x-request-id"])
