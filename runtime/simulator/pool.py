@@ -53,7 +53,6 @@ class SimPool:
         self._round_ns = ns(times.round_s)
         self._came = 0  # queries that this round gave a slot
         self._quiet = True  # whether this round ends when someone comes
-        self._each_ns = 0
         self._member_steps = 0  # of the batch, before this round
         self._pace = 1.0
         self._wake_ns = -1
@@ -79,11 +78,7 @@ class SimPool:
     def _between(self, done: list[Search], steps: int) -> int:
         now = self._events.now_ns
         if steps:
-            self.scheduler.advanced(steps)
-            if isinstance(self.scheduler, Scheduler):
-                self._learn(self.scheduler, steps)
-            if self._pace > 1:
-                self._gpu.owe(round(steps * self._each_ns / self._pace))
+            self._advanced(steps)
         for search in done:
             self.scheduler.finished(self._entries.pop(search), search.extends)
             self.served += 1
@@ -100,10 +95,15 @@ class SimPool:
             entry.query.left = self.batch.leave(entry.query)
         return self._most_steps(now)
 
-    def _learn(self, scheduler: Scheduler[Search], steps: int) -> None:
-        active = (self.batch.member_steps - self._member_steps) / steps
+    def _advanced(self, steps: int) -> None:
+        self.scheduler.advanced(steps)
+        active = (self.batch.member_steps - self._member_steps) / steps  # on average: some may have left on the way
         self._member_steps = self.batch.member_steps
-        scheduler.cost.learn(active, ns(self._times.extend_time_s(active) * self._pace))
+        alone_ns = ns(self._times.extend_time_s(active))
+        if isinstance(self.scheduler, Scheduler):
+            self.scheduler.cost.learn(active, alone_ns * self._pace)
+        if self._pace > 1:
+            self._gpu.owe(steps * alone_ns)
 
     def _admit(self, entry: Entry[Search]) -> None:
         search = entry.query
@@ -117,7 +117,7 @@ class SimPool:
             self.wait_counts[bisect.bisect_left(POOL_WAIT_PREFILL.buckets, wait_ns / 1e9)] += 1
 
     def _most_steps(self, now: int) -> int:
-        """Until when nothing can change of itself: the scheduler is asked again then."""
+        """How many extends nothing can change of itself in: the scheduler is asked again then."""
         if not self.batch and (until := self.scheduler.held_until(now)) is not None and until != self._wake_ns:
             self._wake_ns = until
             self._events.at(until, self.batch.poke)
@@ -128,8 +128,7 @@ class SimPool:
 
     def _extend_ns(self) -> int:
         self._pace = self._gpu.pace
-        self._each_ns = ns(self._times.extend_time_s(len(self.batch)) * self._pace)
-        return self._each_ns
+        return ns(self._times.extend_time_s(len(self.batch)) * self._pace)
 
     def _loop_ns(self) -> int:
         """What the loop takes beside extends."""

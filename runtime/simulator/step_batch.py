@@ -1,7 +1,7 @@
 """A batch that advances all its members together, step by step: the pool's extends, and decode's tokens.
 
-Members join and leave between steps only. While nothing changes, many steps are one event: the batch plans a *run* up
-to the first member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
+Members join and leave between *runs* only. While nothing changes, many steps are one event: the batch plans up to the
+next member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
 """
 
 import heapq
@@ -41,6 +41,7 @@ class StepBatch(Generic[T]):
         self._done: list[T] = []  # of this run
         self._passed = self._most = 0  # steps of this run, and how many it may have
         self._resting = True
+        self._poked = False  # in this run
         self.busy_ns = 0
         self.member_steps = 0
 
@@ -71,6 +72,7 @@ class StepBatch(Generic[T]):
             self._resting = False
             self._plan(now + self._wake_ns, 0)
             return
+        self._poked = True
         if self._steps <= 1:
             return
         passed = now - self._begin_ns - self._first_ns
@@ -97,8 +99,9 @@ class StepBatch(Generic[T]):
         self._steps = 0
         self._done += self._pop_done()
         extra_ns = 0
-        if not self._ends or not self._done or self._passed >= self._most or self._ends_run(self._done):
-            done, passed, self._done, self._passed = self._done, self._passed, [], 0
+        over = not self._ends or not self._done or self._passed >= self._most
+        if over or self._poked or self._ends_run(self._done):
+            done, passed, self._done, self._passed, self._poked = self._done, self._passed, [], 0, False
             self._most = max(self._between(done, passed), 1)
             if not self._ends:
                 self._resting = True

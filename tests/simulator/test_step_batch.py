@@ -60,3 +60,65 @@ def test_a_member_that_leaves_keeps_the_steps_that_it_had_left() -> None:
     events.run()
     assert left == [6]
     assert not batch
+
+
+def told_of(
+    members: dict[str, int], most: int = 1 << 30, pokes: tuple[int, ...] = (), ends: str = "", extra_ns: int = 0
+) -> list[tuple[int, list[str], int]]:
+    """When `between` is called, with whom and how many steps, in a batch whose runs end for the members of `ends`."""
+    events = Events()
+    told: list[tuple[int, list[str], int]] = []
+
+    def between(done: list[str], steps: int) -> int:
+        if not told:
+            for name, count in members.items():
+                batch.join(name, count)
+        told.append((events.now_ns, sorted(done), steps))
+        return most
+
+    batch: StepBatch[str] = StepBatch(
+        events, between, lambda: STEP, lambda: extra_ns, ends=lambda done: not set(ends).isdisjoint(done)
+    )
+    batch.poke()
+    for at in pokes:
+        events.at(at, batch.poke)
+    events.run()
+    return told[1:]
+
+
+def test_a_run_goes_on_without_those_who_are_done_and_are_told_of_together_when_one_comes_that_ends_it() -> None:
+    assert told_of({"a": 1, "b": 3, "c": 5}, ends="b") == [(30, ["a", "b"], 3), (50, ["c"], 2)]
+
+
+def test_a_run_ends_with_its_last_member_and_with_the_most_steps_it_may_have() -> None:
+    assert told_of({"a": 1, "b": 3}) == [(30, ["a", "b"], 3)]
+    assert told_of({"a": 1, "b": 3}, most=2) == [(20, ["a"], 2), (30, ["b"], 1)]
+
+
+def test_a_poke_ends_a_run_even_if_those_who_are_done_would_not() -> None:
+    assert told_of({"a": 1, "b": 9}, pokes=(35,))[0] == (40, ["a"], 4)
+    assert told_of({"a": 2, "b": 9}, pokes=(15,))[0] == (20, ["a"], 2)  # in the very step that is a's last
+    assert told_of({"a": 1, "b": 9}, pokes=(5, 6)) == [(10, ["a"], 1), (90, ["b"], 8)]  # and no later run
+
+
+def test_what_a_run_costs_beside_its_steps_is_paid_once_however_many_leave_it() -> None:
+    assert told_of({"a": 1, "b": 3}, extra_ns=7) == [(37, ["a", "b"], 3)]
+    assert told_of({"a": 1, "b": 3}, extra_ns=7, ends="a") == [(17, ["a"], 1), (44, ["b"], 2)]
+
+
+def test_an_empty_batch_notices_a_poke_only_after_its_time_to_wake_and_a_running_one_at_once() -> None:
+    events = Events()
+    called: list[int] = []
+
+    def between(done: list[str], steps: int) -> int:
+        called.append(events.now_ns)
+        if len(called) == 1:
+            batch.join("a", 3)
+        return 1 << 30
+
+    batch: StepBatch[str] = StepBatch(events, between, lambda: STEP, wake_ns=4)
+    for at in (100, 102, 115, 200):
+        events.at(at, batch.poke)
+    events.run()
+    assert called == [104, 124, 134, 204]
+    assert (batch.busy_ns, batch.member_steps) == (30, 3)  # sleep is no work
