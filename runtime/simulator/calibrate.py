@@ -56,19 +56,19 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
     found, parts = base, []
     if config.collections:
-        lines, curves, queries = [], [], []
+        curves, queries = [], []
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
                 index = opened.shards[0]  # of a split collection: a pool worker has one shard, and this is the largest
-                search = search_times(index, config.pool)
-                lines.append(Line.fit([o.active for o in search.measured], [o.seconds for o in search.measured]))
-                curves.append(search)
+                curves.append(search_times(index, config.pool))
                 queries.append(typical_queries(index, _QUERIES))
+        first = curves[0].measured
+        line = Line.fit([one.active for one in first], [one.seconds for one in first])
         roofline = replace(found.roofline, search=tuple(curves))
         progress("the pool's loop")
         loop = loop_times(config, queries[0])._asdict()
-        found = replace(found, extend_s=lines[0].fixed, extend_slot_s=lines[0].each, roofline=roofline, **loop)
+        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
         parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
     if config.model is not None:
         progress(f"passes of model {config.model.name!r}")
