@@ -3,18 +3,18 @@
 import pytest
 
 from ipc import Stage
-from runtime.pool.estimate import Kind
 from runtime.pool.pace import ends_round, round_ns
 from runtime.pool.policy import Policy
-from runtime.pool.queues import NEVER_NS, Entry
 from runtime.pool.scheduler import Scheduler
+from tests.pool.schedulers import entry
 
 
-def waiting(decode: int, prefill: int = 0) -> Scheduler[int]:
-    made: Scheduler[int] = Scheduler(Policy(slots=4))
-    for stage, count in (("decode", decode), ("prefill", prefill)):
-        for name in range(count):
-            made.add(Entry(stage, NEVER_NS, 0, name, Kind("docs", 64, 4)), 0)  # type: ignore[arg-type]
+def waiting(decode: int, prefill: int = 0, **policy: int) -> Scheduler[int]:
+    made: Scheduler[int] = Scheduler(Policy(slots=4, **policy))
+    for name in range(decode):
+        made.add(entry("decode", name), 0)
+    for name in range(decode, decode + prefill):
+        made.add(entry("prefill", name), 0)
     return made
 
 
@@ -36,17 +36,21 @@ def test_in_a_crowd_answers_to_decode_wait_for_the_rounds_end_and_answers_to_pre
 
 
 def test_a_paused_query_keeps_rounds_short_since_it_is_to_go_on() -> None:
-    made = waiting(4)
+    made = waiting(4, spare=1, prefill_target_ns=0)
     made.next(0)
-    assert not made.held_back
-    made.add(
-        Entry(
-            "prefill",
-            NEVER_NS,
-            0,
-            9,
-            Kind("docs", 64, 4),
-        ),
-        0,
-    )
-    assert made.held_back
+    quiet = round_ns(made)
+    made.add(entry("prefill", 9), 0)
+    made.next(0)
+    assert (made.paused, made.waiting) == (1, {"prefill": 0, "decode": 0})
+    assert round_ns(made) < quiet
+
+
+def test_paused_queries_make_a_crowd_as_waiting_ones_do() -> None:
+    made = waiting(4, spare=4, prefill_target_ns=0)
+    made.reserve = 1.0
+    made.next(0)
+    for name in range(10, 13):
+        made.add(entry("prefill", name), 0)
+    made.next(0)
+    assert (made.paused, made.crowded) == (3, True)
+    assert not ends_round(made, ["decode"])

@@ -56,7 +56,10 @@ class Machine:
 
     @property
     def active_slots(self) -> int:
-        return len(self.left) - len(self.paused)
+        return len(self._active())
+
+    def _active(self) -> list[int]:
+        return [slot for slot, left in self.left.items() if left and slot not in self.paused]
 
     @property
     def free_slots(self) -> int:
@@ -68,10 +71,11 @@ class Machine:
         return slot
 
     def extend(self) -> Any:
-        self.now += FIXED_NS + EACH_NS * self.active_slots
-        for slot in self.left.keys() - self.paused:
+        active = self._active()
+        self.now += FIXED_NS + EACH_NS * len(active)
+        for slot in active:
             self.left[slot] -= 1
-        return np.array([slot for slot in self.left if self.left[slot] == 0], np.int32)
+        return np.array([slot for slot in active if self.left[slot] == 0], np.int32)
 
     def pause(self, slot: int) -> None:
         self.paused.add(slot)
@@ -180,6 +184,22 @@ def test_waits_and_latencies_of_both_stages_agree_with_the_real_loops(
                 assert np.percentile(ours, percent) == pytest.approx(
                     np.percentile(theirs, percent), rel=0.15, abs=slack
                 )
+
+
+def test_the_loop_counts_its_rounds_and_what_its_extends_and_the_rest_of_them_take(
+    table: WorkerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = arrivals(0.6, 300)
+    real_loop(queries, {"slots": 16, "spare_slots": 16}, table, monkeypatch)
+    named = {metric.name: metric for metric in metrics_of("pool", SloSection())}
+    rounds, beside_s, extends_s, extends, slot_steps = (
+        table.read(named[f"trinity_pool_{name}_total"])[0]
+        for name in ("rounds", "round_seconds", "extend_seconds", "extends", "slot_steps")
+    )
+    assert 1 < rounds < extends
+    assert slot_steps == sum(query.extends for query in queries)
+    assert extends_s == pytest.approx((extends * FIXED_NS + slot_steps * EACH_NS) / 1e9)
+    assert beside_s == pytest.approx((rounds * ROUND_NS + len(queries) * QUERY_NS) / 1e9)
 
 
 def parse_pool(limits: dict[str, Any]) -> PoolSection:
