@@ -1,4 +1,4 @@
-"""Which queries are active in the next extend. Pure: no clock, no engine, no ring; the simulator runs it as it is.
+"""Which queries are active in the next round of extends. Pure: no clock, no engine, no ring; the simulator runs it as it is.
 
 Two queues. Q_pre holds prefill queries, the least slack first: slack = due − (now + Ê·T_ext), where `due` is the
 arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries by their *turns*: the arrival plus
@@ -50,7 +50,7 @@ _URGENT_WASTE = 0.25  # of capacity, at most, for prefill queries that are to be
 
 @dataclass(slots=True)
 class Round(Generic[T]):
-    """What changes before the next extend. `late` have left the queue: they cannot make their deadlines any more."""
+    """What changes before the next extends. `late` have left the queue: they cannot make their deadlines any more."""
 
     admitted: list[Entry[T]] = field(default_factory=list)
     paused: list[Entry[T]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Round(Generic[T]):
 class Scheduler(Generic[T]):
     """The running batch's places, given to the queries of two queues; see the module's text.
 
-    A caller gives it every query (`add`), asks before each extend who changes place (`next`), says what was done
+    A caller gives it every query (`add`), asks before each round who changes place (`next`), says what was done
     (`advanced`, `cost.learn`), and who left its slot (`finished`, `left`) or its queue (`remove`).
     """
 
@@ -177,7 +177,7 @@ class Scheduler(Generic[T]):
     # ---- who is active next
 
     def next(self, now_ns: int) -> Round[T]:
-        """Give the places of the next extend."""
+        """Give the places of the next round's extends."""
         batch, width = self._batch, self.width
         changes: Round[T] = Round()
         self._drop_late(now_ns, changes)
