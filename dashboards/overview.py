@@ -133,12 +133,18 @@ def _saturation() -> Row:
     real, padded = (q.rate(_s(f"trinity_pool_{kind}_steps_total")) for kind in ("slot", "padded_slot"))
     steps = q.rate(_s("trinity_pool_extends_total"))
     slots = [
-        Query(f"{real} / {steps}", "real, in a step (mean)"),
-        Query(f"({real} + {padded}) / {steps}", "padded, in a step (mean)"),
+        Query(f"{real} / {steps}", "real a step"),
+        Query(f"({real} + {padded}) / {steps}", "padded to"),
         Query(f"sum({_s('trinity_pool_active_slots')} + {_s('trinity_pool_padded_slots')})", "padded now"),
         Query(f"sum({_s('trinity_pool_width')})", "worth while"),
         Query(f"sum({_s('trinity_pool_slots')})", "at most"),
         Query(f"sum({_s('trinity_pool_paused_slots')})", "paused"),
+    ]
+    extending, looping = (q.rate(_s(f"trinity_pool_{part}_seconds_total"), ("worker",)) for part in ("extend", "round"))
+    # Each worker's loop is stacked on its own extends by a sum: a stacked panel would stack the workers on one another.
+    busy = [
+        Query(extending, "{{worker}} extends"),
+        Query(f"{extending} + {looping}", "{{worker}} with its loop"),
     ]
     blocks = [Query(_s("trinity_kv_cache_usage_perc"), "{{worker}}")]
     link = [
@@ -154,14 +160,20 @@ def _saturation() -> Row:
         [
             _lines(
                 "Pool slots",
-                "Real ones in a step, and the size of the GPU's graph that it is padded to",
+                "Mean of the real ones in a step, and of the size of the GPU's graph that it is padded to",
                 slots,
                 "short",
             ),
-            _lines("KV in use", "Share of a decode worker's KV", blocks, "percentunit"),
-            _lines("KV link", "Share of time in which KV is pulled", link, "percentunit"),
             _lines(
-                "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit"
+                "Pool busy",
+                "Share of time in engine steps, and with what the loop does beside them stacked on it",
+                busy,
+                "percentunit",
+            ),
+            _lines("KV in use", "Share of a decode worker's KV", blocks, "percentunit", 4),
+            _lines("KV link", "Share of time in which KV is pulled", link, "percentunit", 4),
+            _lines(
+                "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit", 4
             ),
         ],
     )
