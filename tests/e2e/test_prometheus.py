@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -37,8 +38,9 @@ def watched(
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_yaml(SCALE, interval_s=0.5))
     with load(node) as answers:
         eventually(lambda: answers[200] > 20, 180, "answers")
-        wanted = "rate(trinity_request_time_per_output_token_seconds_count[30s]) > 0"
-        eventually(lambda: bool(prometheus.query(wanted)), 180, "generations that Prometheus has seen")
+        for part in ("queue_time", "time_per_output_token"):  # a generation's begin and its end: both within its sight
+            wanted = f"rate(trinity_request_{part}_seconds_count[30s]) > 0"
+            eventually(partial(prometheus.query, wanted), 180, f"Prometheus to see {wanted}")
         yield node, prometheus
     assert set(answers) == {200}
     prometheus.close()
