@@ -1,4 +1,4 @@
-"""Which queries are active in the next round of extends. Pure: no clock, no engine, no ring; the simulator runs it as it is.
+"""Which queries are active in the next extends. Pure: no clock, no engine, no ring; the simulator runs it as it is.
 
 Two queues. Q_pre holds prefill queries, the least slack first: slack = due − (now + Ê·T_ext), where `due` is the
 arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries by their *turns*: the arrival plus
