@@ -25,9 +25,11 @@ from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
+from runtime.pool.process import policy_of
 
 _ALONE, _FEW, _CROWD = 200, 1000, 4000  # queries: one at a time, three, and many
 _START_S = 120.0
+_SILENT_S = 30.0
 
 
 class Totals(NamedTuple):
@@ -62,7 +64,7 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
             begin = _totals(table, plan)
             _ask(client, config, queries, 3, _FEW)
             middle = _totals(table, plan)
-            _ask(client, config, queries, min(4 * config.pool.slots, config.pool.ring_slots), _CROWD)
+            _ask(client, config, queries, 4 * config.pool.slots, _CROWD)
             end = _totals(table, plan)
     round_s, query_s = solve(_between(begin, middle), _between(middle, end))
     # Half of the first round has passed when a query begins: the other half comes behind its extends.
@@ -85,9 +87,14 @@ def _between(before: Totals, after: Totals) -> Totals:
 
 
 def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int) -> list[int]:
-    """The queries' waits from enqueue to slot, in ns."""
+    """The waits of `count` queries from enqueue to slot, in ns; `window` are out at a time, or as many as may be.
+
+    Raises `ConfigError` for one that is not answered.
+    """
     pool, sent = config.pool, 0
+    window = min(window, pool.ring_slots, policy_of(pool).decode_queue)
     waits: list[int] = []
+    until = time.monotonic() + _SILENT_S
     while len(waits) < count:
         while sent < count and sent - len(waits) < window:
             client.submit(
@@ -96,9 +103,16 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
             )  # fmt: skip
             sent += 1
         news = client.poll()
-        waits += [result.begin_ns - result.enqueue_ns for result in news]
-        if not news:
-            client.wait(100.0)
+        for result in news:
+            if result.status != "ok":
+                raise ConfigError(
+                    f"the pool's loop cannot be measured: a query of {window} ended with {result.status!r}"
+                )
+            waits.append(result.begin_ns - result.enqueue_ns)
+        if news:
+            until = time.monotonic() + _SILENT_S
+        elif not client.wait(100.0) and time.monotonic() > until:
+            raise ConfigError(f"the pool's loop cannot be measured: no answer for {_SILENT_S:.0f} s")
     return waits
 
 

@@ -11,7 +11,7 @@ from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection, parse_config
 from runtime.retrieval.collection import Collection
 from runtime.simulator.calibrate import Line, calibrate, search_times
-from runtime.simulator.calibrate_pool import Totals, solve
+from runtime.simulator.calibrate_pool import Totals, loop_times, solve
 from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.service import ServiceTimes
 
@@ -113,3 +113,14 @@ def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its
         return
     with pytest.raises(ConfigError, match="a model on 'cuda:0': this torch"):
         calibrate(parse_config({"model": model, "decode": {"slots": 2, "devices": ["cuda:0"]}}), base)
+
+
+@pytest.mark.parametrize("small", [{"ring_slots": 2}, {"queue": 4}])
+def test_a_pool_that_lets_few_wait_is_measured_with_as_many_and_refuses_none(
+    tmp_path: Path, small: dict[str, int]
+) -> None:
+    vectors = np.random.default_rng(0).standard_normal((300, 16), np.float32)
+    Collection.build(vectors, tmp_path / "docs", metric="l2", degree=8)
+    pool = {"slots": 4, "top_m": 16, "search_width": 1} | small
+    config = parse_config({"pool": pool, "collections": [{"name": "docs", "path": str(tmp_path / "docs")}]})
+    assert loop_times(config, vectors[:8]).round_s > 0
