@@ -17,16 +17,17 @@ those whose Ê have as many bits are alike, and are served first come, first ser
   many are in it, as on a GPU, nobody is paused for a speed that would not come.
 - **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the one whose
   turn it is has the next place and is not paused any more. So a decode query is answered, whatever prefill does, no
-  later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query) after it came, with `p`
-  others that were active then or have turns before its own. However many come, `p` grows no more once it has waited
-  for `stretch` times what its size takes alone.
+  later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query + a round) after it
+  came, with `p` others that were active then or have turns before its own. However many come, `p` grows no more once it
+  has waited for `stretch` times what its size takes alone.
 - **Width.** A narrow batch is faster for those in it and wastes more of each extend on its fixed part. The batch is as
   wide as keeps the waste under `waste` of the rest, N slots at most. Everyone who waits pays for the waste, so the more
   wait the less is put up with; unless prefill is to be answered as soon as possible (L_pre,max = 0): then the batch
   stays narrow, and pauses may cost `_URGENT_WASTE`. A crowd has `_CROWDED_WIDTH` places in any case, so that the loop
   can see to several that have finished at a time (`pace`).
 - **Company.** While nothing runs, a query waits for others until the flush timeout of its stage is over.
-- **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates.
+- **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates: beside
+  as many as it would share the batch with. Else a crowd would be answered a little too late, every one of it.
 """
 
 import math
@@ -37,6 +38,7 @@ from typing import Generic, TypeVar
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool.estimate import ExtendCost, ExtendEstimate
+from runtime.pool.pace import round_ns
 from runtime.pool.policy import CROWD, Policy
 from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, Queue
 from runtime.pool.running import RunningBatch, turn
@@ -154,7 +156,20 @@ class Scheduler(Generic[T]):
         if entry.stage == "decode":
             width = self.width
             ahead = self._decode.work_before(entry) / width * self.cost.of(width)
-        return now_ns + int(ahead + entry.extends * self.cost.of(1))
+        return now_ns + int(ahead + self._run_ns(entry))
+
+    def _run_ns(self, entry: Entry[T]) -> float:
+        """What a waiting query takes from its slot to its answer, beside those that would share the batch with it.
+
+        Decode is paused for prefill, for which only prefill counts. Decode's answers wait for the end of a round in a
+        crowd.
+        """
+        batch = self._batch
+        if entry.stage == "prefill":
+            return entry.extends * self.cost.of(min(max(len(batch.prefill) + len(self._prefill), 1), self.width))
+        beside = batch.active + len(self._prefill) + len(self._decode)
+        run_ns = entry.extends * self.cost.of(min(max(beside, 1), self.width))
+        return run_ns + round_ns(self) if run_ns and self.crowded else run_ns
 
     def advanced(self, extends: int) -> None:
         """Every active query has advanced by `extends`. What they took: `cost.learn`."""
@@ -214,7 +229,7 @@ class Scheduler(Generic[T]):
         for queue in (self._prefill, self._decode):
             while queue:
                 deadline_ns = queue.front.deadline_ns
-                if deadline_ns == NEVER_NS or deadline_ns > now_ns + queue.front.extends * self.cost.of(1):
+                if deadline_ns == NEVER_NS or deadline_ns > now_ns + self._run_ns(queue.front):
                     break
                 changes.late.append(queue.take())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool.estimate import Kind
+from runtime.pool.pace import round_ns
 from tests.pool.schedulers import KIND, LONG, STAGES, entry, filled, measured, names, scheduler
 
 
@@ -116,12 +117,11 @@ def test_a_query_that_cannot_make_its_deadline_is_refused_at_once() -> None:
 
 
 def test_a_decode_query_is_refused_for_those_before_it() -> None:
-    made = measured(scheduler(4, 0.0), 10, 10)  # four extends at a time take 50: a query more is 13 · 50/4 = 162.5
-    filled(made, *(entry("decode", name) for name in range(10)))
+    made = filled(measured(scheduler(4, 0.0), 10_000, 10_000), *(entry("decode", name) for name in range(10)))
+    needed = 10 * 13 * 50_000 // 4 + 13 * 50_000 + round_ns(made)  # four extends at a time take 50,000
     with pytest.raises(DeadlineExceeded):
-        made.add(entry("decode", 10, deadline=1800), 0)
-    made.add(entry("prefill", 11, deadline=1800), 0)
-    made.add(entry("decode", 12, deadline=2000), 0)
+        made.add(entry("decode", 10, deadline=needed), 0)
+    filled(made, entry("prefill", 11, deadline=1_800_000), entry("decode", 12, deadline=needed + 100))
 
 
 def test_what_waited_too_long_for_its_deadline_is_late_before_the_deadline_has_passed() -> None:

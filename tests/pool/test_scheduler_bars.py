@@ -3,6 +3,7 @@
 Every comparison is paired: the same queries at the same times.
 """
 
+from dataclasses import replace
 from functools import cache
 from statistics import fmean
 
@@ -80,3 +81,14 @@ def test_under_a_flood_prefill_stays_fast_and_decode_keeps_its_share(costs: Cost
         share.append(served["decode"] / (len(only) - served["prefill"]))
     assert fmean(slower) <= 1.6
     assert fmean(share) >= least
+
+
+def test_in_a_crowd_with_deadlines_nearly_all_answers_are_in_time_for_what_cannot_be_is_refused() -> None:
+    limit_ns = 20_000_000
+    crowd = serve(full(arrivals(4000, 0.5, "decode", {USUAL: 1.0}, 9)), CPU, policy())
+    capacity = len(crowd) / crowd[-1].end_ns * 1e9
+    flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity, 1.0, "decode", {USUAL: 1.0}, 1)]
+    answers = serve(flood, CPU, policy())
+    in_time = sum(answer.latency_ns <= limit_ns for answer in answers)
+    assert in_time >= 0.95 * len(answers)
+    assert in_time >= 0.9 * capacity

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ipc import Request, Stage
+from runtime.errors import DeadlineExceeded
 from runtime.pool.estimate import Kind
 from runtime.pool.pace import ends_round, round_ns
 from runtime.pool.policy import Policy
@@ -35,6 +36,7 @@ class Asked:
     stage: Stage
     kind: Kind
     extends: int
+    limit_ns: int | None = None  # until its deadline
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def serve(
     places: int = 1 << 30,
     batches: bool = False,
 ) -> list[Answer]:
-    """What becomes of `queries`, by time. Each stage has `places` in its ring: what finds none is dropped. `batches`:
-    answers go out when nothing runs any more."""
+    """What becomes of `queries`, by time. Each stage has `places` in its ring: what finds none is dropped, and so
+    is what cannot make its deadline. `batches`: answers go out when nothing runs any more."""
     scheduler = make(policy)
     for batch in _BATCHES * 5:
         scheduler.cost.learn(batch, costs.fixed + costs.each * batch)
@@ -82,15 +84,23 @@ def serve(
             if outstanding[query.stage] < places:
                 outstanding[query.stage] += 1
                 now += costs.query // 2
-                entry: Entry[Request] = Entry(query.stage, NEVER_NS, query.at_ns, None, query.kind)  # type: ignore[arg-type]
+                deadline_ns = NEVER_NS if query.limit_ns is None else query.at_ns + query.limit_ns
+                entry: Entry[Request] = Entry(query.stage, deadline_ns, query.at_ns, None, query.kind)  # type: ignore[arg-type]
                 asked[entry], left[entry] = query, query.extends
-                scheduler.add(entry, now)
+                try:
+                    scheduler.add(entry, now)
+                except DeadlineExceeded:
+                    outstanding[query.stage] -= 1
         changes = scheduler.next(now)
+        for entry in changes.late:
+            outstanding[entry.stage] -= 1
         active |= dict.fromkeys([*changes.admitted, *changes.resumed])
         for entry in changes.paused:
             del active[entry]
         now += costs.pause * (len(changes.paused) + len(changes.resumed))
         if not active:
+            if taken == len(queries):
+                break
             now = max(now, queries[taken].at_ns)
             continue
         looks_ns = costs.a_round + round_ns(scheduler) + now
