@@ -75,7 +75,7 @@ class GrafanaServer:
 
     def close(self) -> None:
         self._http.shutdown()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         self._http.server_close()
 
     def handle(self, method: str, path: str, body: Json | None) -> Json:

@@ -152,7 +152,7 @@ def url(source: Source) -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     server.server_close()
 
 
@@ -194,8 +194,8 @@ def test_in_a_real_terminal_the_whole_screen_is_there_and_q_ends_it(url: str) ->
         assert shown.startswith(" node n1 tiny")
         os.write(ours, b"q")
         until(lambda: process.poll() is not None)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         os.close(ours)

@@ -1,4 +1,4 @@
-"""A node that the tests of a file share, and the parts to start one of a test's own."""
+"""A node that most tests share, and the parts to start one of a test's own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,7 +77,7 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
         node.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def node(start_node: StartNode) -> Iterator[RunningNode]:
     node = start_node()
     yield node

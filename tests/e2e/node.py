@@ -64,10 +64,10 @@ class RunningNode:
         """kill -9, and wait until the process is gone."""
         pid = self.pid(worker)
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not psutil.pid_exists(pid), 10.0, f"{worker} to be gone")
+        eventually(lambda: not psutil.pid_exists(pid), 60, f"{worker} to be gone")
 
     def metrics_text(self) -> str:
-        with urllib.request.urlopen(f"{self.info.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.info.url}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     def metric(self, name: str, **labels: str) -> float:
@@ -85,7 +85,7 @@ class RunningNode:
             self.info.url + path, data, {"Content-Type": "application/json"}, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -97,7 +97,7 @@ class RunningNode:
             self._wait_for_none(gauge)
 
     def _wait_for_none(self, gauge: str) -> None:
-        eventually(lambda: self.metric(gauge) == 0, 20, f"{gauge} to be 0")
+        eventually(lambda: self.metric(gauge) == 0, 60, f"{gauge} to be 0")
 
     def pids(self) -> list[int]:
         return [self.process.pid, *(worker.pid for worker in self.status().workers if worker.pid)]
@@ -106,12 +106,12 @@ class RunningNode:
         """Ask it to stop; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
 
 def self_health(url: str) -> int:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -48,7 +48,7 @@ class Prometheus:
                 stderr=log,
             )
         try:
-            eventually(self._is_ready, 30, f"Prometheus to be ready; log:\n{self.log.read_text()}")
+            eventually(self._is_ready, 120, f"Prometheus to be ready; log:\n{self.log.read_text()}")
         except BaseException:
             self.close()
             raise
@@ -56,7 +56,7 @@ class Prometheus:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, f"Prometheus ended:\n{self.log.read_text()}"
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -65,7 +65,7 @@ class Prometheus:
         """An instant query's series: `metric` and `value`."""
         data = urllib.parse.urlencode({"query": expr}).encode()
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=20) as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=60) as answer:
                 return list(json.loads(answer.read())["data"]["result"])
         except urllib.error.HTTPError as error:
             with error:
@@ -76,19 +76,19 @@ class Prometheus:
 
     def names(self) -> set[str]:
         """Every metric it has seen."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/label/__name__/values", timeout=20) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/label/__name__/values", timeout=60) as answer:
             return set(json.loads(answer.read())["data"])
 
     def firing(self, name: str) -> list[dict[str, str]]:
         """The labels of this alert's instances that fire now."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=20) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=60) as answer:
             alerts = json.loads(answer.read())["data"]["alerts"]
         return [a["labels"] for a in alerts if a["state"] == "firing" and a["labels"]["alertname"] == name]
 
     def close(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=60)

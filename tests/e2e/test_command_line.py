@@ -95,7 +95,7 @@ def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> Non
     node = RunningNode(config, tmp_path / "run")
     run = trinity("stop", tmp_path / "run")
     assert run.returncode == 0
-    assert node.process.wait(timeout=10) == 0
+    assert node.process.wait(timeout=60) == 0
     assert not (tmp_path / "run").exists()
 
 

@@ -45,7 +45,7 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: RunningNode
     def all_said() -> bool:
         return all(any(process == by and part in event for by, event in said()) for process, part in wanted)
 
-    eventually(all_said, 30, "the lines to be written")
+    eventually(all_said, 60, "the lines to be written")
     assert len(said()) == len(wanted), said()
     shown = trinity_logs(str(node.run_dir), "--request", answer["id"])
     assert shown.count(f" [{answer['id']}]: ") == len(shown.splitlines()) == len(wanted)
@@ -59,7 +59,7 @@ def test_a_search_has_its_line_in_the_log_by_its_id(node: RunningNode, directory
     def said() -> list[tuple[str, str]]:
         return [(line.process, line.event) for line in read(directory) if line.request == answer["id"]]
 
-    eventually(lambda: bool(said()), 30, "the line to be written")
+    eventually(lambda: bool(said()), 60, "the line to be written")
     ((process, event),) = said()
     assert process == "frontend-0"
     assert event.startswith("search ended: 3 passages, ")
@@ -67,7 +67,7 @@ def test_a_search_has_its_line_in_the_log_by_its_id(node: RunningNode, directory
 
 def test_a_full_disk_costs_log_lines_that_are_counted_and_nothing_else(node: RunningNode) -> None:
     assert node.post("/v1/retrieval", SEARCH)[0] == 200
-    eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 30, "lost lines")
+    eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 60, "lost lines")
     assert node.metric("trinity_log_lines_lost_total", worker="decode-0") == 0
     assert {worker.restarts for worker in node.status().workers} == {0}
 

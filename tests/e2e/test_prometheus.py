@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -59,6 +60,20 @@ def without_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
     return [expr for expr in exprs if not any(math.isfinite(value) for value in prometheus.values(expr))]
 
 
+def never_with_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
+    """What has no data for a minute: after one late scrape, all of a target's series are stale until the next."""
+    missing = exprs
+
+    def all_seen() -> bool:
+        nonlocal missing
+        missing = without_data(prometheus, missing)
+        return not missing
+
+    with suppress(AssertionError):
+        eventually(all_seen, 60, "data")
+    return missing
+
+
 def test_every_panel_shows_data(watched: tuple[RunningNode, Prometheus]) -> None:
     _, prometheus = watched
     exprs = [
@@ -69,14 +84,14 @@ def test_every_panel_shows_data(watched: tuple[RunningNode, Prometheus]) -> None
         if "trinity_gpu_" not in target["expr"]  # no driver, no GPU figures: test_gpus.py has those
     ]
     assert len(exprs) > 40
-    assert without_data(prometheus, exprs) == []
+    assert never_with_data(prometheus, exprs) == []
 
 
 def test_every_alert_watches_something(watched: tuple[RunningNode, Prometheus]) -> None:
     _, prometheus = watched
     values = [condition.value for alert in alerts(SCALE) if not alert.needs_gpu for condition in alert.conditions]
     # Windows of three seconds may hold no request of one kind: ask with longer ones.
-    assert without_data(prometheus, [re.sub(r"\[\d+ms\]", "[30s]", value) for value in values]) == []
+    assert never_with_data(prometheus, [re.sub(r"\[\d+ms\]", "[30s]", value) for value in values]) == []
 
 
 def test_every_metric_that_is_asked_for_is_there(watched: tuple[RunningNode, Prometheus]) -> None:
@@ -101,7 +116,7 @@ def test_a_slowdown_makes_a_burn_rate_alert_fire_and_its_end_lets_it_clear(
     def firing() -> bool:
         return any(labels["slo"] == SLO_OF_ITS_OWN for labels in prometheus.firing("TrinitySLOBurnsFast"))
 
-    assert not firing()
+    eventually(lambda: not firing(), 180, "searches that are fast")  # at the start of a node some may be slow
     with slowed(node.pid("pool-0"), stopped_s=1.5):
         eventually(firing, 180, "the alert to fire")
     eventually(lambda: not firing(), 180, "the alert to clear")

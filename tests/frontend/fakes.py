@@ -43,7 +43,7 @@ from runtime.serving.messages import (
     encode,
 )
 
-WAIT = 20.0  # seconds until a test that hangs fails
+WAIT = 60.0  # seconds until a test that hangs fails
 _names = itertools.count(1)
 
 

@@ -8,7 +8,7 @@ from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 SLOTS = 4
 SLOT_BYTES = 1000
-SOON_MS = 20_000
+SOON_MS = 60_000
 
 
 def make_arena(kind: str, epoch: int) -> KvArena:

@@ -34,7 +34,6 @@ def _flood(address: str) -> None:
             client.poll()
 
 
-@pytest.mark.timeout(120)
 def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
     rng = random.Random(1)
     before = settled()
@@ -95,7 +94,6 @@ def _serve(address: str, epoch: int, seed: int) -> None:
                 server.publish(*waiting.pop(), "ok", [epoch], [1.0])
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
 def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: str) -> None:
     rng = random.Random(2)
@@ -117,9 +115,9 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
     for epoch in range(1, POOL_ROUNDS + 1):
         with child(_serve, address, epoch, epoch) as process:
             if client is None:
-                client = RingClient(address, "client", doorbell=doorbell, timeout_ms=20_000, spin_us=5)
+                client = RingClient(address, "client", doorbell=doorbell, timeout_ms=60_000, spin_us=5)
             else:
-                client.reconnect(20_000)
+                client.reconnect(60_000)
             assert client.epoch == epoch
             until = len(submitted) + rng.randrange(1, 60)
             alive = True
@@ -145,9 +143,9 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
     address = endpoint()
     before = settled()
     with child(_serve, address, 1, 1) as process:
-        client = RingClient(address, "client", timeout_ms=20_000)
+        client = RingClient(address, "client", timeout_ms=60_000)
         process.kill()
-        process.join(20)
+        process.join(60)
         while client.lost is None:
             client.wait(20)
         for _ in range(3):
@@ -156,9 +154,9 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
             with pytest.raises(PeerLost, match="died"):
                 client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
     with child(_serve, address, 2, 2), client:
-        client.reconnect(20_000)
+        client.reconnect(60_000)
         client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
-        assert client.wait(20_000)
+        assert client.wait(60_000)
         assert [result.status for result in client.poll()] == ["ok"]
     assert settled() == before
 

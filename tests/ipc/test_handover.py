@@ -182,7 +182,7 @@ def test_the_offers_of_a_killed_decode_process_end_as_lost(arena: KvArena) -> No
         assert source.socket.poll(SOON_MS)  # it has seen the offer
         assert source.poll() == []
         process.kill()
-        process.join(20)
+        process.join(60)
         assert outcomes(source) == [Outcome(offer_id, 1, False, "lost")]
 
 
@@ -199,7 +199,7 @@ def test_a_sink_that_was_started_again_does_not_inherit_the_death_of_the_last_on
             source.offer(endpoint, 0, b"")
             assert [outcome.accepted for outcome in outcomes(source)] == [True]
             process.kill()
-            process.join(20)
+            process.join(60)
         with HandoverSink(endpoint, open_device) as sink:
             offer_id = source.offer(endpoint, 1, b"")
             assert source.poll() == []
@@ -225,7 +225,7 @@ def test_gpu_memory_of_a_killed_prefill_process_is_not_current_any_more(sink: Ha
         assert content(sink, offer) == bytes([8]) * SLOT_BYTES
         assert sink.current(offer)
         process.kill()
-        process.join(20)
+        process.join(60)
     assert not sink.current(offer)
     assert sink.reject(offer, "its owner is gone")
     sink.receive()
@@ -239,7 +239,7 @@ def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: Handove
     with child(_offer_and_hang, sink.endpoint, kind) as process:
         (offer,) = receive(sink)
         process.kill()
-        process.join(20)
+        process.join(60)
     sink.receive()
     assert content(sink, offer) == bytes([8]) * SLOT_BYTES
     assert sink.current(offer)

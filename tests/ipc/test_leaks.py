@@ -32,10 +32,10 @@ def test_hand_overs_leave_nothing() -> None:
         sink = HandoverSink(private_endpoint(new_token(), "sink"))
         with sink, HandoverSource("source", arena) as source:
             source.offer(sink.endpoint, 0, b"")
-            assert sink.socket.poll(20_000)
+            assert sink.socket.poll(60_000)
             (offer,) = sink.receive()
             sink.acknowledge(offer)
-            assert source.socket.poll(20_000)
+            assert source.socket.poll(60_000)
         arena.close()
 
     hand_over()

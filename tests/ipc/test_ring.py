@@ -248,7 +248,7 @@ def test_no_wake_up_is_lost_and_no_read_is_torn_between_two_processes() -> None:
                     received += 1
                 consumer.release(ready)
                 if ready == 0 and watch.arm():
-                    assert readable(bell, 20_000), "a wake-up was lost"
+                    assert readable(bell, 60_000), "a wake-up was lost"
                 watch.disarm()
                 bell.silence()
             bell.close()

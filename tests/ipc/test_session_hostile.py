@@ -115,7 +115,7 @@ def test_a_client_whose_ids_do_not_rise_is_evicted(server: RingServer, client: R
     assert server.receive() == []
     assert server.cancellations() == [Cancel(request.client, first)]
     assert not server.publish(request.client, first)
-    assert client.wait(20_000)
+    assert client.wait(60_000)
     assert {r.status for r in client.poll()} == {"lost"}
     assert "evicted" in str(client.lost)
     assert server.statistics().evicted == 1
@@ -243,7 +243,7 @@ def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_att
                 with served(server, lambda s: void(answer(s))):
                     late.reconnect()
                     ask(late)
-                    assert late.wait(20_000)
+                    assert late.wait(60_000)
                 late.close()
             else:
                 with pytest.raises(MemoryRefused):

@@ -16,10 +16,10 @@ from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 
 def test_submit_can_wait_for_room_and_keeps_what_it_read_meanwhile(server: RingServer, client: RingClient) -> None:
     with served(server, lambda s: void(answer(s))):
-        ids = [ask(client, block_ms=20_000) for _ in range(5 * SLOTS)]
+        ids = [ask(client, block_ms=60_000) for _ in range(5 * SLOTS)]
         results: list[Result] = []
         while len(results) < len(ids):
-            assert client.wait(20_000)
+            assert client.wait(60_000)
             results += client.poll()
     assert [result.request_id for result in results] == ids
 
@@ -34,7 +34,7 @@ def test_a_bounded_wait_for_room_ends_with_ring_full(server: RingServer, client:
 def test_wait_says_whether_there_is_work(server: RingServer, client: RingClient) -> None:
     assert not server.wait(0)
     ask(client)
-    assert server.wait(20_000)
+    assert server.wait(60_000)
     answer(server)
     assert not server.wait(1)
 
@@ -43,7 +43,7 @@ def test_a_sleeping_pool_and_a_sleeping_client_are_woken(server: RingServer, cli
     with served(server, lambda s: void(answer(s))):
         for seed in range(100):
             ask(client, seed)
-            assert client.wait(20_000)
+            assert client.wait(60_000)
             assert len(client.poll()) == 1
 
 
@@ -63,7 +63,7 @@ def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client:
                     assert result.request_id == request_id
                     return result
                 if client.arm():
-                    await asyncio.wait_for(woken.wait(), 20)
+                    await asyncio.wait_for(woken.wait(), 60)
                 woken.clear()
                 client.disarm()
         finally:
@@ -91,7 +91,7 @@ def test_the_servers_descriptor_can_be_slept_on_too(server: RingServer, client: 
         pass
     assert not readable(server, 0) or True
     ask(client)
-    assert readable(server, 20_000)
+    assert readable(server, 60_000)
     server.disarm()
     assert not server.arm()
     assert answer(server) == 1

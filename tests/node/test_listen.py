@@ -25,7 +25,7 @@ HOSTS = ["127.0.0.1", "localhost", pytest.param("::1", marks=pytest.mark.skipif(
 def test_it_listens_on_loopback_without_a_key(host: str) -> None:
     with (
         listen(HttpSection(host=host, port=0)) as listener,
-        socket.create_connection(listener.getsockname()[:2], timeout=10) as client,
+        socket.create_connection(listener.getsockname()[:2], timeout=60) as client,
     ):
         accepted, _ = listener.accept()
         accepted.close()

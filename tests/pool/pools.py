@@ -75,7 +75,7 @@ class InProcessPool:
     def close(self) -> None:
         self.die()
         if self._thread is not None:
-            self._thread.join(timeout=30)
+            self._thread.join(timeout=60)
 
     def attach(self, name: str = "test") -> RingClient:
         """A client; the pool steps until it is attached."""

@@ -63,7 +63,6 @@ def taken_slots(pool: Pool, free_when_idle: int) -> int:
     return free_when_idle - pool._engine.free_slots + pool._server.statistics().outstanding
 
 
-@pytest.mark.timeout(120)
 def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, queries: Vectors) -> None:
     rng = random.Random(3)
     made = make_pool(slots=4, ring_slots=16)
@@ -126,7 +125,6 @@ class Killable:
         self._lives[name].close()  # `child` kills, and waits for the end
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("shards", "workers"), [(1, 2), (2, 2)], ids=["replicas", "shards"])
 def test_pools_killed_at_any_moment_leave_no_query_without_its_one_end(
     collection: Path,

@@ -16,7 +16,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.results import SearchResult
 from runtime.retrieval.retriever import Found, Retriever
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class Embedder:

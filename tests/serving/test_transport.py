@@ -36,13 +36,13 @@ class Ends:
         return number, self.received()
 
     def received(self) -> Offer:
-        assert self.sink.socket.poll(20_000)
+        assert self.sink.socket.poll(60_000)
         (offer,) = self.sink.receive()
         return offer
 
     def outcomes(self) -> list[tuple[int, bool, str]]:
         while not (found := self.source.poll()):
-            assert self.source.socket.poll(20_000)
+            assert self.source.socket.poll(60_000)
         return [(outcome.offer_id, outcome.accepted, outcome.reason) for outcome in found]
 
     endpoint: str = ""
@@ -118,7 +118,7 @@ def test_what_is_withdrawn_while_it_is_pulled_is_not_current_and_cannot_be_ackno
     transfer = ends.sink.pull(offer, [0, 5], ends.here, [0, 5])
     transfer.step(0)
     assert ends.source.withdraw(number)
-    assert ends.sink.socket.poll(20_000)
+    assert ends.sink.socket.poll(60_000)
     assert ends.sink.receive() == []
     assert not ends.sink.current(offer)
     assert not ends.sink.acknowledge(offer)
