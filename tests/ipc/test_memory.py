@@ -88,7 +88,9 @@ def test_a_plain_file_or_a_pipe_is_refused() -> None:
         os.close(writer)
 
 
-@pytest.mark.parametrize(("pid", "fd"), [(0, 3), (-1, 3), (1 << 22, 3), (os.getpid(), -1), (os.getpid(), 1 << 30)])
+@pytest.mark.parametrize(
+    ("pid", "fd"), [(0, 3), (-1, 3), (1 << 22, 3), (os.getpid(), -1), (os.getpid(), 1 << 30)], ids=range(5)
+)
 def test_a_process_or_descriptor_that_is_not_there_is_refused(pid: int, fd: int) -> None:
     with pytest.raises(MemoryRefused):
         SharedMemory.open(MemoryReference(pid, fd, 4096, 1), max_size=4096)

@@ -181,7 +181,7 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("message", GARBAGE)
+@pytest.mark.parametrize("message", GARBAGE, ids=range(len(GARBAGE)))
 def test_a_session_message_that_cannot_be_is_answered_with_a_refusal(server: RingServer, message: bytes) -> None:
     with zmq_dealer(server) as socket:
         socket.send(message)
