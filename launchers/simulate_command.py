@@ -84,9 +84,13 @@ def simulate_node(
 
 def calibrate_machine(
     config: Annotated[Path, typer.Option(help="The node's TOML file: its model and its collections.")],
-    out: Annotated[Path, typer.Option(help="The service times to write (.json), for simulate --times.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="The service times to write (.json), for simulate --times.", dir_okay=False, writable=True),
+    ],
 ) -> None:
     """Measure the service times of this machine; let it do nothing else meanwhile."""
+    out.parent.mkdir(parents=True, exist_ok=True)  # now, not when all is measured
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
