@@ -140,13 +140,14 @@ def _watched(info: NodeInfo) -> Iterator[dict[str, float]]:
 
 
 def _first_answers(info: NodeInfo, found: Sequence[Outcome], ready: dict[str, float]) -> dict[str, float]:
-    """From each new worker's being ready to the first token of the first request sent after it that it took part in."""
+    """From each new worker's being ready to the first token of the first request that it took part in; 0 if that was
+    there before the status, asked every 50 ms, had the worker ready."""
     first: dict[str, float] = {}
     for outcome in sorted((o for o in found if o.whole), key=lambda outcome: outcome.sent_s):
         trace = msgspec.json.decode(get_json(info.url, f"/v1/traces/{outcome.id}"), type=Trace)
         for name in {trace.prefill_worker, trace.decode_worker} & (ready.keys() - first.keys()):
-            if trace.first_token_s is not None and outcome.sent_s >= ready[name]:
-                first[name] = outcome.sent_s + trace.first_token_s - ready[name]
+            if trace.first_token_s is not None:
+                first[name] = max(0.0, outcome.sent_s + trace.first_token_s - ready[name])
     return first
 
 
