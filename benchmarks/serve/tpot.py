@@ -8,7 +8,7 @@ from benchmarks.serve.report import Measure, Section, percentile
 
 
 def run(bench: Bench) -> Section:
-    """Short chats at a steady rate, and long prompts that keep half a core busy; rounds in turn, A B B A."""
+    """Short chats, and long prompts that keep half a core busy, at random times; rounds in turn, A B B A."""
     section = Section(
         "tpot",
         "Answers are written while long prompts arrive. The node's two workers against two that do both (a chunk of a "
@@ -21,7 +21,7 @@ def run(bench: Bench) -> Section:
     alone = in_turn(node.url, [bench.body(random, long, 2) for _ in range(3)])
     prefill_s = percentile([o.timings["prefill"] for o in alone if o.whole], 50)
     between_s = prefill_s / 0.5
-    seconds = bench.seconds(max(8.0, 6 * between_s))
+    seconds = bench.seconds(max(24.0, 6 * between_s))
     found: dict[str, list[Outcome]] = {"node": [], "colocated": []}
     lost = 0
     for number, stand in enumerate((node, colocated, colocated, node)):
@@ -45,7 +45,8 @@ def run(bench: Bench) -> Section:
 def _load(
     bench: Bench, random: np.random.Generator, seconds: float, between_s: float, long: int
 ) -> list[tuple[float, Body]]:
+    """At random times: what comes in step with something else would be parted by workers that take turns."""
     chats, output = 2.0, bench.shape.output_tokens
-    timed = [(at, bench.body(random, 32, output)) for at in np.arange(0.0, seconds, 1 / chats)]
-    timed += [(at, bench.body(random, long, 2)) for at in np.arange(between_s / 2, seconds, between_s)]
+    timed = [(at, bench.body(random, 32, output)) for at in random.uniform(0.0, seconds, round(chats * seconds))]
+    timed += [(at, bench.body(random, long, 2)) for at in random.uniform(0.0, seconds, round(seconds / between_s))]
     return sorted(timed, key=lambda item: item[0])
