@@ -5,7 +5,6 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -39,15 +38,7 @@ class NoSearch:
     def missing(self) -> list[str]:
         return []
 
-    async def search(
-        self,
-        *,
-        collection: str,
-        k: int,
-        query: str | None,
-        vector: Sequence[float] | None,
-        embedded: Callable[[], None],
-    ) -> list[Passage]:
+    async def search(self, **asked: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
 
 
