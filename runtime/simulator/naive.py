@@ -6,6 +6,7 @@ from typing import Literal, Protocol, TypeVar
 
 from ipc import Stage
 from runtime.errors import Overloaded
+from runtime.pool.pace import Queues
 from runtime.pool.policy import CROWD
 from runtime.pool.queues import Entry
 from runtime.pool.scheduler import Round
@@ -14,15 +15,11 @@ Order = Literal["fifo", "prefill-first", "decode-first"]
 T = TypeVar("T")
 
 
-class PoolScheduler(Protocol[T]):
+class PoolScheduler(Queues, Protocol[T]):
     """What the simulated pool asks of a scheduler; `runtime.pool.scheduler.Scheduler` is one."""
 
     @property
     def waiting(self) -> dict[Stage, int]: ...
-    @property
-    def held_back(self) -> bool: ...
-    @property
-    def crowded(self) -> bool: ...
     def add(self, entry: Entry[T], now_ns: int) -> None: ...
     def next(self, now_ns: int) -> Round[T]: ...
     def held_until(self, now_ns: int) -> int | None: ...
