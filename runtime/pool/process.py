@@ -227,7 +227,7 @@ class Pool:
             slot_steps += made * active
             padded_steps += made * engine.padded_slots
             now = time.monotonic_ns()
-            over = now >= until or self._ends_round(finished) or not engine.active_slots
+            over = now >= until or not engine.active_slots or (bool(finished) and self._ends_round(finished))
             if now >= ask_ns:
                 over = over or self._server.has_news()
                 ask_ns = now + NEWS_NS
@@ -241,8 +241,7 @@ class Pool:
         return finished
 
     def _ends_round(self, finished: list[int]) -> bool:
-        stages = [entry.stage for slot in finished if (entry := self._slots[slot])]
-        return bool(stages) and ends_round(self._scheduler, stages)
+        return ends_round(self._scheduler, [entry.stage for slot in finished if (entry := self._slots[slot])])
 
     # ---- publish
 
