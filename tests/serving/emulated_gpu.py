@@ -3,7 +3,7 @@
 import ctypes
 
 from ipc.device_memory import CudaReference
-from runtime.serving.kv.connector import ArenaSource, KvSource
+from runtime.serving.kv.connector import KvSource
 from runtime.serving.kv.transport import CudaTransport
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
@@ -25,7 +25,6 @@ class EmulatedTransport(CudaTransport):
 
     def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
         made = super().source(name, leases=leases, kv_bytes=kv_bytes, epoch=epoch, lease_ms=lease_ms)
-        assert isinstance(made, ArenaSource)
         address = made.memory.__cuda_array_interface__["data"][0]  # type: ignore[union-attr]
         made.memory = memoryview((ctypes.c_uint8 * kv_bytes).from_address(address)).cast("B")
         return made

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ipc import HandoverSink, IpcError, KvArena, Offer
 from ipc.device_memory import CudaReference, DeviceMemory
 from runtime.errors import ConfigError
-from runtime.serving.kv.connector import ArenaSink, ArenaSource, KvSink, KvSource
+from runtime.serving.kv.connector import KvSink, KvSource
 from runtime.serving.kv.device_transfer import DeviceTransfer
 from runtime.serving.kv.transfer import Transfer, kv_array
 
@@ -50,10 +50,10 @@ class HostTransport:
 
     def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
         arena = KvArena.create(leases + 1, kv_bytes, epoch)
-        return ArenaSource(name, arena, arena.payload, lease_ms=lease_ms)
+        return KvSource(name, arena, arena.payload, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
-        return ArenaSink(HandoverSink(endpoint), _from_host)
+        return KvSink(endpoint, _from_host)
 
 
 def _from_host(sink: HandoverSink, offer: Offer, taken: Sequence[int], kv: Any, given: Sequence[int]) -> Transfer:
@@ -83,10 +83,10 @@ class CudaTransport:
             arena = KvArena.create_on(memory, leases + 1, epoch)
         except IpcError as error:
             raise ConfigError(f"{kv_bytes / 2**30:.1f} GiB of KV to share on {self.device!r}: {error}") from error
-        return ArenaSource(name, arena, memory, lease_ms=lease_ms)
+        return KvSource(name, arena, memory, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
-        return ArenaSink(HandoverSink(endpoint, self._open), _from_device)
+        return KvSink(endpoint, _from_device, self._open)
 
     def _open(self, reference: CudaReference) -> DeviceMemory:
         return self._memory.open(reference, self.device)
