@@ -182,7 +182,8 @@ class HandoverSection(_Section, frozen=True):
 class ControlSection(_Section, frozen=True):
     """The control loop (`control_law.py`): every `interval_s` it may move the pool's reserve by at most `step`.
 
-    Targets: prefill's P95 wait for a pool slot, the stalled share of decode rows' time, the KV link's use.
+    Targets: prefill's P95 wait for a pool slot, the stalled share of decode rows' time, the KV link's use. When nobody
+    waits any more the reserve goes back to `[pool] reserve`.
     """
 
     enabled: bool = True

@@ -1,17 +1,21 @@
 """The control law: from how the node fares to the pool's reserve r and prefill's flush timeout τ_pre. Pure code.
 
-The supervisor and the simulator run this same class on clocks of their own. Each stage's trouble is a *pressure*, its
-signal over its target:
+The supervisor and the simulator run this same class on clocks of their own. Its rules are those of arXiv 2512.02281:
 
-- prefill: the P95 wait of its queries for a slot; half as much again while the KV link is used less than its target,
-  because then decode will soon have too little to do (a link that idles while no prefill query waits says nothing);
-- decode: the share of its rows' time in which they stall for a probe.
+- **Prefill waits too long**: the P95 wait of its queries for a slot is over its target. τ_pre is halved, and once that
+  is nothing r grows.
+- **The KV link is used less than its target** while prefill queries wait: decode will soon have too little to do. The
+  same is done, by this alone, unless decode stalls too much. (A link that idles while no prefill query waits for more
+  than τ_pre says nothing about the pool: neither r nor τ_pre could fill it.)
+- **Decode stalls too much**: its rows spend a greater share of their time waiting for probes than its target. r falls.
+- **Nobody waits**: r goes back, step by step, to its configured value; and τ_pre to its own, or to half of the target
+  if that is less, so that it cannot press prefill by itself.
 
-The stage with the greater pressure, if that is over 1, gets more: prefill a shorter τ_pre and then a greater r,
-decode a smaller r. With neither pressed, τ_pre goes back to where it was. Against oscillation: pressures
-within a band of 1 or of each other change nothing (hysteresis); a direction must hold without a break for the dwell
-before each step, so signals that alternate faster never act; a reversal halves the step, and only steady movement one
-way lets it grow back, so slower alternation is damped.
+When prefill and decode are both over target, the one that is further over (signal ÷ target: its *pressure*) gets more.
+
+Against oscillation: pressures within a band of 1, or of each other, change nothing (hysteresis); a direction must hold
+without a break for the dwell before each step, so signals that alternate faster never act; a reversal halves the step,
+and only steady movement one way lets it grow back, so slower alternation is damped.
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,8 @@ from runtime.node.metrics import POOL_WAIT_PREFILL
 Knob = Literal["reserve", "flush_prefill_s"]
 
 _MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
-_LINK_URGENCY = 1.5
+_AT_EASE = 0.1  # pressure under which nobody waits to speak of
+_MAY_WAIT = 0.5  # pressure under which prefill can afford a longer τ_pre
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class ControlLaw:
 
     def __init__(self, settings: ControlSection, *, reserve: float, flush_prefill_s: float) -> None:
         self._settings = settings
-        self.reserve = min(max(reserve, settings.reserve_min), settings.reserve_max)
+        self.reserve = self._reserve_at_rest = min(max(reserve, settings.reserve_min), settings.reserve_max)
         self.flush_prefill_s = self._flush_at_rest = flush_prefill_s
         self.changes = 0
         self._step = settings.step
@@ -61,13 +66,13 @@ class ControlLaw:
 
     def update(self, now_s: float, signals: Signals) -> list[Change]:
         """Take the signals of the time until `now_s` (never earlier than the last call's); what was changed."""
-        prefill, decode = self.pressures(signals)
-        way = self._direction(prefill, decode)
+        way = self._direction(signals)
         if way != self._way or self._since_s > now_s:
             self._way, self._since_s = way, now_s
         if now_s - self._since_s < self._settings.dwell_s:
             return []
-        change = self._move(way, max(prefill, decode), self._cause(signals, prefill, decode))
+        cause = self._cause(signals)
+        change = self._relax(signals, cause) if way == 0 else self._move(way, cause)
         if change is None:
             return []
         self._since_s = now_s
@@ -75,42 +80,57 @@ class ControlLaw:
         return [change]
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
-        """Prefill's and decode's signal, each over its target."""
+        """Prefill's wait and decode's stall, each over its target."""
         settings = self._settings
         prefill = signals.prefill_wait_p95_s / settings.prefill_wait_target_s
-        if signals.link_use < settings.link_target * (1 - settings.hysteresis):
-            prefill *= _LINK_URGENCY
         return prefill, signals.decode_stall / settings.decode_stall_target
 
-    def _direction(self, prefill: float, decode: float) -> int:
+    def _direction(self, signals: Signals) -> int:
+        """1: more for prefill; -1: more for decode; 0: neither."""
+        prefill, decode = self.pressures(signals)
         band = 1 + self._settings.hysteresis
-        if max(prefill, decode) <= band or max(prefill, decode) < band * min(prefill, decode):
-            return 0
-        return 1 if prefill > decode else -1
+        if max(prefill, decode) > band:
+            if max(prefill, decode) < band * min(prefill, decode):
+                return 0
+            return 1 if prefill > decode else -1
+        starved = signals.link_use < self._settings.link_target * (1 - self._settings.hysteresis)
+        return 1 if starved and decode <= 1 and self._prefill_waits(signals) else 0
 
-    def _move(self, way: int, pressure: float, cause: str) -> Change | None:
-        if way == 0:
-            return self._relax(pressure, cause)
+    def _prefill_waits(self, signals: Signals) -> bool:
+        """Whether prefill's queries wait, beyond the batching delay that they are given on purpose."""
+        return signals.prefill_wait_p95_s > _AT_EASE * self._settings.prefill_wait_target_s + self.flush_prefill_s
+
+    def _move(self, way: int, cause: str) -> Change | None:
         if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
             return change
         settings = self._settings
         step = self._step * (0.5 if way == -self._last_way else 1.5)
-        step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
-        after = min(max(self.reserve + way * step, settings.reserve_min), settings.reserve_max)
+        self._step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
+        if (change := self._set_reserve(self.reserve + way * self._step, cause)) is not None:
+            self._last_way = way
+        return change
+
+    def _relax(self, signals: Signals, cause: str) -> Change | None:
+        """Neither stage is pressed: back towards what was configured, where whoever pays for it is at ease."""
+        prefill, decode = self.pressures(signals)
+        if decode <= _AT_EASE and not self._prefill_waits(signals):
+            step = self._settings.step
+            towards = min(max(self._reserve_at_rest - self.reserve, -step), step)
+            if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
+                return change
+        most = min(self._flush_at_rest, self._settings.prefill_wait_target_s / 2)
+        after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
+        if prefill <= _MAY_WAIT and after > self.flush_prefill_s:
+            return self._set_flush(after, cause)
+        return None
+
+    def _set_reserve(self, value: float, cause: str) -> Change | None:
+        after = min(max(value, self._settings.reserve_min), self._settings.reserve_max)
         if after == self.reserve:
             return None
         change = Change("reserve", self.reserve, after, cause)
-        self.reserve, self._step, self._last_way = after, step, way
+        self.reserve = after
         return change
-
-    def _relax(self, pressure: float, cause: str) -> Change | None:
-        """Nobody is pressed: let prefill's queries wait for company again, up to as long as configured.
-
-        Both must be at ease, and the longer wait may take up half of the target: so it cannot press prefill itself.
-        """
-        most = min(self._flush_at_rest, self._settings.prefill_wait_target_s / 2)
-        after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
-        return self._set_flush(after, cause) if pressure <= 0.5 and after > self.flush_prefill_s else None
 
     @property
     def _flush_step(self) -> float:
@@ -124,7 +144,8 @@ class ControlLaw:
         self.flush_prefill_s = after
         return change
 
-    def _cause(self, signals: Signals, prefill: float, decode: float) -> str:
+    def _cause(self, signals: Signals) -> str:
+        prefill, decode = self.pressures(signals)
         return (
             f"prefill waits {signals.prefill_wait_p95_s * 1e3:.2f} ms at P95 (pressure {prefill:.2f}), decode stalls "
             f"{signals.decode_stall:.1%} of its time (pressure {decode:.2f}), KV link in use {signals.link_use:.1%}"

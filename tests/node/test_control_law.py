@@ -61,11 +61,37 @@ def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_
     assert knobs[:4] == ["flush_prefill_s"] * 4
     assert knobs[4] == "reserve"
     assert made.flush_prefill_s == 0
-    reserve = made.reserve
     for i in range(100):
         made.update(100 + i * 0.25, CALM)
     assert made.flush_prefill_s == pytest.approx(0.004)
-    assert made.reserve == reserve
+
+
+@pytest.mark.parametrize("pressed", [PREFILL_WAITS, DECODE_STALLS])
+def test_the_reserve_goes_back_to_where_it_was_configured_when_nobody_waits_any_more(pressed: Signals) -> None:
+    made = law(0.5)
+    fed(made, *[pressed] * 40)
+    assert made.reserve in (SETTINGS.reserve_min, SETTINGS.reserve_max)
+    values = []
+    for i in range(100):
+        made.update(100 + i * 0.25, CALM)
+        values.append(made.reserve)
+    assert made.reserve == pytest.approx(0.5)
+    assert all(abs(after - before) <= SETTINGS.step + 1e-12 for before, after in pairwise(values))
+
+
+def test_the_reserve_stays_where_it_helps_while_queries_still_wait() -> None:
+    """Under target, but not at ease: the load that called for the reserve is still there."""
+    made = law(0.5)
+    fed(made, *[PREFILL_WAITS] * 20)
+    reserve = made.reserve
+    for i in range(100):
+        made.update(100 + i * 0.25, Signals(0.5, SETTINGS.prefill_wait_target_s * 0.6, 0.0))
+    assert made.reserve == reserve > 0.5
+
+
+def test_under_a_light_load_nothing_moves_however_little_the_link_is_used() -> None:
+    light = Signals(link_use=0.001, prefill_wait_p95_s=0.0002, decode_stall=0.01)
+    assert not fed(law(0.3), *[light] * 400)
 
 
 def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would_press_prefill_again() -> None:
@@ -76,11 +102,33 @@ def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would
     assert 0 < made.flush_prefill_s <= SETTINGS.prefill_wait_target_s / 2
 
 
-def test_an_idle_link_makes_prefills_wait_urgent_and_means_nothing_when_no_prefill_query_waits() -> None:
-    waits = SETTINGS.prefill_wait_target_s * 0.9
-    assert not fed(law(), *[Signals(0.5, waits, 0.0)] * 20)
-    assert fed(law(), *[Signals(0.0, waits, 0.0)] * 20)
-    assert not fed(law(), *[Signals(0.0, 0.0, 0.0)] * 20)
+def test_a_link_under_its_target_by_itself_raises_the_reserve_as_long_as_prefill_queries_wait() -> None:
+    waits = SETTINGS.prefill_wait_target_s * 0.3
+    assert not fed(law(), *[Signals(0.5, waits, 0.0)] * 60)
+    changes = fed(law(), *[Signals(0.0, waits, 0.0)] * 60)
+    assert {change.knob for _, change in changes} == {"reserve"}
+    assert changes[-1][1].after == SETTINGS.reserve_max
+    assert "KV link in use 0.0%" in changes[0][1].cause
+    assert not fed(law(), *[Signals(0.0, 0.0, 0.0)] * 60)
+
+
+def test_a_link_under_its_target_by_itself_shortens_prefills_flush_timeout_first() -> None:
+    waits = SETTINGS.prefill_wait_target_s * 0.6
+    _, change = fed(law(flush_s=0.002), *[Signals(0.0, waits, 0.0)] * 60)[0]
+    assert change.knob == "flush_prefill_s"
+    assert change.after == pytest.approx(0.001)
+
+
+def test_a_link_under_its_target_takes_nothing_from_decode_rows_that_stall() -> None:
+    starved = Signals(0.0, SETTINGS.prefill_wait_target_s * 0.9, SETTINGS.decode_stall_target * 1.1)
+    assert not fed(law(), *[starved] * 60)
+    stalling = Signals(0.0, SETTINGS.prefill_wait_target_s * 0.9, SETTINGS.decode_stall_target * 2)
+    assert fed(law(), *[stalling] * 60)[0][1].after < 0.5
+
+
+def test_the_batching_delay_of_the_flush_timeout_itself_is_not_taken_for_a_backlog() -> None:
+    held = Signals(0.0, prefill_wait_p95_s=0.003, decode_stall=0.0)  # τ_pre and a little
+    assert not fed(law(flush_s=0.003), *[held] * 60)
 
 
 def test_when_both_are_pressed_alike_nothing_moves() -> None:
