@@ -2,6 +2,7 @@
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -24,7 +25,10 @@ def show_status(info: NodeInfo, console: Console) -> int:
 
 
 def show_workers(status: NodeStatus, console: Console) -> None:
-    """Print the table. No cell is cut: on a narrow terminal whole columns are left out, and named below."""
+    """Print the table, and below it the workers' notes.
+
+    No cell is cut: on a narrow terminal whole columns are left out, and named at the end.
+    """
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)
     left_out = 0
@@ -33,6 +37,9 @@ def show_workers(status: NodeStatus, console: Console) -> None:
         left_out += 1
         table = _table(status, [name for name in _COLUMNS if name not in _LEFT_OUT_FIRST[:left_out]])
     console.print(table)
+    for worker in status.workers:
+        if worker.note:
+            console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
     if left_out:
         console.print(f"[dim]no room for: {', '.join(_LEFT_OUT_FIRST[:left_out])}[/dim]")
 

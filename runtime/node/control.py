@@ -23,7 +23,10 @@ _MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker as the supervisor sees it; `pid` 0 means that no process runs."""
+    """One worker as the supervisor sees it; `pid` 0 means that no process runs.
+
+    `note`: what people should know of it, in a line; "" if nothing.
+    """
 
     name: str
     phase: str
@@ -34,6 +37,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     resident_bytes: int
     device: str
     cores: tuple[int, ...]
+    note: str = ""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

@@ -360,4 +360,5 @@ def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
         resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
         device=child.place.shown_device,
         cores=child.place.cores,
+        note=child.table.note,
     )

@@ -1,7 +1,8 @@
 """The table a worker writes and the supervisor reads: its state, its heartbeat and its metrics, in shared memory.
 
 The supervisor creates one table a worker and keeps it over restarts, so a counter never falls when a process dies.
-One writer, plain 8-byte stores, no lock: a reader may see a histogram's sum an observation ahead of its count.
+One writer, plain stores, no lock: a reader may see a histogram's sum an observation ahead of its count, and once an
+empty or cut note while that is being written.
 Knobs go the other way: the supervisor writes them, the worker reads them in every round of its loop. They too are kept
 over restarts, so a new process goes on with what the last one was told.
 
@@ -9,6 +10,7 @@ over restarts, so a new process goes on with what the last one was told.
 words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, words in all, 0    (uint64)
 words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of metrics)
 then         one float64 a knob, NaN until it has a value                                     (in the order of KNOBS)
+then         the worker's note, 1,024 bytes of UTF-8, ended by a 0
 ```
 """
 
@@ -25,8 +27,9 @@ from runtime.node.config import Role
 from runtime.node.metrics import KNOBS, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
-_VERSION = 3
+_VERSION = 4
 _HEADER_WORDS = 8
+_NOTE_BYTES = 1024
 
 
 class State(IntEnum):
@@ -46,8 +49,9 @@ class WorkerTable:
     def __init__(self, memory: SharedMemory, role: Role, metrics: Sequence[Metric]) -> None:
         self._memory = memory
         self._header = memory.view[: _HEADER_WORDS * 8].cast("Q")
-        self._values = memory.view[_HEADER_WORDS * 8 :].cast("d")
-        self._array = np.frombuffer(memory.view, np.float64, offset=_HEADER_WORDS * 8)
+        self._note = memory.view[-_NOTE_BYTES:]
+        self._values = memory.view[_HEADER_WORDS * 8 : -_NOTE_BYTES].cast("d")
+        self._array = np.frombuffer(memory.view[:-_NOTE_BYTES], np.float64, offset=_HEADER_WORDS * 8)
         self._offsets: dict[str, int] = {}
         self._edges: dict[str, tuple[float, ...]] = {}
         self.metrics = tuple(metrics)
@@ -93,6 +97,7 @@ class WorkerTable:
             if metric.kind == "gauge":
                 self._values[self._offsets[metric.name]] = 0.0
         self._header[4], self._header[5] = epoch, pid
+        self.note = ""
         self.state = State.STARTING
         self.beat()
 
@@ -128,6 +133,19 @@ class WorkerTable:
             self.set_knob(name, configured)
 
     @property
+    def note(self) -> str:
+        """What people should know of the worker, in one line: why it could not run, or what it does not serve now."""
+        return bytes(self._note).partition(b"\0")[0].decode(errors="ignore")
+
+    @note.setter
+    def note(self, text: str) -> None:
+        """Shown by `trinity status`. It is cut to what fits; "" takes it back."""
+        line = " ".join(text.split()).encode()[: _NOTE_BYTES - 1] + b"\0"
+        self._note[0] = 0
+        self._note[1 : len(line)] = line[1:]
+        self._note[0] = line[0]
+
+    @property
     def state(self) -> State:
         return State(self._header[2])
 
@@ -161,8 +179,9 @@ class WorkerTable:
         self._array = np.empty(0)  # it holds the memory too
         self._header.release()
         self._values.release()
+        self._note.release()
         self._memory.close()
 
 
 def _words(role: Role, metrics: Sequence[Metric]) -> int:
-    return _HEADER_WORDS + sum(metric.words for metric in metrics) + len(KNOBS[role])
+    return _HEADER_WORDS + sum(metric.words for metric in metrics) + len(KNOBS[role]) + _NOTE_BYTES // 8

@@ -137,12 +137,15 @@ def _run(worker: Worker) -> int:
         importlib.import_module(_LOOPS[worker.place.role]).run(worker)
     except CANNOT_RUN as error:
         worker.log.error("%s", error.message)
+        worker.table.note = error.message
         return EXIT_CONFIG
     except TrinityError as error:
         worker.log.error("%s: %s", error.code, error.message)
+        worker.table.note = error.message
         return 1
-    except Exception:
+    except Exception as error:
         worker.log.exception("the loop ended with a fault")
+        worker.table.note = repr(error)
         return 1
     worker.log.info("stopped")
     return 0

@@ -13,9 +13,12 @@ from runtime.node.run_dir import NodeInfo
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
 
 
-def shown(width: int, *, device: str = "cpu", cores: Sequence[int] = (), terminal: bool = True) -> list[str]:
+def shown(
+    width: int, *, device: str = "cpu", cores: Sequence[int] = (), terminal: bool = True, note: str = ""
+) -> list[str]:
     workers = tuple(
-        WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores)) for name in NAMES
+        WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores), note)
+        for name in NAMES
     )
     info = NodeInfo("a-node", 4_194_302, "http://127.0.0.1:8080", "control", (), ())
     out = io.StringIO()
@@ -53,3 +56,8 @@ def test_what_is_left_out_on_a_narrow_terminal_is_named_the_least_important_firs
 def test_a_pipe_gets_every_column() -> None:
     lines = shown(80, device="GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", cores=range(8), terminal=False)
     assert pool_row(lines)[3:5] == ["GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", "0-7"]
+
+
+def test_what_people_should_know_of_a_worker_is_below_the_table() -> None:
+    lines = shown(80, note="cannot run: no such directory: /data/[docs]")
+    assert lines[-len(NAMES) :] == [f"{name}: cannot run: no such directory: /data/[docs]" for name in NAMES]

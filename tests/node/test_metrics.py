@@ -205,3 +205,28 @@ def test_a_knob_that_does_not_exist_is_a_key_error(table: WorkerTable) -> None:
         table.set_knob("speed", 1.0)
     with pytest.raises(KeyError):
         table.knob("speed")
+
+
+def test_a_note_is_read_as_it_was_written_until_it_is_taken_back(table: WorkerTable) -> None:
+    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
+    assert table.note == ""
+    worker.note = "collection 'docs' is not served:\n  codes.npy ends early – 3 of 4 bytes"
+    assert table.note == "collection 'docs' is not served: codes.npy ends early – 3 of 4 bytes"
+    worker.note = "short"
+    assert table.note == "short"
+    worker.note = ""
+    assert table.note == ""
+    worker.close()
+
+
+def test_a_long_note_is_cut_and_spares_its_neighbours(table: WorkerTable) -> None:
+    table.set_knob("flush_prefill_s", 0.25)
+    table.note = "–" * 4096
+    assert table.note == "–" * 341  # of three bytes each, in 1,023
+    assert table.knob("flush_prefill_s") == 0.25
+
+
+def test_a_new_process_begins_without_the_note_of_the_last_one(table: WorkerTable) -> None:
+    table.note = "no such file"
+    table.begin(epoch=2, pid=7)
+    assert table.note == ""
