@@ -28,6 +28,7 @@ from ipc.memo import Memo
 from ipc.memory import MemoryReference, SharedMemory
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
 from ipc.server import RingServer
+from ipc.session import Catalogue, Served, Unserved
 from ipc.statistics import ClientStatistics, ServerStatistics
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "AttachRefused",
     "AttachTimeout",
     "Cancel",
+    "Catalogue",
     "ClientStatistics",
     "DeviceSpan",
     "Draining",
@@ -60,11 +62,13 @@ __all__ = [
     "RingLayout",
     "RingProducer",
     "RingServer",
+    "Served",
     "ServerStatistics",
     "SharedMemory",
     "Stage",
     "StaleEpoch",
     "UnknownRequest",
+    "Unserved",
     "bind",
     "check_endpoint",
     "connect",

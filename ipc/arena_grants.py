@@ -19,9 +19,9 @@ class ArenaGrants:
         self._reference = None if arena is None else arena.memory.reference  # exported once
 
     def grant(self, client: ClientPlace) -> Grant | None:
-        """None where there is no arena, or too few of its slots are left."""
+        """None where there is no arena, too few of its slots are left, or they are too small for the vectors."""
         reference = self._reference
-        if self._arena is None or reference is None:
+        if self._arena is None or reference is None or 4 * client.terms.max_dim > self._arena.payload_bytes:
             return None
         try:
             client.lease, lease = self._arena.lease(self._slots)

@@ -72,10 +72,9 @@ class Attachment:
             mailbox.close()
 
     def _map(self, answer: Attached) -> None:
-        layouts, max_k = (answer.requests, answer.results), answer.max_k
-        dims = [served.dim for served in answer.collections]
-        if not dims or min(dims) < 1 or 4 * max(dims) != layouts[0].payload_bytes:
-            raise ProtocolViolation(f"dimensions {dims} do not fit payloads of {layouts[0].payload_bytes} bytes")
+        layouts, max_k, max_dim = (answer.requests, answer.results), answer.max_k, answer.catalogue.max_dim
+        if 4 * max_dim != layouts[0].payload_bytes:
+            raise ProtocolViolation(f"dimension {max_dim} does not fit payloads of {layouts[0].payload_bytes} bytes")
         if max_k < 1 or 12 * max_k != layouts[1].payload_bytes:
             raise ProtocolViolation(f"max_k {max_k} does not fit payloads of {layouts[1].payload_bytes} bytes")
         split = result_offset(layouts[0])

@@ -12,7 +12,7 @@ from ipc.memo import Memo
 from ipc.outstanding import Outstanding
 from ipc.parameters import Choice, Limits, Packed, pack
 from ipc.payloads import read_results
-from ipc.ring import CLOSED, EVICTED
+from ipc.ring import CLOSED, DRAINING, EVICTED
 from ipc.session import DOORBELLS, EVENTFD
 from ipc.spin import SpinBudget
 from ipc.statistics import ClientStatistics
@@ -52,11 +52,10 @@ class ClientSession:
         self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._wants_arena)
         answer = self._session.answer
         self.epoch = answer.epoch
-        self.collections = {served.name: served.dim for served in answer.collections}
-        self.shards = {served.name: (served.shard, served.shards) for served in answer.collections}
+        self.catalogue = answer.catalogue
         self.max_k = answer.max_k
         self.max_top_m = answer.max_top_m
-        limits = Limits(self.collections, self.max_k, self.max_top_m)
+        limits = Limits(self.catalogue, self.max_k, self.max_top_m)
         self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
         self.slots = answer.results.slots
         self._places: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits, SEARCH_ARENA))
@@ -134,6 +133,11 @@ class ClientSession:
     def lost(self) -> str | None:
         """Why the session is over, or None while it lasts (as far as was noticed)."""
         return self._lost
+
+    @property
+    def draining(self) -> bool:
+        """Whether the pool has asked this client to leave: it takes nothing more here, and may let it attach anew."""
+        return self._lost is None and self._session.requests.consumer_state == DRAINING
 
     @property
     def outstanding(self) -> int:

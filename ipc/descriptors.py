@@ -48,7 +48,8 @@ class Parameters(msgspec.Struct, frozen=True, eq=False):
     """What a search asks for, besides its vector. `patience` None means the index's own stopping rule.
 
     A server hands out the same object for the same parameters (until it forgets them), so that what follows from them
-    can be kept by the object.
+    can be kept by the object. `identity` is that of the collection in the session that the request came through: it is
+    to be answered from this content and no other.
     """
 
     collection: str
@@ -57,6 +58,7 @@ class Parameters(msgspec.Struct, frozen=True, eq=False):
     top_m: int
     search_width: int
     patience: int | None
+    identity: str = ""
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):

@@ -4,7 +4,6 @@ Neither trusts the other: what the client refuses at once is what the pool would
 """
 
 import struct
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from ipc.descriptors import (
@@ -19,26 +18,34 @@ from ipc.descriptors import (
     Parameters,
 )
 from ipc.errors import InvalidArgument
+from ipc.session import Catalogue
 
 Choice = tuple[str, str, int, int, int, int | None]
 """collection, stage, k, top_m, search_width, patience, as a client says them"""
 
 
 class Limits(NamedTuple):
-    """What a pool serves: vector dimension by collection, in the order of their codes, and the largest k and top_m."""
+    """What a session's requests may ask for: a collection's code is its place in `catalogue.served`."""
 
-    collections: Mapping[str, int]
+    catalogue: Catalogue
     max_k: int
     max_top_m: int
 
     @classmethod
-    def checked(cls, collections: Mapping[str, int], max_k: int, max_top_m: int) -> "Limits":
+    def checked(cls, catalogue: Catalogue, max_k: int, max_top_m: int) -> "Limits":
         """Raises `InvalidArgument`."""
-        if not collections or min(collections.values()) < 1:
-            raise InvalidArgument(f"at least one collection, dimensions of at least 1; got {dict(collections)}")
         if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16:
             raise InvalidArgument(f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}")
-        return cls(dict(collections), max_k, max_top_m)
+        return cls(catalogue, max_k, max_top_m)
+
+    def code(self, collection: str) -> int:
+        """Of a collection that is served. Raises `InvalidArgument`."""
+        for code, served in enumerate(self.catalogue.served):
+            if served.name == collection:
+                return code
+        raise InvalidArgument(
+            f"no collection {collection!r}; there are {sorted(served.name for served in self.catalogue.served)}"
+        )
 
 
 class Packed(NamedTuple):
@@ -60,8 +67,7 @@ class Unpacked(NamedTuple):
 def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Packed:
     """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit."""
     collection, stage, k, top_m, search_width, patience = choice
-    if collection not in limits.collections:
-        raise InvalidArgument(f"no collection {collection!r}; there are {sorted(limits.collections)}")
+    code = limits.code(collection)
     if stage not in STAGE_CODES:
         raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
     for name, value, most in (
@@ -72,7 +78,7 @@ def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Pack
     ):
         if not 1 <= value <= most:
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
-    code, dim = list(limits.collections).index(collection), limits.collections[collection]
+    dim = limits.catalogue.served[code].dim
     return Packed(_words(epoch, kind, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
 
 
@@ -94,19 +100,21 @@ def _words(*fields: int) -> tuple[int, int, int]:
 
 def unpack(packed: bytes, epoch: int, limits: Limits) -> Unpacked:
     """For a pool: nothing is trusted, and nothing is allocated by what it says."""
-    found, kind, stage, collection, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
+    found, kind, stage, code, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
     if found != epoch:
         return Unpacked(kind, "stale_epoch", None, 0)
     if kind not in (SEARCH, SEARCH_ARENA):
         return Unpacked(kind, "", None, 0)
-    names = list(limits.collections)
+    collections = limits.catalogue.served
     if (
         stage < len(STAGES)
-        and collection < len(names)
-        and dim == limits.collections[names[collection]]
+        and code < len(collections)
+        and dim == collections[code].dim
         and 1 <= k <= limits.max_k
         and 1 <= top_m <= limits.max_top_m
         and width >= 1
     ):
-        return Unpacked(kind, "", Parameters(names[collection], STAGES[stage], k, top_m, width, patience or None), dim)
+        served = collections[code]
+        asked = Parameters(served.name, STAGES[stage], k, top_m, width, patience or None, served.identity)
+        return Unpacked(kind, "", asked, dim)
     return Unpacked(kind, "invalid_request", None, 0)

@@ -8,14 +8,14 @@ import numpy as np
 
 from ipc.doorbell import Ringer
 from ipc.memory import SharedMemory
-from ipc.parameters import Limits
 from ipc.reception import Reception
-from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-from ipc.session import VERSION, Attach, Attached, Grant, Served, result_offset
+from ipc.ring import RingConsumer, RingProducer, format_ring
+from ipc.session import VERSION, Attach, Attached, Grant, result_offset
+from ipc.terms import Terms
 
 
 class ClientPlace:
-    """One attached client: its rings, its doorbell, its pidfd, and the requests it waits for."""
+    """One attached client: its rings, its doorbell, its pidfd, the requests it waits for, and the session's `terms`."""
 
     def __init__(
         self,
@@ -23,14 +23,14 @@ class ClientPlace:
         pidfd: int,
         bell: Ringer,
         memory: SharedMemory,
-        layouts: tuple[RingLayout, RingLayout],
-        epoch: int,
-        max_dim: int,
+        terms: Terms,
     ) -> None:
         self.handle = handle
         self.pidfd = pidfd
         self.bell = bell
         self.memory = memory
+        self.terms = terms
+        layouts, epoch = terms.layouts, terms.epoch
         split = result_offset(layouts[0])
         requests, results = memory.view[: layouts[0].size], memory.view[split : split + layouts[1].size]
         format_ring(requests, layouts[0], epoch)
@@ -38,7 +38,7 @@ class ClientPlace:
         self.requests = RingConsumer(requests, layouts[0], epoch)
         self.results = RingProducer(results, layouts[1], epoch)
         # One view per slot: making a view costs as much as copying 1.5 KB.
-        self.vectors = list(self.requests.payload(np.float32, 0, max_dim))
+        self.vectors = list(self.requests.payload(np.float32, 0, terms.max_dim))
         self.outstanding: dict[int, int] = {}  # request id → receive_ns
         self.cancelled: set[int] = set()  # those of them that the client does not want any more
         self.lease = 0  # of the pool's arena; 0: none
@@ -46,6 +46,7 @@ class ClientPlace:
         self.received = 0
         self.granted_ns = time.monotonic_ns()
         self.joined = False  # whether the client was seen to have opened the rings
+        self.renewed_ns = 0  # since when another session is to take this one's place; 0: none
 
     @classmethod
     def make(
@@ -54,9 +55,7 @@ class ClientPlace:
         attach: Attach,
         token: bytes,
         reception: Reception,
-        layouts: tuple[RingLayout, RingLayout],
-        epoch: int,
-        max_dim: int,
+        terms: Terms,
     ) -> "ClientPlace":
         """Whole or not at all. Raises `OSError` if the client is gone, and what `Reception.ringer` raises."""
         with contextlib.ExitStack() as undo:
@@ -64,16 +63,15 @@ class ClientPlace:
             undo.callback(os.close, pidfd)
             bell = reception.ringer(attach, token)
             undo.callback(bell.close)
-            memory = SharedMemory.create("trinity-ring", result_offset(layouts[0]) + layouts[1].size)
+            requests, results = terms.layouts
+            memory = SharedMemory.create("trinity-ring", result_offset(requests) + results.size)
             undo.callback(memory.close)
-            place = cls(handle, pidfd, bell, memory, layouts, epoch, max_dim)
+            place = cls(handle, pidfd, bell, memory, terms)
             reception.watch(pidfd)
             undo.pop_all()
         return place
 
-    def welcome(
-        self, token: bytes, served: tuple[Served, ...], limits: Limits, bell: str, arena: Grant | None
-    ) -> Attached:
+    def welcome(self, token: bytes, bell: str, arena: Grant | None) -> Attached:
         """What tells the client about its place."""
         return Attached(
             version=VERSION,
@@ -83,9 +81,9 @@ class ClientPlace:
             memory=self.memory.reference,
             requests=self.requests.layout,
             results=self.results.layout,
-            collections=served,
-            max_k=limits.max_k,
-            max_top_m=limits.max_top_m,
+            catalogue=self.terms.limits.catalogue,
+            max_k=self.terms.limits.max_k,
+            max_top_m=self.terms.limits.max_top_m,
             token=token,
             bell=bell,
             arena=arena,

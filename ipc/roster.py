@@ -1,16 +1,19 @@
 """The clients of a pool: let in, looked after, told to drain, given up."""
 
+import time
+
 from ipc.arena_grants import ArenaGrants
 from ipc.descriptors import Cancel
 from ipc.endpoints import new_token
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
-from ipc.parameters import Limits
 from ipc.places import ClientPlace
 from ipc.reception import ASKED, Reception
-from ipc.ring import CLOSED, DRAINING, EVICTED, OPEN, RingLayout, Watch
-from ipc.session import VERSION, Attach, Attached, Refused, Served
+from ipc.ring import CLOSED, DRAINING, EVICTED, Watch
+from ipc.session import VERSION, Attach, Attached, Refused
 from ipc.statistics import ServerStatistics
+from ipc.terms import Terms
 
+RENEW_NS = 2_000_000_000  # how long a client may take to open a session in the place of an idle one
 JOIN_NS = 10_000_000_000  # how long a client may take to open its rings; longer than those that try again wait
 _MAX_NAME = 100
 
@@ -18,22 +21,12 @@ _MAX_NAME = 100
 class Roster:
     """Who is attached, by handle and in turns, and the sessions' beginnings and ends. One thread; never waits.
 
-    layouts: of every client's request and result ring. max_dim: of the longest vector. max_clients: places.
+    terms: of sessions opened from now on. max_clients: how many may have such; a session that is being renewed does not
+    count, and of those there may be as many again.
     """
 
-    def __init__(
-        self,
-        reception: Reception,
-        served: tuple[Served, ...],
-        limits: Limits,
-        layouts: tuple[RingLayout, RingLayout],
-        epoch: int,
-        max_dim: int,
-        max_clients: int,
-        arena: ArenaGrants,
-    ) -> None:
-        self._reception, self._served, self._limits, self._layouts = reception, served, limits, layouts
-        self._epoch, self._max_dim, self._max_clients, self._arena = epoch, max_dim, max_clients, arena
+    def __init__(self, reception: Reception, terms: Terms, max_clients: int, arena: ArenaGrants) -> None:
+        self._reception, self._terms, self._max_clients, self._arena = reception, terms, max_clients, arena
         self.clients: dict[int, ClientPlace] = {}
         self.turns: list[ClientPlace] = []
         self.turn = 0
@@ -52,7 +45,8 @@ class Roster:
         for client in tuple(self.turns):
             try:
                 absent = not client.joined and not client.has_joined() and now > client.granted_ns + JOIN_NS
-                if absent or client.pidfd in heard or client.requests.producer_state == CLOSED:
+                gone = absent or client.pidfd in heard or client.requests.producer_state == CLOSED
+                if gone or self._over(client, now):
                     self.counts["lost"] += 1
                     self._forget(client, CLOSED)
                     continue
@@ -64,6 +58,15 @@ class Roster:
         if ASKED in heard:  # last: a new client may take the place of one that is gone
             for asker, attach in self._reception.asks():
                 self._reception.answer(asker, self._answer(attach))
+
+    def _over(self, client: ClientPlace, now: int) -> bool:
+        """Whether a session that is being renewed has nothing to end, and its client had time to leave it.
+
+        What the client may write at this very moment is lost with the session, and asked again.
+        """
+        if not client.renewed_ns or now < client.renewed_ns + RENEW_NS:
+            return False
+        return not client.outstanding and not client.requests.ready(1)
 
     def _answer(self, attach: Attach | Refused) -> Attached | Refused:
         if isinstance(attach, Refused):
@@ -84,16 +87,17 @@ class Roster:
             raise InvalidArgument(f"a name has at most {_MAX_NAME} characters, got {len(attach.name)}")
         if self._draining:
             raise InvalidArgument("the pool is draining")
-        if len(self.clients) >= self._max_clients:
+        renewed = sum(client.renewed_ns > 0 for client in self.turns)
+        if len(self.turns) - renewed >= self._max_clients or len(self.turns) >= 2 * self._max_clients:
             raise InvalidArgument(f"all {self._max_clients} places for clients are taken")
         handle, token = self.next_handle, new_token().encode()
-        client = ClientPlace.make(handle, attach, token, self._reception, self._layouts, self._epoch, self._max_dim)
+        client = ClientPlace.make(handle, attach, token, self._reception, self._terms)
         self.next_handle += 1
         self.clients[handle] = client
         self.turns.append(client)
         self._watch_all()
         grant = self._arena.grant(client) if attach.arena else None
-        return client.welcome(token, self._served, self._limits, self._reception.bell_endpoint, grant)
+        return client.welcome(token, self._reception.bell_endpoint, grant)
 
     def evict(self, client: ClientPlace) -> None:
         """It wrote what no correct client writes."""
@@ -118,11 +122,28 @@ class Roster:
         self.turn = 0
         self.watch = Watch([client.requests for client in self.turns])
 
+    def renew(self, terms: Terms) -> None:
+        """Open sessions on other terms from now on; tell the attached clients to leave theirs."""
+        self._terms, now = terms, time.monotonic_ns()
+        for client in self.turns:
+            if not client.renewed_ns:
+                client.renewed_ns = now
+                client.requests.set_state(DRAINING)
+                client.bell.ring()
+
+    def offers(self, collection: str, identity: str) -> bool:
+        """Whether the terms of today, or of a session that lasts, offer this content of a collection."""
+        every = (self._terms, *(client.terms for client in self.turns))
+        return any(
+            (one.name, one.identity) == (collection, identity) for terms in every for one in terms.catalogue.served
+        )
+
     def drain(self) -> None:
         """Let nobody in; tell the attached ones, or those told already that it is over."""
+        state = CLOSED if self._draining else DRAINING
         self._draining = True
         for client in self.turns:
-            client.requests.set_state(DRAINING if client.requests.consumer_state == OPEN else CLOSED)
+            client.requests.set_state(state)
             client.bell.ring()
 
     def close(self) -> None:

@@ -21,15 +21,13 @@ from ipc.descriptors import (
 )
 from ipc.device_arena import DeviceArena
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
-from ipc.memo import Memo
-from ipc.parameters import Limits, Unpacked, unpack
 from ipc.places import ClientPlace
 from ipc.reception import Reception
-from ipc.ring import RingLayout
 from ipc.roster import Roster
-from ipc.session import Served
+from ipc.session import Catalogue, Served
 from ipc.spin import SpinBudget
 from ipc.statistics import ServerStatistics
+from ipc.terms import Terms
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
 LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are requests
@@ -43,12 +41,12 @@ _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 class RingServer:
     """Serves searches to clients through shared memory. One thread; nothing here blocks except `wait`.
 
-    RingServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` name → vector
-    dimension; `shards` name → (this pool's shard, number of shards), for collections that are split; `epoch` 0..2³²-1,
-    another one in every life of this process; `ring_slots` requests a client may have outstanding; `max_k`, `max_top_m`
-    limits of what a descriptor may ask (over them: status 'invalid_request'); `spin_us` how long `wait` looks at the
-    rings, at most, before it sleeps (`SpinBudget` learns how long it is worth); `arena` where clients may put their
-    vectors instead of into their rings: who asks is granted one `max_clients`-th of its slots, at most `ring_slots`.
+    RingServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
+    simply name → vector dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a
+    client may have outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status
+    'invalid_request'); `spin_us` how long `wait` looks at the rings, at most, before it sleeps (`SpinBudget` learns how
+    long it is worth); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
+    `max_clients`-th of its slots, at most `ring_slots`.
 
     A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
     client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
@@ -57,10 +55,9 @@ class RingServer:
     def __init__(
         self,
         endpoint: str,
-        collections: Mapping[str, int],
+        collections: Catalogue | Mapping[str, int],
         *,
         epoch: int,
-        shards: Mapping[str, tuple[int, int]] | None = None,
         ring_slots: int = 256,
         max_k: int = 128,
         max_top_m: int = 1024,
@@ -68,25 +65,24 @@ class RingServer:
         spin_us: float = 200.0,
         arena: DeviceArena | None = None,
     ) -> None:
-        self._limits = Limits.checked(collections, max_k, max_top_m)
         if max_clients < 1 or spin_us < 0:
             raise InvalidArgument(f"max_clients {max_clients} must be at least 1, spin_us {spin_us} at least 0")
         self.endpoint = endpoint
         self.epoch = epoch
-        split = shards or {}
-        served = tuple(Served(name, dim, *split.get(name, (0, 1))) for name, dim in collections.items())
-        self._max_dim = max(collections.values())
-        layouts = (RingLayout(ring_slots, 4 * self._max_dim), RingLayout(ring_slots, 12 * max_k))
+        self._sizes = (ring_slots, max_k, max_top_m)
+        terms = self._terms(collections)
         self._spin = SpinBudget(int(spin_us * 1000))
-        self._unpacked: Memo[bytes, Unpacked] = Memo(lambda packed: unpack(packed, epoch, self._limits))
         self._next_housekeeping = 0
         each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
         self._arena = ArenaGrants(arena, each)
         self._reception = Reception(endpoint)
-        self._roster = Roster(
-            self._reception, served, self._limits, layouts, epoch, self._max_dim, max_clients, self._arena
-        )
+        self._roster = Roster(self._reception, terms, max_clients, self._arena)
         self._clients = self._roster.clients
+
+    def _terms(self, collections: Catalogue | Mapping[str, int]) -> Terms:
+        if not isinstance(collections, Catalogue):
+            collections = Catalogue(tuple(Served(name, dim) for name, dim in collections.items()))
+        return Terms(collections, self.epoch, *self._sizes)
 
     # ---- requests
 
@@ -118,7 +114,8 @@ class RingServer:
         return requests
 
     def _read(self, client: ClientPlace, limit: int, now: int, requests: list[Request]) -> None:
-        ring, outstanding, known = client.requests, client.outstanding, self._unpacked
+        ring, outstanding, terms = client.requests, client.outstanding, client.terms
+        known, max_dim = terms.unpacked, terms.max_dim
         count = ring.ready(limit)
         room = client.results.room - len(outstanding)
         if room < count:
@@ -153,7 +150,7 @@ class RingServer:
                     vector = self._arena.take(client, slot, dim)
                 else:
                     vector = client.vectors[slot].copy()
-                    if dim != self._max_dim:
+                    if dim != max_dim:
                         vector = vector[:dim]
                 requests.append(Request(client.handle, request_id, parameters, deadline, enqueue, now, vector))
         finally:
@@ -222,7 +219,7 @@ class RingServer:
         if sent == atomics.TOO_LARGE:
             raise InvalidArgument(
                 f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to "
-                f"{self._limits.max_k}"
+                f"{found.terms.limits.max_k}"
             )
         del found.outstanding[request_id]
         if found.cancelled:
@@ -299,6 +296,18 @@ class RingServer:
     def _housekeep(self, now: int) -> None:
         self._roster.look_after(now)
         self._next_housekeeping = now + HOUSEKEEPING_NS
+
+    def renew(self, catalogue: Catalogue) -> None:
+        """Offer another catalogue: sessions opened from now on have it, the present ones drain.
+
+        A client of theirs that wants to go on attaches anew, beside its old session, which ends when what is in flight
+        there has ended. Raises `InvalidArgument`; nothing has changed then.
+        """
+        self._roster.renew(self._terms(catalogue))
+
+    def in_use(self, collection: str, identity: str) -> bool:
+        """Whether a session lasts that offers this content of a collection."""
+        return self._roster.offers(collection, identity)
 
     def drain(self) -> None:
         """Take no new clients; the attached ones' `submit` raises `Draining`. What is in flight goes on."""

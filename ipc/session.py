@@ -8,7 +8,7 @@ from ipc.errors import InvalidArgument
 from ipc.memory import MemoryReference, Pid
 from ipc.ring import RingLayout
 
-VERSION = 3
+VERSION = 4
 _PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -30,13 +30,60 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     arena: bool = False
 
 
+MAX_IDENTITY = 128
+MAX_REASON = 500
+
+
 class Served(msgspec.Struct, frozen=True):
-    """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has."""
+    """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has.
+
+    `identity` names its content: ids of an answer are those of this content and no other. Raises `InvalidArgument`.
+    """
 
     name: str
     dim: int
     shard: int = 0
     shards: int = 1
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise InvalidArgument(f"collection {self.name!r} has dimension {self.dim}, 1 is the least")
+        if not 0 <= self.shard < self.shards:
+            raise InvalidArgument(f"collection {self.name!r} has no shard {self.shard} of {self.shards}")
+        if len(self.identity) > MAX_IDENTITY:
+            raise InvalidArgument(f"an identity has at most {MAX_IDENTITY} characters, got {len(self.identity)}")
+
+
+class Unserved(msgspec.Struct, frozen=True):
+    """A collection that a pool would serve if it could, and why it cannot. Raises `InvalidArgument`."""
+
+    name: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > MAX_REASON:
+            raise InvalidArgument(f"a reason has at most {MAX_REASON} characters, got {len(self.reason)}")
+
+
+class Catalogue(msgspec.Struct, frozen=True):
+    """What a pool offers; a session keeps the one it was opened with.
+
+    Raises `InvalidArgument` for a name used twice, or none.
+    """
+
+    served: tuple[Served, ...]
+    unserved: tuple[Unserved, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [*(one.name for one in self.served), *(one.name for one in self.unserved)]
+        if not names or len(set(names)) < len(names):
+            raise InvalidArgument(f"at least one collection, each with a name of its own; got {names}")
+
+    @property
+    def max_dim(self) -> int:
+        """Of the longest vector; 1 if nothing is served."""
+        return max((served.dim for served in self.served), default=1)
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -68,7 +115,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     memory: MemoryReference
     requests: RingLayout
     results: RingLayout
-    collections: tuple[Served, ...]
+    catalogue: Catalogue
     max_k: int
     max_top_m: int
     token: bytes

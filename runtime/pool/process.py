@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
 from gpu.slots import MAX_SLOTS
-from ipc import IpcError, Memo, Parameters, Request, RingServer, Stage
+from ipc import Catalogue, IpcError, Memo, Parameters, Request, RingServer, Served, Stage
 from ipc.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Overloaded
 from runtime.node.config import CollectionSection, PoolSection
@@ -42,8 +42,7 @@ class Pool:
         policy = policy_of(limits)
         self._worker, self._table = worker, worker.table
         self._targeted = policy.prefill_target_ns > 0
-        shards = {c.name: (worker.place.index % c.shards, c.shards) for c in config.collections}
-        indexes = {c.name: _open_index(c, shards[c.name][0]) for c in config.collections}
+        served, indexes = _open_collections(config.collections, worker.place.index)
         self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
@@ -55,9 +54,8 @@ class Pool:
         self._arena = _arena(worker, max(self._engine.dims.values()))
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
-            {name: index.dim for name, index in indexes.items()},
+            Catalogue(served),
             epoch=worker.epoch,
-            shards=shards,
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
@@ -323,12 +321,19 @@ def _direction(dim: int, number: int) -> NDArray[np.float32]:
     return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
 
 
-def _open_index(section: CollectionSection, shard: int) -> GraphIndex:
-    """The index that this worker serves. Raises `CollectionError`."""
-    found = Collection.open(Path(section.path)).shards
-    if len(found) != section.shards:
-        raise CollectionError(f"{section.path} was built with {len(found)} shards, not {section.shards}")
-    return found[shard]
+def _open_collections(
+    sections: tuple[CollectionSection, ...], number: int
+) -> tuple[tuple[Served, ...], dict[str, GraphIndex]]:
+    """What the worker of this number serves: of a collection that is split, one shard. Raises `CollectionError`."""
+    served, indexes = [], {}
+    for section in sections:
+        found = Collection.open(Path(section.path))
+        if len(found.shards) != section.shards:
+            raise CollectionError(f"{section.path} was built with {len(found.shards)} shards, not {section.shards}")
+        shard = number % section.shards
+        indexes[section.name] = index = found.shards[shard]
+        served.append(Served(section.name, index.dim, shard, section.shards, found.identity))
+    return tuple(served), indexes
 
 
 def _known(asked: Parameters) -> tuple[Kind, SearchParams]:

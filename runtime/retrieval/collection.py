@@ -68,12 +68,17 @@ class Collection:
     """An open collection. Read-only: any number of processes and threads may have it open."""
 
     def __init__(
-        self, indexes: Sequence[GraphIndex], documents: DocumentStore | None, embedder_name: str | None
+        self,
+        indexes: Sequence[GraphIndex],
+        documents: DocumentStore | None,
+        embedder_name: str | None,
+        identity: str,
     ) -> None:
         """Use `open`."""
         self.shards = tuple(indexes)  # one index, or as many as it was split into
         self.documents = documents  # by row, the indexes' ids; None in a collection of bare vectors
         self.embedder_name = embedder_name  # None: queries must come as vectors
+        self.identity = identity  # see `Manifest.identity`
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -91,7 +96,7 @@ class Collection:
         if documents is not None and documents.size != manifest.size:
             documents.close()
             raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
-        return cls(indexes, documents, manifest.embedder)
+        return cls(indexes, documents, manifest.embedder, manifest.identity)
 
     @property
     def index(self) -> GraphIndex:

@@ -117,9 +117,9 @@ class Dispatcher:
         self._routes, self._splits = {}, {}
         for number, pool in enumerate(self.pools):
             if pool.live and pool.client is not None:
-                for name, (shard, shards) in pool.client.shards.items():
-                    self._splits[name] = shards
-                    self._routes[name, shard] = (*self._routes.get((name, shard), ()), number)
+                for one in pool.client.catalogue.served:
+                    self._splits[one.name] = one.shards
+                    self._routes[one.name, one.shard] = (*self._routes.get((one.name, one.shard), ()), number)
 
     def _shards(self, collection: str) -> int:
         """Into how many shards a collection is split; 0 as long as no pool is up that could tell.

@@ -45,6 +45,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str = ""  # of this manifest, encoded with this field empty
 
     @property
+    def identity(self) -> str:
+        """Names the collection's content: equal for two if and only if all of their files are.
+
+        It is the checksum of this manifest, which has those of the documents and of each index's description, and that
+        has those of the arrays.
+        """
+        return self.sha256
+
+    @property
     def indexes(self) -> tuple[str, ...]:
         """The folders of its indexes, one a shard."""
         return index_folders(1 if self.shards is msgspec.UNSET else self.shards)

@@ -245,7 +245,7 @@ def _arena_words(client: RingClient) -> Any:
     from ipc.descriptors import SEARCH_ARENA
     from ipc.parameters import Limits, pack
 
-    limits = Limits(client.collections, client.max_k, client.max_top_m)
+    limits = Limits(client.catalogue, client.max_k, client.max_top_m)
     return pack(("docs", "prefill", 1, 64, 1, None), client.epoch, limits, SEARCH_ARENA)
 
 

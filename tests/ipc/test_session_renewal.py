@@ -1,0 +1,108 @@
+"""A pool whose catalogue changes: clients go on in a second session, and what began in the first ends there."""
+
+import pytest
+
+from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, Served, Unserved, roster
+from tests.ipc.conftest import WAYS
+from tests.ipc.processes import attach
+from tests.ipc.sessions import DIM, answer, ask, vector
+
+REBUILT = Catalogue((Served("docs", DIM, identity="second"), Served("code", 3)))
+
+
+def test_a_request_keeps_the_identity_of_the_session_it_came_through(server: RingServer, client: RingClient) -> None:
+    ask(client)
+    server.renew(REBUILT)
+    with attach(server) as other:
+        ask(other)
+        found = {request.client: request.parameters.identity for request in server.receive()}
+    assert list(found.values()) == ["", "second"]
+
+
+def test_in_a_renewed_pool_what_began_in_the_old_session_ends_there(server: RingServer, client: RingClient) -> None:
+    before = ask(client)
+    assert not client.draining
+    server.renew(REBUILT)
+    assert client.draining
+    with pytest.raises(Draining):
+        ask(client)
+    with attach(server) as renewed:
+        assert [served.identity for served in renewed.catalogue.served] == ["second", ""]
+        assert not renewed.draining
+        after = ask(renewed)
+        assert answer(server) == 2
+        assert [(r.request_id, r.status) for r in client.poll()] == [(before, "ok")]
+        assert [(r.request_id, r.status) for r in renewed.poll()] == [(after, "ok")]
+
+
+def test_a_session_that_was_renewed_and_has_nothing_to_end_is_closed(
+    server: RingServer, client: RingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(client)
+    monkeypatch.setattr(roster, "RENEW_NS", 0)
+    server.renew(REBUILT)
+    server.wait(0)
+    assert client.lost is None
+    assert server.in_use("docs", "")
+    answer(server)
+    server.wait(0)
+    assert [r.status for r in client.poll()] == ["ok"]
+    client.wait(0)
+    assert client.lost is not None
+    assert not server.in_use("docs", "")
+    assert server.in_use("docs", "second")
+
+
+def test_sessions_that_are_being_renewed_take_no_place_from_those_that_follow(server: RingServer) -> None:
+    old = [attach(server, **way) for way in (*WAYS.values(),)]
+    server.renew(REBUILT)
+    new = [attach(server) for _ in old]
+    assert server.statistics().clients == len(old) + len(new) == 6
+    for one in (*old, *new):
+        one.close()
+
+
+def test_a_collection_may_come_back_with_vectors_of_another_length(server: RingServer, client: RingClient) -> None:
+    old = ask(client)
+    server.renew(Catalogue((Served("docs", 2 * DIM, identity="wider"),)))
+    with attach(server, arena=True) as renewed:
+        assert not renewed.has_arena
+        new = renewed.submit(vector(1, 2 * DIM), collection="docs", stage="decode", k=1)
+        assert sorted(request.vector.shape for request in server.receive()) == [(DIM,), (2 * DIM,)]
+        with pytest.raises(InvalidArgument, match=r"shape \(16,\)"):
+            renewed.submit(vector(1, DIM), collection="docs", stage="decode", k=1)
+    assert (old, new) == (1, 1)
+
+
+def test_a_pool_that_can_serve_nothing_says_why(server: RingServer) -> None:
+    server.renew(Catalogue((), (Unserved("docs", "codes.npy is truncated"), Unserved("code", "gone"))))
+    with attach(server) as client:
+        assert client.catalogue.unserved[0] == Unserved("docs", "codes.npy is truncated")
+        with pytest.raises(InvalidArgument, match="no collection 'docs'"):
+            ask(client)
+
+
+@pytest.mark.parametrize(
+    "catalogue",
+    [
+        lambda: Catalogue(()),
+        lambda: Catalogue((Served("docs", 1),), (Unserved("docs", ""),)),
+        lambda: Served("docs", 0),
+        lambda: Served("docs", 1, 2, 2),
+        lambda: Served("docs", 1, identity="x" * 129),
+        lambda: Unserved("docs", "x" * 501),
+    ],
+    ids=["nothing", "twice", "no dimension", "no such shard", "long identity", "long reason"],
+)
+def test_a_catalogue_that_cannot_be_is_refused(catalogue: object) -> None:
+    with pytest.raises(InvalidArgument):
+        catalogue()  # type: ignore[operator]
+
+
+def test_a_pool_that_stops_while_it_is_renewed_lets_both_sessions_end(server: RingServer, client: RingClient) -> None:
+    ask(client)
+    server.renew(REBUILT)
+    server.drain()
+    assert client.lost is None
+    assert answer(server) == 1
+    assert [r.status for r in client.poll()] == ["ok"]
