@@ -162,11 +162,11 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
     assert tokenizer.vocabulary == 49152
     assert tokenizer.eos_ids == {2}
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.chat([Message("system", "S"), Message("user", "Hi")])[-len(tokenizer.encode(text)) :] == (
-        tokenizer.encode(text)
+    assert tokenizer.chat([Message("system", "S"), Message("user", "Hi")])[-len(tokenizer.prompt(text)) :] == (
+        tokenizer.prompt(text)
     )
-    assert tokenizer.encode(text)[0] == 1
-    assert tokenizer.encode("<|endoftext|>") == [0]
+    assert tokenizer.prompt(text)[0] == 1
+    assert tokenizer.prompt("<|endoftext|>") == [0]
     assert [tokenizer.decode([token]) for token in tokenizer.encode(" in 2026")] == [" in", " ", "2", "0", "2", "6"]
     assert "named SmolLM" in tokenizer.decode(tokenizer.chat([Message("user", "Hi")]))
 

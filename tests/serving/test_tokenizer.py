@@ -36,7 +36,7 @@ def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_are_one_token_each_and_no_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("<|im_start|>a<|im_end|>") == [1, tokenizer.encode("a")[0], 2]
+    assert tokenizer.prompt("<|im_start|>a<|im_end|>") == [1, tokenizer.encode("a")[0], 2]
     assert tokenizer.decode([1, *tokenizer.encode("a"), 2]) == "a"
 
 
@@ -45,7 +45,7 @@ def test_chat_and_encode_agree_with_transformers(tokenizer: Tokenizer, tiny_dire
     theirs = transformers.AutoTokenizer.from_pretrained(tiny_directory)
     turns = [{"role": message.role, "content": message.content} for message in MESSAGES]
     assert tokenizer.chat(MESSAGES) == theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.encode("a b\n", special=True) == theirs("a b\n").input_ids
+    assert tokenizer.prompt("a b\n") == theirs("a b\n").input_ids
     assert tokenizer.eos_ids == {theirs.eos_token_id}
     assert tokenizer.vocabulary == len(theirs)
 
@@ -88,8 +88,3 @@ def test_a_damaged_file_is_named(copied: Path, name: str) -> None:
     (copied / name).write_text("{% if")
     with pytest.raises(ModelError, match=name if name.endswith("json") else "chat template"):
         Tokenizer.load(copied)
-
-
-def test_plain_text_has_no_markers_of_special_tokens_even_nested_ones(tokenizer: Tokenizer) -> None:
-    assert tokenizer.plain("a<|im_end|>b") == "ab"
-    assert tokenizer.plain("<|im_<|im_end|>end|>x <|im_start|") == "x <|im_start|"

@@ -90,7 +90,7 @@ def _fit(tokenizer: Tokenizer, passages: Sequence[Passage], room: int) -> tuple[
     texts: list[str] = []
     used: list[Passage] = []
     for passage in sorted(passages, key=lambda passage: passage.distance):
-        text = _passage_text(tokenizer, passage)
+        text = _passage_text(passage)
         ids = tokenizer.encode(text + "\n\n")
         if len(ids) <= room:
             texts.append(text)
@@ -104,8 +104,8 @@ def _fit(tokenizer: Tokenizer, passages: Sequence[Passage], room: int) -> tuple[
     return texts, tuple(used)
 
 
-def _passage_text(tokenizer: Tokenizer, passage: Passage) -> str:
-    title, text = tokenizer.plain(passage.title).strip(), tokenizer.plain(passage.text).strip()
+def _passage_text(passage: Passage) -> str:
+    title, text = passage.title.strip(), passage.text.strip()
     return f"[{title}]\n{text}" if title else text
 
 
@@ -117,9 +117,10 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Seq
     """The request's tokens, with `block` in its system message or before it, unless it is empty."""
     if messages:
         return tokenizer.chat(_with_system(messages, block) if block else messages)
+    before = f"{block}\n\n" if block else ""
     if isinstance(prompt, str):
-        return tokenizer.encode(f"{block}\n\n{prompt}" if block else prompt, special=True)
-    return (tokenizer.encode(block + "\n\n", special=True) if block else []) + list(prompt)
+        return tokenizer.prompt(prompt, before)
+    return (tokenizer.prompt("", before) if before else []) + list(prompt)
 
 
 def _with_system(messages: Sequence[Message], block: str) -> list[Message]:

@@ -1,6 +1,11 @@
-"""Text to token ids and back, from a model directory's `tokenizer.json`; needs neither torch nor transformers."""
+"""Text to token ids and back, from a model directory's `tokenizer.json`; needs neither torch nor transformers.
+
+A text never becomes a control token: whoever writes `<|im_end|>` into a message or a passage gets these ten characters
+in ordinary tokens. Only the chat template's own markers, and those in a raw prompt, are the tokens that they name.
+"""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +19,7 @@ from runtime.serving.messages import Message
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat template. Not for use by two threads at once."""
 
     def __init__(
         self,
@@ -24,14 +29,19 @@ class Tokenizer:
         eos_ids: frozenset[int],
     ) -> None:
         """Use `load`. `special` holds the template's variables `bos_token`, `eos_token` and so on."""
+        tokens.encode_special_tokens = True  # a marker in a text is text
         self._tokens = tokens
         self._template = _environment().from_string(template) if template else None
         self._special = special
-        self._markers = sorted(
-            (token.content for token in tokens.get_added_tokens_decoder().values() if token.special),
-            key=len,
-            reverse=True,
-        )
+        added = tokens.get_added_tokens_decoder().items()
+        self._control = {token.content: number for number, token in added if token.special}
+        longest_first = sorted(map(re.escape, self._control), key=len, reverse=True)
+        self._control_ids = frozenset(self._control.values())
+        self._marker = re.compile("|".join(longest_first) or "(?!)")
+        self._seal = _seal(self._control)
+        self._unseal = {ord(stand_in): code for code, stand_in in self._seal.items()}
+        self._unknown = self._control.get(getattr(tokens.model, "unk_token", None) or "")
+        self._begin, self._end = self._ends()
         self.eos_ids = eos_ids
         self.vocabulary: int = tokens.get_vocab_size()
 
@@ -59,10 +69,24 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template in {directory} is not valid: {error}") from error
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; with `special` as a whole prompt, with the tokens the model wants at its ends."""
-        ids: list[int] = self._tokens.encode(text, add_special_tokens=special).ids
-        return ids
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, none of them a control token. What the vocabulary has as one alone is left out."""
+        pieces = [text]
+        while True:
+            encodings = [self._tokens.encode(piece, add_special_tokens=False) for piece in pieces]
+            cut = [self._cut(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
+            if all(parts is None for parts in cut):
+                return [token for encoding in encodings for token in encoding.ids]
+            pieces = [part for piece, parts in zip(pieces, cut, strict=True) for part in parts or [piece]]
+
+    def prompt(self, text: str, before: str = "") -> list[int]:
+        """Token ids of a raw prompt with the tokens that the model wants at its ends.
+
+        Markers in `text` are the control tokens that they name: a raw prompt is where a client renders a template of
+        its own. `before` is put in front of it and is text alone.
+        """
+        ordinary = self._marker.search(before) is None
+        return [*self._begin, *self._render(before + text, before.translate(self._seal) + text, ordinary), *self._end]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens. Half characters become U+FFFD."""
@@ -74,24 +98,68 @@ class Tokenizer:
 
         Raises `InvalidRequest` if the model has no template or the template refuses the messages.
         """
+        contents = [message.content for message in messages]
+        roles = [message.role for message in messages]
+        ordinary = not any(map(self._marker.search, contents))
+        sealed = self._turns(roles, [content.translate(self._seal) for content in contents])
+        return self._render(self._turns(roles, contents), sealed, ordinary)
+
+    def _turns(self, roles: Sequence[str], contents: Sequence[str]) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a prompt instead of messages", "messages")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            text = self._template.render(messages=turns, add_generation_prompt=True, **self._special)
+            return self._template.render(messages=turns, add_generation_prompt=True, **self._special)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from error
-        return self.encode(text)
 
-    def plain(self, text: str) -> str:
-        """`text` without the markers of special tokens: a document must not be able to end a turn of the chat."""
-        while True:
-            cleaned = text
-            for marker in self._markers:
-                cleaned = cleaned.replace(marker, "")
-            if cleaned == text:  # removing one marker can bring the halves of another together
-                return text
-            text = cleaned
+    def _render(self, text: str, sealed: str, ordinary: bool) -> list[int]:
+        """Token ids of `text` with its markers as control tokens, except those that are not in `sealed`.
+
+        `sealed` is the same text with others' parts sealed, `ordinary` whether these are known to hold no marker. If
+        they do not make one with what is around them either, the text is tokenized in one piece, as transformers does.
+        """
+        if ordinary and self._marker.findall(text) == self._marker.findall(sealed):
+            self._tokens.encode_special_tokens = False
+            try:
+                ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
+                return ids
+            finally:
+                self._tokens.encode_special_tokens = True
+        tokens: list[int] = []
+        at = 0
+        for marker in self._marker.finditer(sealed):
+            tokens += self.encode(sealed[at : marker.start()].translate(self._unseal))
+            tokens.append(self._control[marker.group()])
+            at = marker.end()
+        return tokens + self.encode(sealed[at:].translate(self._unseal))
+
+    def _cut(self, text: str, encoding: tokenizers.Encoding) -> list[str] | None:
+        """`text` cut in the middle of every marker that the vocabulary itself spells; None if there is none."""
+        parts: list[str] = []
+        at = 0
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._control_ids and token != self._unknown:
+                parts.append(text[at : begin + 1] if end - begin > 1 else text[at:begin])
+                at = begin + 1
+        return [*parts, text[at:]] if at else None
+
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind a whole text."""
+        encoding = self._tokens.encode("a", add_special_tokens=True)
+        added = encoding.special_tokens_mask
+        begin = added.index(0) if 0 in added else len(added)
+        end = added[::-1].index(0) if 0 in added else 0
+        return encoding.ids[:begin], encoding.ids[len(added) - end :]
+
+
+def _seal(markers: Iterable[str]) -> dict[int, str]:
+    """What to replace in a text, so that no marker can come of it, character by character and so that it can be undone.
+
+    The stand-ins are surrogates, which no text has. White space stays, for templates strip it.
+    """
+    used = sorted({character for marker in markers for character in marker if not character.isspace()})
+    return {ord(character): chr(0xD800 + number) for number, character in enumerate(used)}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
