@@ -25,6 +25,7 @@ class Outcome:
     timings: dict[str, float] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()
     passages: list[str] = field(default_factory=list)
+    probed: set[int] = field(default_factory=set)  # after how many tokens probes brought passages
 
     @property
     def whole(self) -> bool:
@@ -69,7 +70,9 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     choice = event["choices"][0]
     outcome.tokens += len(choice.get("token_ids") or ())
     outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
-    outcome.passages += [passage["id"] for passage in event.get("retrieval", {}).get("passages", ())]
+    found = event.get("retrieval", {}).get("passages", ())
+    outcome.passages += [passage["id"] for passage in found]
+    outcome.probed |= {passage["at_token"] for passage in found} - {0}
     if choice["finish_reason"]:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 

@@ -224,11 +224,18 @@ class SimDecode:
     # ---- probes
 
     def _probe(self, row: SimRequest) -> None:
-        assert self._ask is not None
         self.count_row_time()
         self.stalled += 1
         self.probes += 1
         waits = True
+        search: Search | None = None
+        deadline_ns = self._events.now_ns + _PROBE_TIMEOUT_NS
+
+        def embedded() -> None:
+            nonlocal search
+            assert self._ask is not None
+            if waits:
+                search = self._ask(deadline_ns, over)
 
         def over(status: str) -> None:
             nonlocal waits
@@ -239,12 +246,12 @@ class SimDecode:
             self.stalled -= 1
             if status == "ok" and self._random.random() < self._workload.probe_hit:
                 self._append(row)
-            elif status == "timeout":
+            elif status == "timeout" and search is not None:
                 self._forget(search)
             self._go_on_after_probe(row)
 
-        search = self._ask(self._events.now_ns + _PROBE_TIMEOUT_NS, over)
-        self._events.after(_PROBE_TIMEOUT_NS, lambda: over("timeout"))
+        self._events.after(ns(self._times.embed_s), embedded)
+        self._events.at(deadline_ns, lambda: over("timeout"))
 
     def _append(self, row: SimRequest) -> None:
         """New passages: a chunk that goes through the model with the row's next step."""
