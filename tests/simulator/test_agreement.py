@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc import Parameters, Request, Stage
+from ipc import Parameters, Request, Served, Stage
 from runtime.node.config import PoolSection, SloSection, parse_config
 from runtime.node.metrics import metrics_of
 from runtime.node.placement import resolve
@@ -138,7 +138,7 @@ def real_loop(
 ) -> list[Fate]:
     machine = Machine(queries, limits["slots"] + limits["spare_slots"])
     index = SimpleNamespace(dim=1)
-    patch.setattr(process, "_open_index", lambda *a: index)
+    patch.setattr(process, "_open_collections", lambda *a: ((Served("docs", 1),), {"docs": index}))
     patch.setattr(process, "_open", lambda *a: machine)
     patch.setattr(process, "RingServer", lambda *a, **k: machine)
     patch.setattr(process, "_direction", lambda dim, number: np.full(1, -1.0))
