@@ -89,6 +89,13 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             "{{ $labels.worker }} of {{ $labels.node }} does not serve",
         ),
         Alert(
+            "TrinityWorkerCannotRun",
+            [Condition("trinity_worker_failed_starts", ">=", 3)],
+            0,
+            "page",
+            "{{ $labels.worker }} of {{ $labels.node }} cannot run; the others go on without it",
+        ),
+        Alert(
             "TrinityWorkerRestarts",
             [Condition(f"increase(trinity_worker_restarts_total[{window(900)}])", ">", 3)],
             0,

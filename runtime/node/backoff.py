@@ -7,7 +7,7 @@ class Backoff:
     """Doubling delays with jitter; a run of `healthy_s` or longer starts over. Delays in seconds."""
 
     def __init__(
-        self, source: random.Random, first_s: float = 0.1, most_s: float = 10.0, healthy_s: float = 30.0
+        self, source: random.Random, first_s: float = 0.1, most_s: float = 60.0, healthy_s: float = 30.0
     ) -> None:
         self._source = source
         self._first_s = first_s
@@ -16,7 +16,7 @@ class Backoff:
         self._failures = 0
 
     def next_delay(self, ran_s: float) -> float:
-        """The delay after a run of `ran_s` seconds: between a half and the whole of the doubled step."""
+        """The delay after a run of `ran_s` seconds, 0 if it never got ready: the half to the whole of the step."""
         if ran_s >= self._healthy_s:
             self._failures = 0
         step = min(self._most_s, self._first_s * 2.0 ** min(self._failures, 64))

@@ -12,14 +12,13 @@ their clients know them from the start. The frontend is fixed.
 
 import itertools
 import logging
-import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from runtime.errors import InvalidRequest
-from runtime.node.child import Child, Phase
+from runtime.node.child import Child, Desired, Phase
 from runtime.node.config import Role
 from runtime.node.placement import NodePlan, WorkerPlan
 
@@ -42,10 +41,9 @@ class Changes:
         *,
         begin: Callable[[WorkerPlan], None],
         end: Callable[[Child], None],
-        clock: Callable[[], float],
     ) -> None:
         self._children, self._config, self._planned = children, plan.config, plan.workers
-        self._begin, self._end, self._clock = begin, end, clock
+        self._begin, self._end = begin, end
         self._flips: dict[str, str] = {}  # the new worker → the one that it is there for
 
     def ask(self, verb: Verb, what: str) -> tuple[str, ...]:
@@ -77,14 +75,10 @@ class Changes:
                 del self._flips[child.name]
                 if old.phase is Phase.READY:
                     self._drain(old)
-            if child.leaving and child.process is None:
+            if child.desired is Desired.GONE and child.process is None:
                 self._flips.pop(child.name, None)
                 self._end(child)
                 log.info("%s has left", child.name)
-            elif child.leaving and self._clock() > child.due:
-                log.warning("%s has not drained within %.0f s: killed", child.name, self._config.http.request_timeout_s)
-                child.kill_group()
-                child.due = float("inf")
 
     @property
     def vacant(self) -> tuple[WorkerPlan, ...]:
@@ -127,13 +121,7 @@ class Changes:
 
     def _drain(self, child: Child) -> None:
         log.info("%s leaves: it drains first", child.name)
-        child.leaving, child.rolling = True, False
-        child.due = self._clock() + self._config.http.request_timeout_s
-        if child.phase is Phase.READY:
-            child.phase = Phase.DRAINING
-            child.send(signal.SIGHUP)
-        elif child.phase is not Phase.DRAINING:  # it restarts, say
-            child.kill_group()  # what is not ready holds nothing
+        child.desired = Desired.GONE
 
     def _leavers(self, what: str, *more: Role) -> list[Child]:
         """The workers that are meant, if they can be spared. Those of a GPU need not be ready: it may be broken."""
@@ -188,7 +176,7 @@ class Changes:
         return child.phase is Phase.READY and not self._leaves(child)
 
     def _leaves(self, child: Child) -> bool:
-        return child.leaving or child.name in self._flips.values()
+        return child.desired is Desired.GONE or child.name in self._flips.values()
 
     def _named(self, name: str) -> Child | None:
         return next((child for child in self._children if child.name == name), None)

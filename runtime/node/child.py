@@ -17,30 +17,45 @@ from runtime.node.placement import WorkerPlan
 from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
 
+MOST_FAILED_STARTS = 3  # one after the other: then it is a worker that cannot run
 _MOST_STACKS = 32 << 10  # bytes
 COMMAND = (sys.executable, "-m", "runtime.node.worker")
 
 
-class Phase(Enum):
-    """What the supervisor knows of a worker."""
+class Desired(Enum):
+    """What shall become of a worker."""
 
+    RUN = "run"
+    RESTART = "restart"  # its process ends, drained, and another one begins
+    GONE = "gone"  # its process ends, drained, and no other begins
+
+
+class Phase(Enum):
+    """Where a worker is (see `lifecycle`). In BACKOFF, STOPPED and FATAL it has no process."""
+
+    BACKOFF = "backoff"
     STARTING = "starting"
     READY = "ready"
-    KILLED = "killed"
     DRAINING = "draining"
-    BACKOFF = "backoff"
+    KILLED = "killed"
     STOPPED = "stopped"
     FATAL = "fatal"
 
 
 @dataclass
 class Child:
-    """A worker of the plan and the process that is it now, if one is. `due`: when its phase calls for the next act."""
+    """A worker of the plan and the process that is it now, if one is. `due`: when its phase calls for the next act.
+
+    `needed`: the node is not ready before this worker was. `failed_starts`: one after the other. `failure`: how its
+    last life ended, if it should have gone on.
+    """
 
     place: WorkerPlan
     table: WorkerTable
     backoff: Backoff
-    phase: Phase = Phase.STOPPED
+    needed: bool = True
+    desired: Desired = Desired.RUN
+    phase: Phase = Phase.BACKOFF
     process: subprocess.Popen[bytes] | None = None
     epoch: int = 0
     restarts: int = 0
@@ -49,10 +64,8 @@ class Child:
     was_ready: bool = False  # in any of its lives
     exit_code: int | None = None
     failed_starts: int = 0
-    rolling: bool = False  # its end is wanted, and so is its next life
+    failure: str = ""
     stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal
-    added: bool = False  # while the node ran: the node goes on without it
-    leaving: bool = False  # its end is wanted, and no other life
 
     @property
     def name(self) -> str:
@@ -68,10 +81,28 @@ class Child:
         """Seconds since its loop's last heartbeat."""
         return self.table.age_s(time.monotonic_ns())
 
+    @property
+    def cannot_run(self) -> bool:
+        """Whether it said so at its last start, or failed to start time after time."""
+        return self.failed_starts >= MOST_FAILED_STARTS
+
+    def note(self, now_s: float) -> str:
+        """What people should know of it, in a line; "" if nothing."""
+        if not self.failure:
+            return self.table.note
+        if self.phase is Phase.BACKOFF:
+            return f"{self.failure}; starts again in {max(0.0, self.due - now_s):.0f} s"
+        return self.failure
+
     def send(self, kind: signal.Signals) -> None:
         """A signal to its process, which may have just ended."""
         if self.process is not None:
             self.process.send_signal(kind)
+
+    def drain(self, kind: signal.Signals, until: float) -> None:
+        """Have its process finish what it has and end. SIGHUP: in a node that goes on, SIGTERM: in one that stops."""
+        self.phase, self.due = Phase.DRAINING, until
+        self.send(kind)
 
     def take_stacks(self) -> str:
         """What its process, which has ended, wrote there: "" if it did not end by such a signal."""

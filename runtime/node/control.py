@@ -25,7 +25,8 @@ _MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One worker as the supervisor sees it; `pid` 0 means that no process runs.
 
-    `note`: what people should know of it, in a line; "" if nothing.
+    `failed_starts`: of its starts since it was last ready; 3 and more if it cannot run. `note`: what people should know
+    of it, in a line; "" if nothing.
     """
 
     name: str
@@ -38,6 +39,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     device: str
     cores: tuple[int, ...]
     note: str = ""
+    failed_starts: int = 0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -159,7 +161,7 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
 
 
 def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Restart one worker, or with "" all, one after the other; returns when all have come back.
+    """Restart one worker, or with "" all, one after the other; returns when they have come back.
 
     Raises `InvalidRequest` for a worker that does not exist, `DeadlineExceeded` after `timeout_s` seconds.
     """
@@ -170,10 +172,10 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[
     while True:
         status = node_status(info)
         wanted = [found for found in status.workers if not worker or found.name == worker]
-        if status.ready and all(found.epoch > before[found.name] for found in wanted):
+        if all(found.phase == "ready" and found.epoch > before.get(found.name, 0) for found in wanted):
             return
         if clock() > end:
-            left = ", ".join(found.name for found in wanted if found.epoch == before[found.name])
+            left = ", ".join(found.name for found in wanted if found.epoch == before.get(found.name, 0))
             raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {left or 'the last one is not ready'}")
         select.select([], [], [], _LOOK_S)
 

@@ -97,6 +97,9 @@ class NodeFigures:
         yield _gauge("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", worker, age)
         state = [((s.name, s.phase), 1.0) for s in statuses]
         yield _gauge("trinity_worker_state", "The worker's state, 1", ("worker", "state"), state)
+        failed = [((s.name,), float(s.failed_starts)) for s in statuses]
+        help = "Starts of the worker that failed since it was last ready; 3 and more: it cannot run"
+        yield _gauge("trinity_worker_failed_starts", help, worker, failed)
         restarts = CounterMetricFamily("trinity_worker_restarts_total", "Restarts of the worker", labels=worker)
         for status in statuses:
             restarts.add_metric([status.name], status.restarts)

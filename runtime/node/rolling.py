@@ -1,23 +1,20 @@
 """A rolling restart: one worker after the other drains, ends and comes back, while the others serve."""
 
 import logging
-import signal
 from collections import deque
 from collections.abc import Sequence
 
-from runtime.node.child import Child, Phase
+from runtime.node.child import Child, Desired, Phase
 
 log = logging.getLogger("supervisor")
 
 
 class Rolling:
-    """The workers that are to be restarted, and the one that is just now. `drain_s` bounds each one's drain."""
+    """The workers that are to be restarted, and whose turn it is."""
 
-    def __init__(self, children: Sequence[Child], drain_s: float) -> None:
+    def __init__(self, children: Sequence[Child]) -> None:
         self._children = children  # the supervisor's own: workers come and go
-        self._drain_s = drain_s
         self._waiting: deque[Child] = deque()
-        self._current: Child | None = None
 
     def ask(self, name: str) -> str:
         """Restart one worker, or with "" all of them. Returns what is wrong with that, "" if nothing is."""
@@ -25,26 +22,24 @@ class Rolling:
         if not chosen:
             return f"no worker {name!r}; there are {', '.join(child.name for child in self._children)}"
         for child in chosen:
-            if child not in self._waiting and child is not self._current:
+            if child not in self._waiting and child.desired is not Desired.RESTART:
                 self._waiting.append(child)
         return ""
 
     def step(self, now_s: float) -> None:
-        """Go on where that is possible: the next begins only when every worker is ready."""
-        child = self._current
-        if child is not None and child.rolling:
-            if child.phase is Phase.DRAINING and now_s > child.due:
-                log.warning("%s has not drained within %.0f s: killed", child.name, self._drain_s)
-                child.kill_group()
-                child.due = float("inf")
+        """Go on where that is possible: the next begins when every worker is ready, but for those that cannot run.
+
+        One of these is started at once, whatever its back-off: who asks for that may have mended what it lacked.
+        """
+        if not all(child.phase is Phase.READY or child.cannot_run for child in self._children):
             return
-        if not all(child.phase is Phase.READY for child in self._children):
+        while self._waiting:
+            child = self._waiting.popleft()
+            if child not in self._children or child.desired is Desired.GONE:  # it has left the node meanwhile
+                continue
+            if child.phase is Phase.READY:
+                log.info("%s restarts: it drains first", child.name)
+                child.desired = Desired.RESTART
+            elif child.phase is Phase.BACKOFF:
+                child.due = now_s
             return
-        self._current = None
-        while self._waiting and self._waiting[0] not in self._children:  # it has left the node meanwhile
-            self._waiting.popleft()
-        if self._waiting:
-            self._current = child = self._waiting.popleft()
-            log.info("%s restarts: it drains first", child.name)
-            child.rolling, child.phase, child.due = True, Phase.DRAINING, now_s + self._drain_s
-            child.send(signal.SIGHUP)

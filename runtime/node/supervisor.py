@@ -1,6 +1,6 @@
 """The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
 
-Its loop: serve the control socket → reap the dead → stop what hangs → roll, change → start what is due → tune.
+Its loop: serve the control socket → reap the dead → roll, change → bring each worker nearer to what is desired → tune.
 Workers are its children and die with it; nothing of a node outlives its supervisor.
 """
 
@@ -19,12 +19,13 @@ from msgspec.structs import replace
 
 from runtime.node.backoff import Backoff
 from runtime.node.changes import Changes
-from runtime.node.child import COMMAND, Child, Phase, how, kill_group, spawn
+from runtime.node.child import COMMAND, Child, Desired, Phase, spawn
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
 from runtime.node.control_loop import ControlLoop
 from runtime.node.exporter import NodeCollector, render
 from runtime.node.figures import NodeFigures, node_version, usage_of
 from runtime.node.gpus import Gpus
+from runtime.node.lifecycle import Lifecycle
 from runtime.node.listen import listen
 from runtime.node.log import log_directory, log_to_file
 from runtime.node.metrics import metrics_of
@@ -36,8 +37,6 @@ from runtime.node.worker import EXIT_CONFIG, WorkerSpec
 
 _STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
 _POLL_S = 0.1
-_FAILED_STARTS = 3  # a worker that never got ready is not tried more often; one that was once, for as long as it takes
-_LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed
 
 log = logging.getLogger("supervisor")
 
@@ -61,12 +60,13 @@ class Supervisor:
         self._random = random.Random(seed)
         self._epochs: dict[str, int] = {}  # the last of each worker that has left
         self._children = [self._child(place) for place in plan.workers]
+        self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
         tables = {child.place.name: child.table for child in self._children}
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
         self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
-        self._rolling = Rolling(self._children, plan.config.node.drain_s)
-        self._changes = Changes(self._children, plan, begin=self._begin, end=self._end, clock=clock)
+        self._rolling = Rolling(self._children)
+        self._changes = Changes(self._children, plan, begin=self._begin, end=self._end)
         self._stop_signals = 0
         self._announced = False
 
@@ -82,10 +82,10 @@ class Supervisor:
                 listen(self._plan.config.http) as listener,
                 ControlServer(self._plan.endpoint("control")) as control,
             ):
-                self._info = self._describe(listener)
+                self._info, self._listener = self._describe(listener), listener
                 run_dir.write(self._info)
                 self._catch_signals()
-                return self._serve(listener, control, on_ready)
+                return self._serve(control, on_ready)
         finally:
             self._kill_all()
             run_dir.release()
@@ -93,27 +93,24 @@ class Supervisor:
                 child.table.close()
                 child.take_stacks()
 
-    def _serve(self, listener: socket.socket, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
-        for child in self._children:
-            self._start(child, listener)
+    def _serve(self, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
         while True:
-            self._wait(control)
-            self._answer(control)
-            self._reap()
+            self._lifecycle.reap(self._children)
             if fatal := [child.exit_code for child in self._children if child.phase is Phase.FATAL]:
-                self._stop_all(control, listener)
+                self._stop_all(control)
                 return EXIT_CONFIG if EXIT_CONFIG in fatal else 1
-            self._watch()
             if self._stop_signals:
-                self._stop_all(control, listener)
+                self._stop_all(control)
                 return 0
             self._rolling.step(self._clock())
             self._changes.step()
-            self._restart_due(listener)
+            self._lifecycle.reconcile(self._children)
             self._control_loop.step(self._clock())
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
                 self._announced = True
                 on_ready(self._info)
+            self._wait(control)
+            self._answer(control)
 
     # ---- the steps of the loop
 
@@ -146,98 +143,28 @@ class Supervisor:
             change=self._changes.ask,
         )
 
-    def _reap(self) -> None:
-        for child in self._children:
-            if child.process is None or (code := child.process.poll()) is None:
-                continue
-            kill_group(child.process.pid)  # what it started and left behind
-            child.process, child.exit_code = None, code
-            if stacks := child.take_stacks():
-                log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
-            if child.leaving:
-                child.phase = Phase.STOPPED
-                continue
-            if child.rolling:
-                child.phase, child.due = Phase.BACKOFF, self._clock()
-                continue
-            if child.phase is Phase.DRAINING:
-                child.phase = Phase.STOPPED
-                continue
-            self._ended(child, how(code))
-
-    def _ended(self, child: Child, how: str) -> None:
-        """A life is over, or could not begin: the next one after a while, or none."""
-        child.was_ready = child.was_ready or child.says_ready  # if it died before `_watch` could see it
-        if not child.was_ready:
-            child.failed_starts += 1
-        if child.exit_code == EXIT_CONFIG or child.failed_starts >= _FAILED_STARTS:
-            log.error("%s cannot run (%s): %s", child.name, how, "given up" if child.added else "the node stops")
-            child.phase = Phase.STOPPED if child.added else Phase.FATAL
-            child.leaving = child.added
-            return
-        child.phase = Phase.BACKOFF
-        delay = child.backoff.next_delay(ran_s=self._clock() - child.started)
-        child.due = self._clock() + delay
-        log.warning("%s ended (%s); it starts again in %.2f s", child.place.name, how, delay)
-
-    def _watch(self) -> None:
-        """Note who got ready; kill who hangs: a live process whose loop no longer writes its heartbeat."""
-        node = self._plan.config.node
-        for child in self._children:
-            if child.process is None:
-                continue
-            if child.phase is Phase.STARTING:
-                if child.says_ready:
-                    child.phase, child.was_ready = Phase.READY, True
-                elif self._clock() - child.started > node.start_s:
-                    self._kill(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
-            elif child.phase in (Phase.READY, Phase.DRAINING) and child.silent_s > node.heartbeat_s:
-                self._kill(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
-            elif child.phase is Phase.KILLED and self._clock() >= child.due:
-                child.kill_group()
-
-    def _kill(self, child: Child, reason: str) -> None:
-        """Abort it, so that it writes its threads' stacks; `_watch` kills what does not end by that."""
-        log.error("%s %s: killed", child.place.name, reason)
-        child.send(signal.SIGABRT)
-        child.phase, child.due = Phase.KILLED, self._clock() + _LAST_WORDS_S  # until it is reaped
-
-    def _restart_due(self, listener: socket.socket) -> None:
-        for child in self._children:
-            if child.phase is Phase.BACKOFF and self._clock() >= child.due:
-                child.restarts += not child.rolling
-                child.rolling = False
-                self._start(child, listener)
-
-    def _start(self, child: Child, listener: socket.socket) -> None:
-        child.epoch += 1
-        listen_fd = listener.fileno() if child.place.role == "frontend" else -1
+    def _spawn(self, child: Child) -> None:
+        """Give a worker a process. Raises `OSError`."""
+        child.take_stacks()  # of a life that could not begin
+        child.stack_fd = os.memfd_create(f"trinity-stacks-{child.name}")
         spec = WorkerSpec(
             plan=self._plan,
             worker=child.place.name,
             epoch=child.epoch,
             table=child.table.reference,
             supervisor_pid=os.getpid(),
-            listen_fd=listen_fd,
+            listen_fd=self._listener.fileno() if child.place.role == "frontend" else -1,
+            stack_fd=child.stack_fd,
         )
-        child.started, child.exit_code = self._clock(), None
-        try:
-            child.take_stacks()  # of a life that could not begin
-            child.stack_fd = os.memfd_create(f"trinity-stacks-{child.name}")
-            child.process = spawn(self._command, replace(spec, stack_fd=child.stack_fd), child.place)
-        except OSError as error:  # no memory or no process to be had just now
-            self._ended(child, f"could not be started: {error}")
-        else:
-            child.phase = Phase.STARTING
+        child.process = spawn(self._command, spec, child.place)
 
-    def _child(self, place: WorkerPlan) -> Child:
+    def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
         table = WorkerTable.create(place.role, place.name, metrics_of(place.role, self._plan.config.slo))
-        return Child(place, table, Backoff(self._random), epoch=self._epochs.get(place.name, 0))
+        return Child(place, table, Backoff(self._random), needed, epoch=self._epochs.get(place.name, 0))
 
     def _begin(self, place: WorkerPlan) -> None:
         """One more worker, started in this round of the loop."""
-        child = self._child(place)
-        child.added, child.rolling, child.phase = True, True, Phase.BACKOFF
+        child = self._child(place, needed=False)
         self._children.append(child)
         self._control_loop.joined(child.table)
         self._replan()
@@ -279,30 +206,28 @@ class Supervisor:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
 
-    def _stop_all(self, control: ControlServer, listener: socket.socket) -> None:
+    def _stop_all(self, control: ControlServer) -> None:
         """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
         log.info("draining (again to stop at once)")
-        listener.close()  # with the frontend's own gone, new connections are refused instead of left in a queue
+        self._listener.close()  # with the frontend's own gone, new connections are refused, not left in a queue
         bound = self._clock() + self._plan.config.node.drain_s
         patience = self._stop_signals
         for role in _STOP_ORDER:
             group = [child for child in self._children if child.place.role == role]
             for child in group:
-                starting = child.phase is Phase.STARTING
-                child.rolling = False
-                child.phase = Phase.STOPPED if child.process is None else Phase.DRAINING
-                if starting:
-                    child.kill_group()  # it holds nothing yet, and may be far from looking at signals
-                else:
-                    child.send(signal.SIGTERM)
+                child.desired = Desired.GONE
+                if child.phase in (Phase.READY, Phase.DRAINING):
+                    child.drain(signal.SIGTERM, until=bound)
+            self._lifecycle.reconcile(group)
             while any(child.process for child in group):
                 self._wait(control)
                 self._answer(control)
-                self._reap()
+                self._lifecycle.reap(self._children)
                 if self._clock() > bound or self._stop_signals > max(1, patience):
                     log.warning("not drained within %.0f s or asked again: killing", self._plan.config.node.drain_s)
                     self._kill_all()
                     return
+                self._lifecycle.reconcile(group)
 
     def _kill_all(self) -> None:
         for child in self._children:
@@ -329,8 +254,7 @@ class Supervisor:
 
     def status(self) -> NodeStatus:
         """The node as `trinity status` shows it."""
-        now = time.monotonic_ns()
-        workers = tuple(_worker_status(child, now) for child in self._children)
+        workers = tuple(_worker_status(child, self._clock()) for child in self._children)
         return NodeStatus(info=self._info, stopping=bool(self._stop_signals), workers=workers)
 
     def metrics_text(self) -> str:
@@ -349,16 +273,17 @@ class Supervisor:
         return render(collector)
 
 
-def _worker_status(child: Child, now_ns: int) -> WorkerStatus:
+def _worker_status(child: Child, now_s: float) -> WorkerStatus:
     return WorkerStatus(
         name=child.place.name,
         phase=child.phase.value,
         pid=child.process.pid if child.process else 0,
         epoch=child.epoch,
         restarts=child.restarts,
-        heartbeat_age_s=child.table.age_s(now_ns),
+        heartbeat_age_s=child.silent_s,
         resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
         device=child.place.shown_device,
         cores=child.place.cores,
-        note=child.table.note,
+        note=child.note(now_s),
+        failed_starts=child.failed_starts,
     )

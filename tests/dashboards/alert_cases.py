@@ -72,6 +72,11 @@ CASES: dict[str, Case] = {
         quiet={f"trinity_worker_up{{{WORKER}}}": f"1x{MINUTES - 1} 0"},
         labels={"node": "n", "worker": "decode-0"},
     ),
+    "TrinityWorkerCannotRun": Case(
+        fires={f"trinity_worker_failed_starts{{{WORKER}}}": constant(3)},
+        quiet={f"trinity_worker_failed_starts{{{WORKER}}}": constant(2)},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
     "TrinityWorkerRestarts": Case(
         fires={f"trinity_worker_restarts_total{{{WORKER}}}": grows(1)},
         quiet={f"trinity_worker_restarts_total{{{WORKER}}}": grows(0.1)},

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -191,6 +192,38 @@ def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start: StartT
     log = node.log.read_text()
     assert "frontend-0 cannot be" in log
     assert "starts again" not in log
+
+
+@pytest.mark.parametrize("life", ["real refuse", "crash"])
+def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_stays_up(
+    start: StartTiny, life: str
+) -> None:
+    node = start({"pool-0": ["serve", *[life] * 4, "serve"]})
+    before = node.ready()
+    os.kill(worker(before).pid, signal.SIGKILL)
+    status = node.eventually(lambda status: worker(status).failed_starts >= 3, "a pool worker that cannot run")
+    assert not status.ready
+    assert worker(status, "frontend-0") == msgspec.structs.replace(
+        worker(before, "frontend-0"),
+        heartbeat_age_s=worker(status, "frontend-0").heartbeat_age_s,
+        resident_bytes=worker(status, "frontend-0").resident_bytes,
+    )
+    why = {"real refuse": "exit code 78: pool-0 cannot be", "crash": "exit code 3"}[life]
+    assert worker(status).note.startswith(f"cannot run ({why})")
+    text = ask(node.info.control, "metrics").decode()
+    assert 'trinity_worker_failed_starts{model_name="",node="tiny",worker="frontend-0"} 0.0' in text
+    status = node.eventually(lambda status: status.ready, "the sixth life")
+    assert (worker(status).epoch, worker(status).failed_starts, worker(status).note) == (6, 0, "")
+    assert f"pool-0 cannot run ({why}): the others go on, it starts again in 0." in node.log.read_text()
+
+
+def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(start: StartTiny) -> None:
+    node = start({"pool-0": ["serve", *["bus error when ready"] * 4, "serve"]})
+    before = node.ready()
+    os.kill(worker(before).pid, signal.SIGBUS)
+    status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
+    assert worker(status, "frontend-0").pid == worker(before, "frontend-0").pid
+    assert node.log.read_text().count("pool-0 ended (signal SIGBUS)") == 5
 
 
 def test_a_worker_whose_loop_hangs_is_killed_and_started_again(start: StartTiny) -> None:

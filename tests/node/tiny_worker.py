@@ -35,6 +35,8 @@ def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], Non
         ready()
     if life == "crash when ready":
         os._exit(3)
+    if life == "bus error when ready":
+        os.kill(os.getpid(), signal.SIGBUS)
     if life == "ignore stop":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while not stop or life == "busy":

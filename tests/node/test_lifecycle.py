@@ -1,0 +1,116 @@
+"""What is desired of a worker and what becomes of it, with a clock of the test's own and no process at all."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from runtime.node.backoff import Backoff
+from runtime.node.child import Child, Desired, Phase
+from runtime.node.config import NodeConfig
+from runtime.node.lifecycle import Lifecycle
+from runtime.node.metrics import METRICS
+from runtime.node.placement import WorkerPlan
+from runtime.node.rolling import Rolling
+from runtime.node.table import WorkerTable
+
+
+@dataclass
+class Node:
+    """Two pool workers on a machine that has no more processes to give."""
+
+    now_s: float = 1000.0
+    starts: list[tuple[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lifecycle = Lifecycle(NodeConfig(), self._spawn, lambda: self.now_s)
+        self.children = [self._child(index) for index in range(2)]
+        self.rolling = Rolling(self.children)
+
+    def _child(self, index: int) -> Child:
+        place = WorkerPlan("pool", index, "cpu", (), 1)
+        return Child(place, WorkerTable.create("pool", place.name, METRICS["pool"]), Backoff(random.Random(index)))
+
+    def _spawn(self, child: Child) -> None:
+        self.starts.append((child.name, self.now_s))
+        raise OSError("no more processes")
+
+    def pass_time(self, seconds: float, step_s: float = 0.25) -> None:
+        for _ in range(round(seconds / step_s)):
+            self.now_s += step_s
+            self.lifecycle.reap(self.children)
+            self.rolling.step(self.now_s)
+            self.lifecycle.reconcile(self.children)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    for child in made.children:
+        child.table.close()
+
+
+def cannot_run(node: Node) -> Child:
+    """The first worker ran before, and cannot any more; the second runs."""
+    first, second = node.children
+    first.was_ready, second.phase = True, Phase.READY
+    node.pass_time(600.0)
+    assert first.cannot_run
+    return first
+
+
+def test_a_worker_that_cannot_run_is_tried_less_and_less_often_but_every_minute(node: Node) -> None:
+    first = node.children[0]
+    first.was_ready = True
+    node.pass_time(3600.0)
+    times = [when for name, when in node.starts if name == "pool-0"]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert max(gaps[:5]) < 4.0
+    assert all(29.0 < gap <= 60.25 for gap in gaps[-20:])
+    assert first.desired is Desired.RUN
+
+
+def test_one_that_the_node_needs_and_that_never_ran_is_the_end_of_it(node: Node) -> None:
+    first = node.children[0]
+    node.pass_time(60.0)
+    assert first.phase is Phase.FATAL
+    assert first.epoch == 3
+
+
+def test_one_that_was_added_and_never_ran_is_given_up(node: Node) -> None:
+    first = node.children[0]
+    first.needed = False
+    node.pass_time(60.0)
+    assert (first.phase, first.desired) == (Phase.STOPPED, Desired.GONE)
+
+
+def test_its_note_says_why_and_when_it_starts_again(node: Node) -> None:
+    first = cannot_run(node)
+    first.due = node.now_s + 12.0
+    assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); starts again in 12 s")
+
+
+def test_who_asks_for_its_restart_does_not_wait_for_its_back_off(node: Node) -> None:
+    first = cannot_run(node)
+    first.due = node.now_s + 50.0
+    starts = len(node.starts)
+    node.pass_time(1.0)
+    assert len(node.starts) == starts
+    assert node.rolling.ask("pool-0") == ""
+    node.pass_time(0.25)
+    assert len(node.starts) == starts + 1
+
+
+def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(node: Node) -> None:
+    first, second = node.children
+    first.was_ready, second.phase = True, Phase.READY
+    node.rolling.ask("pool-1")
+    node.lifecycle.reconcile(node.children)
+    node.rolling.step(node.now_s)
+    assert second.desired is Desired.RUN  # the first may be back in a moment
+    node.pass_time(10.0)
+    assert first.cannot_run
+    assert second.desired is Desired.RESTART
