@@ -90,7 +90,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityWorkerCannotRun",
-            [Condition("trinity_worker_failed_starts", ">=", 3)],
+            [Condition("trinity_worker_failed_starts", ">", 2)],
             0,
             "page",
             "{{ $labels.worker }} of {{ $labels.node }} cannot run; the others go on without it",

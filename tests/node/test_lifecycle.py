@@ -110,7 +110,7 @@ def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(
     node.rolling.ask("pool-1")
     node.lifecycle.reconcile(node.children)
     node.rolling.step(node.now_s)
-    assert second.desired is Desired.RUN  # the first may be back in a moment
+    assert [second.desired] == [Desired.RUN]  # the first may be back in a moment
     node.pass_time(10.0)
     assert first.cannot_run
-    assert second.desired is Desired.RESTART
+    assert [second.desired] == [Desired.RESTART]
