@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -15,11 +15,23 @@ IMPORTED = "import time:"  # how `-X importtime` begins each line, which it prin
 
 
 @contextmanager
+def sigint(handler: Any) -> Iterator[None]:
+    """What is started within begins with this: exec keeps an ignored signal ignored, and makes a caught one default."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def trinity(*arguments: str | Path, tells: bool) -> Iterator[tuple["subprocess.Popen[str]", IO[str]]]:
     """The command as a process, and its standard error. `tells`: of each module that it has imported."""
     importtime = ["-X", "importtime"] if tells else []
     command = [sys.executable, *importtime, "-m", "launchers.entry", *map(str, arguments)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with sigint(signal.default_int_handler):  # this run may have been started in the background, where it is ignored
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
         try:
             assert process.stderr is not None
             yield process, process.stderr
@@ -44,6 +56,11 @@ def test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word(moment: str) 
         rest = errors.read()
         assert process.wait(timeout=60) == 130
     assert [line for line in rest.splitlines() if not line.startswith(IMPORTED)] == []
+
+
+def test_these_tests_hold_where_sigint_is_ignored_as_in_a_script_s_background() -> None:
+    with sigint(signal.SIG_IGN):
+        test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word("signal")
 
 
 def test_ctrl_c_once_a_command_runs_lets_it_tidy_up(tmp_path: Path) -> None:

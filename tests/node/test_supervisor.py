@@ -16,7 +16,13 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.worker import EXIT_CONFIG
-from tests.node.tiny_node import FORKSERVER, TINY_WORKER, serve, serve_with_a_wall_clock_that_jumps
+from tests.node.tiny_node import (
+    FORKSERVER,
+    TINY_WORKER,
+    serve,
+    serve_where_sigint_is_ignored,
+    serve_with_a_wall_clock_that_jumps,
+)
 
 CONFIG = """
 [node]
@@ -334,6 +340,15 @@ def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
     node.signal(signal.SIGINT)
     assert node.ended() == 0
     assert all(gone(found.pid) for found in workers)
+    assert not (node.home / "run").exists()
+
+
+def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start: StartTiny) -> None:
+    node = start(process=serve_where_sigint_is_ignored)
+    node.ready()
+    node.signal(signal.SIGTERM)
+    assert node.ended() == 0
+    assert node.stopped() == ["frontend-0", "pool-0"]
     assert not (node.home / "run").exists()
 
 

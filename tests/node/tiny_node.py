@@ -4,6 +4,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,12 @@ def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: in
 def serve_eight_gpus(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     """The same process on eight simulated GPUs."""
     serve(config, orders, log, command, gpus=8)
+
+
+def serve_where_sigint_is_ignored(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process, begun as one that a script started in its background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(config, orders, log, command)
 
 
 def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
