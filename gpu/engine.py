@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gpu.index import GraphIndex
 from gpu.params import SearchParams
 
 
@@ -27,6 +28,18 @@ class Engine(Protocol):
     @property
     def dims(self) -> Mapping[str, int]:
         """The vector length of each collection."""
+
+    def load(self, collection: str, index: GraphIndex) -> None:
+        """Search one more index from now on, under a name of its own; queries in their slots go on.
+
+        Raises InvalidParams for a name that is taken, and what the backend raises for an index that does not fit.
+        """
+
+    def unload(self, collection: str) -> bool:
+        """Forget an index, once no slot searches it: False, and nothing is done, until then. Raises UnknownCollection.
+
+        Replacing an index is to load the new one under a new name, to admit under that, and to unload the old one.
+        """
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """Give `query` (float32 [d]) a slot and return it.

@@ -84,6 +84,16 @@ class GraphIndex:
             raise InvalidParams("this index was built, not loaded: there are no files to verify")
         storage.verify(self._directory)
 
+    def check_graph(self) -> None:
+        """Raise IndexFormatError if an edge of a loaded index leads out of it. Reads the graph, and nothing else."""
+        storage.check_graph(self.data, self._directory or Path())
+
+    def files(self) -> dict[str, str]:
+        """The files of a loaded index and their SHA-256 in hexadecimal, as its description has them."""
+        if self._directory is None:
+            raise InvalidParams("this index was built, not loaded: it has no files")
+        return storage.files(self._directory)
+
     def search(
         self,
         queries: npt.ArrayLike,

@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index import GraphIndex
+from gpu.index_data import IndexData
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
 
 MAX_SLOTS = 4096
+MAX_COLLECTIONS = 64
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,49 @@ class Limits:
 
 
 class Collections:
-    """Indexes by name, numbered in the order given. Raises InvalidParams if there are none."""
+    """Indexes by name, numbered in the order given; one that is loaded later takes the lowest free number.
+
+    `data` has them by number, None where none is loaded. Raises InvalidParams for more than MAX_COLLECTIONS.
+    """
 
     def __init__(self, collections: Mapping[str, GraphIndex]) -> None:
-        if not collections:
-            raise InvalidParams("an engine needs at least one collection")
-        self.data = [index.data for index in collections.values()]
-        self.dims: Mapping[str, int] = MappingProxyType({name: index.dim for name, index in collections.items()})
+        if len(collections) > MAX_COLLECTIONS:
+            raise InvalidParams(f"{len(collections)} collections; an engine has at most {MAX_COLLECTIONS}")
+        self.data: list[IndexData | None] = [index.data for index in collections.values()]
+        self._dims = {name: index.dim for name, index in collections.items()}
+        self.dims: Mapping[str, int] = MappingProxyType(self._dims)
         self._numbers = {name: number for number, name in enumerate(collections)}
+
+    @property
+    def loaded(self) -> list[IndexData]:
+        return [data for data in self.data if data is not None]
+
+    def at(self, number: int) -> IndexData:
+        """The index of a number that is loaded."""
+        data = self.data[number]
+        assert data is not None
+        return data
+
+    def next_number(self, name: str) -> int:
+        """The number that `add` would give. Raises InvalidParams for a name that is taken, or one too many."""
+        if name in self._numbers:
+            raise InvalidParams(f"collection {name!r} is loaded already")
+        number = self.data.index(None) if None in self.data else len(self.data)
+        if number >= MAX_COLLECTIONS:
+            raise InvalidParams(f"{number} collections are loaded; an engine has at most {MAX_COLLECTIONS}")
+        return number
+
+    def add(self, name: str, index: GraphIndex) -> int:
+        """Load an index; its number."""
+        number = self.next_number(name)
+        self.data[number : number + 1] = [index.data]
+        self._numbers[name], self._dims[name] = number, index.dim
+        return number
+
+    def remove(self, name: str) -> None:
+        """Forget a loaded index."""
+        self.data[self._numbers.pop(name)] = None
+        del self._dims[name]
 
     def number(self, name: str) -> int:
         """The number of a collection. Raises UnknownCollection."""
@@ -81,6 +118,11 @@ class SlotTable:
     @property
     def free_count(self) -> int:
         return len(self._free)
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots that are not free."""
+        return [slot for slot, state in enumerate(self._state) if state is not SlotState.FREE]
 
     def next_free(self) -> int:
         """The slot that `take` would take. Raises NoFreeSlot."""

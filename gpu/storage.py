@@ -36,6 +36,7 @@ FORMAT, VERSION = "trinity-index", 2
 MAX_DEGREE = 512
 _META = "meta.json"
 _META_LIMIT = 1 << 20
+_CHECKED_ROWS = 1 << 16
 
 
 def save(data: IndexData, directory: Path) -> None:
@@ -132,8 +133,24 @@ def verify(directory: Path) -> None:
     for name, facts in meta["files"].items():
         if _sha256(directory / name) != facts["sha256"]:
             raise IndexFormatError(f"{directory / name} was altered: its SHA-256 is not the one in {_META}")
-    if int(data.graph.max()) >= len(data.graph):
-        raise IndexFormatError(f"{directory / 'graph.npy'} points to row {int(data.graph.max())} of {len(data.graph)}")
+    check_graph(data, directory)
+
+
+def files(directory: Path) -> dict[str, str]:
+    """An index's files and their SHA-256 in hexadecimal. Raises IndexFormatError."""
+    return {name: str(facts["sha256"]) for name, facts in _read_meta(directory)["files"].items()}
+
+
+def check_graph(data: IndexData, directory: Path) -> None:
+    """Raise IndexFormatError if an edge leads out of the index: compiled code follows edges without looking.
+
+    Reads the graph once, at the memory's or the disk's speed; a search would have to fetch it anyway.
+    """
+    for begin in range(0, len(data.graph), _CHECKED_ROWS):
+        most = int(data.graph[begin : begin + _CHECKED_ROWS].max())
+        if most >= len(data.graph):
+            path = directory / "graph.npy"
+            raise IndexFormatError(f"{path} is damaged: it points to row {most} of {len(data.graph)}")
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:

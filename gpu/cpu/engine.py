@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gpu.cpu import running
 from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import EXTENDS
+from gpu.cpu.tables import COLLECTION, EXTENDS
 from gpu.index import GraphIndex
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -50,11 +50,10 @@ class CpuEngine:
         max_search_width: int = 8,
     ) -> None:
         self._collections = Collections(collections)
-        self.limits = limits = Limits.of(slots, max_top_m, max_k, max_search_width)
-        self._data = self._collections.data
+        self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
         self._kinds: dict[tuple[str, SearchParams], _Kind] = {}
         self._latest: _Kind | None = None  # most queries ask what the one before asked
-        self._state = BatchState(self._data, slots, max_top_m, max_search_width, limits.max_k)
+        self._state = self._new_state()
         self._batch = self._state.batch
         self._slots = SlotTable(slots, self._batch.active)
         self._asked: list[_Kind | None] = [None] * slots
@@ -75,6 +74,32 @@ class CpuEngine:
     def state_bytes(self) -> int:
         """Bytes that the slots take, over the indexes themselves."""
         return self._state.nbytes
+
+    def load(self, collection: str, index: GraphIndex) -> None:
+        """See `Engine.load`. The slots move to arrays in which queries of this index have room too."""
+        self._collections.add(collection, index)
+        self._renew_state()
+
+    def unload(self, collection: str) -> bool:
+        """See `Engine.unload`."""
+        number, slots = self._collections.number(collection), self._batch.slots
+        if any(slots[slot, COLLECTION] == number for slot in self._slots.taken):
+            return False
+        self._collections.remove(collection)
+        self._renew_state()
+        return True
+
+    def _new_state(self) -> BatchState:
+        limits = self.limits
+        return BatchState(self._collections.data, limits.slots, limits.max_top_m, limits.max_search_width, limits.max_k)
+
+    def _renew_state(self) -> None:
+        old, self._state = self._state, self._new_state()
+        self._batch = self._state.batch
+        self._state.take_over(old, self._slots.taken, self._slots.active_count)
+        self._slots.active = self._batch.active
+        self._kinds.clear()
+        self._latest = None
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
@@ -148,7 +173,7 @@ class CpuEngine:
             self.limits.check(params)
             if len(self._kinds) >= _REMEMBERED:
                 self._kinds.clear()
-            data = self._data[number]
+            data = self._collections.at(number)
             found = _Kind(collection, params, data, (data.rows.dim,), self._state.line(number, params))
             self._kinds[collection, params] = found
         return found

@@ -14,6 +14,7 @@ from gpu.cpu.tables import (
     F32_DOT,
     F32_L2,
     FACTOR,
+    FORM_FIELDS,
     FULL,
     FULL_BYTES,
     FULL_LANES,
@@ -52,10 +53,12 @@ _KINDS = {
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 
 
-def collection_table(collections: Sequence[IndexData]) -> npt.NDArray[np.int64]:
+def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.int64]:
     """What the stages need to know of each index. Holds addresses: the indexes must outlive the table."""
     table = np.zeros((len(collections), COLLECTION_FIELDS), np.int64)
     for line, data in zip(table, collections, strict=True):
+        if data is None:
+            continue
         rows = data.rows
         line[ROWS], line[ROW_BYTES] = rows.codes.ctypes.data, rows.codes.strides[0]
         line[LANES] = rows.lanes
@@ -89,18 +92,25 @@ class BatchState:
     """
 
     def __init__(
-        self, collections: Sequence[IndexData], slots: int, max_top_m: int, max_width: int, max_k: int | None = None
+        self,
+        collections: Sequence[IndexData | None],
+        slots: int,
+        max_top_m: int,
+        max_width: int,
+        max_k: int | None = None,
     ) -> None:
-        forms = [Form(data.rows) for data in collections]
+        loaded = [data for data in collections if data is not None]
+        forms = [None if data is None else Form(data.rows) for data in collections]
         self._keep_alive = (tuple(collections), forms)
-        degree = max(data.graph.shape[1] for data in collections)
-        scored = max(max_width * degree, *(len(data.seeds) for data in collections))
+        degree = max((data.graph.shape[1] for data in loaded), default=1)
+        scored = max((max_width * degree, *(len(data.seeds) for data in loaded)))
         tasks = scored + 1  # a task that is dropped is written first
-        width = max(prepared_bytes(data.rows) for data in collections)
+        width = max((prepared_bytes(data.rows) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
+        lines = [np.zeros(FORM_FIELDS, np.int64) if form is None else form.line for form in forms]
         self.batch = Batch(
             collections=collection_table(collections),
-            forms=np.stack([form.line for form in forms]),
+            forms=np.stack(lines) if lines else np.zeros((0, FORM_FIELDS), np.int64),
             slots=np.zeros((slots, SLOT_FIELDS), np.int64),
             queries=aligned_empty((slots, width), np.uint8),
             keys=aligned_empty((slots, max_top_m), np.uint64),
@@ -115,6 +125,23 @@ class BatchState:
         )
         self.batch.slots[:, QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
         self.handle = handle_of(self.batch)
+
+    def take_over(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
+        """Go on with these slots of another state, whose first `count` active ones run.
+
+        Every collection that they search has the number here that it has there.
+        """
+        ours, theirs = self.batch, other.batch
+        arrays = ((ours.queries, theirs.queries), (ours.visited, theirs.visited), (ours.keys, theirs.keys))
+        results = ((ours.nodes, theirs.nodes), (ours.found, theirs.found))
+        for slot in slots:
+            for mine, its in (*arrays, *results):
+                columns = min(mine.shape[1], its.shape[1])  # what the index of a slot needs is in both
+                mine[slot, :columns] = its[slot, :columns]
+            address = ours.slots[slot, QUERY]
+            ours.slots[slot] = theirs.slots[slot]
+            ours.slots[slot, QUERY] = address
+        ours.active[:count] = theirs.active[:count]
 
     @property
     def nbytes(self) -> int:

@@ -9,13 +9,14 @@ from gpu.cuda import layout
 from gpu.cuda.driver import Driver, PinnedMemory
 from gpu.cuda.upload import DeviceArrays, Progress, check_fits, device_arrays
 from gpu.index_data import IndexData
+from gpu.slots import MAX_COLLECTIONS
 
 _SHARED = ("results", "progress", "doorbell")  # in pinned memory; the rest is the device's alone
 _ALIGNMENT = 256
 
 
 class BatchMemory:
-    """Indexes and slots on a device. `record` is the kernels' BATCH; the views are of pinned memory.
+    """Indexes, by their number, and slots on a device. `record` is the kernels' BATCH; the views are of pinned memory.
 
     results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (read-only to the host while
     a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes], where the host writes a query
@@ -32,22 +33,24 @@ class BatchMemory:
     ) -> None:
         """Raises OutOfDeviceMemory before anything is allocated if it does not all fit."""
         self._driver = driver
-        self._uploaded: list[DeviceArrays] = []
+        self._stream = stream
+        self._uploaded: dict[int, DeviceArrays] = {}
         self._device: list[int] = []
         self._pinned: list[PinnedMemory] = []
         sizes = shape.array_bytes()
         state = {name: nbytes for name, nbytes in sizes.items() if name not in _SHARED}
-        records = np.zeros(len(collections), layout.COLLECTION)
+        self._records = records = np.zeros(MAX_COLLECTIONS, layout.COLLECTION)
         arrays = {name: device_arrays(data) for name, data in collections.items()}
         needed = {f"{name}.{part}": one.nbytes for name, parts in arrays.items() for part, one in parts.items()}
         check_fits(driver, {**needed, "slots": sum(state.values()) + records.nbytes})
         try:
             for number, (name, data) in enumerate(collections.items()):
                 uploaded = DeviceArrays(driver, arrays[name], _named(name, progress))
-                self._uploaded.append(uploaded)
+                self._uploaded[number] = uploaded
                 records[number] = layout.collection_record(data, uploaded.address)[0]
             addresses = {name: self._allocate(stream, nbytes) for name, nbytes in state.items()}
             addresses["collections"] = self._allocate(stream, records.nbytes)
+            self._collections_address = addresses["collections"]
             driver.copy_to_device(stream, addresses["collections"], records.view(np.uint8))
             driver.synchronise(stream)
             shared = {name: self._allocate_pinned(sizes[name]) for name in _SHARED}
@@ -72,7 +75,20 @@ class BatchMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the indexes take."""
-        return sum(uploaded.nbytes for uploaded in self._uploaded)
+        return sum(uploaded.nbytes for uploaded in self._uploaded.values())
+
+    def load(self, number: int, name: str, data: IndexData) -> None:
+        """One more index, under a free number, while no launch runs. Raises OutOfDeviceMemory; nothing is done then."""
+        arrays = device_arrays(data)
+        check_fits(self._driver, {f"{name}.{part}": one.nbytes for part, one in arrays.items()})
+        self._uploaded[number] = uploaded = DeviceArrays(self._driver, arrays)
+        self._records[number] = layout.collection_record(data, uploaded.address)[0]
+        self._driver.copy_to_device(self._stream, self._collections_address, self._records.view(np.uint8))
+        self._driver.synchronise(self._stream)
+
+    def unload(self, number: int) -> None:
+        """Give an index's memory back, while no launch runs. No slot may search it."""
+        self._uploaded.pop(number).close()
 
     def _allocate(self, stream: int, nbytes: int) -> int:
         """Zeroed device memory."""
@@ -94,7 +110,7 @@ class BatchMemory:
         while self._device:
             self._driver.free(self._device.pop())
         while self._uploaded:
-            self._uploaded.pop().close()
+            self._uploaded.popitem()[1].close()
 
 
 def _named(collection: str, progress: Progress | None) -> Progress | None:

@@ -61,10 +61,10 @@ class CudaEngine:
             raise InvalidParams(f"extends_per_launch is {extends_per_launch}, outside 1..{MAX_EXTENDS_PER_LAUNCH}")
         self._collections = Collections(collections)
         self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
-        data = self._collections.data
-        shape = layout.BatchShape.of(data, slots, max_top_m, self.limits.max_k, max_search_width)
+        data = self._collections.loaded
+        self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, self.limits.max_k, max_search_width)
         self._driver, self._clock_ns = driver, clock_ns
-        self._forms = [QueryForm(layout.without_sketch(one.rows)) for one in data]
+        self._forms = dict(enumerate(QueryForm(layout.without_sketch(one.rows)) for one in data))
         self._heads: dict[tuple[int, SearchParams], npt.NDArray[np.uint8]] = {}
         self._slots = SlotTable(slots, np.zeros(slots, np.int32))
         self._asked = np.zeros(slots, np.uint32)  # the ticket of each slot's query
@@ -168,6 +168,34 @@ class CudaEngine:
         assert self._graphs is not None
         return self._graphs.limit
 
+    def load(self, collection: str, index: GraphIndex) -> None:
+        """See `Engine.load`. The loop stands still while it is copied to the device.
+
+        Raises OutOfDeviceMemory, and InvalidParams for an index whose queries need more than those of the indexes that
+        the engine was made with: sizes are captured in its graphs.
+        """
+        number, data, limits = self._collections.next_number(collection), index.data, self.limits
+        wanted = layout.BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_k, limits.max_search_width)
+        if not self._shape.covers(wanted):
+            raise InvalidParams(
+                f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine has "
+                f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
+            )
+        self._open().load(number, collection, data)
+        self._forms[number] = QueryForm(layout.without_sketch(data.rows))
+        self._collections.add(collection, index)
+
+    def unload(self, collection: str) -> bool:
+        """See `Engine.unload`."""
+        number = self._collections.number(collection)
+        if any(self._numbers[slot] == number for slot in self._slots.taken):
+            return False
+        self._open().unload(number)
+        self._collections.remove(collection)
+        del self._forms[number]
+        self._heads = {head: line for head, line in self._heads.items() if head[0] != number}
+        return True
+
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
         number = self._collections.number(collection)
@@ -216,7 +244,7 @@ class CudaEngine:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
         memory, k = self._open(), self._ks[slot]
-        data = self._collections.data[self._numbers[slot]]
+        data = self._collections.at(self._numbers[slot])
         nodes = memory.nodes[slot, :k].astype(np.int64)
         return data.ids_of(nodes), true_distances(memory.raw[slot, :k].copy(), data.rows)
 
@@ -273,7 +301,7 @@ class CudaEngine:
 
     def _new_head(self, number: int, params: SearchParams) -> npt.NDArray[np.uint8]:
         self.limits.check(params)
-        degree = int(self._collections.data[number].graph.shape[1])
+        degree = int(self._collections.at(number).graph.shape[1])
         head: npt.NDArray[np.uint8] = layout.slot_head(number, degree, params, 0).view(np.uint8)
         if len(self._heads) >= _REMEMBERED:
             self._heads.clear()

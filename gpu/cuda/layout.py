@@ -26,6 +26,7 @@ cleared: the first extend of a query clears its keys and its visited table.
 """
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ WRITE_THREADS = 64  # a block of write_slots
 MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
 SCRATCH_BYTES = 160  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
+_USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # of an engine without indexes, into which some may be loaded later
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 
 COLLECTION = np.dtype(
@@ -244,15 +246,21 @@ class BatchShape:
         cls, collections: Sequence[IndexData], slots: int, max_top_m: int, max_k: int, max_search_width: int
     ) -> "BatchShape":
         """The shape of a batch whose queries ask at most this of some indexes."""
-        degree = max(data.graph.shape[1] for data in collections)
+        degree = max((data.graph.shape[1] for data in collections), default=_USUAL_DEGREE)
+        lines = (prepared_bytes(without_sketch(data.rows)) for data in collections)
         return cls(
             slots=slots,
             max_k=max_k,
-            line_bytes=SLOT.itemsize + max(prepared_bytes(without_sketch(data.rows)) for data in collections),
+            line_bytes=SLOT.itemsize + max(lines, default=_USUAL_LINE_BYTES),
             keys_stride=max_top_m,
             visited_stride=1 << visited_bits(max_top_m, degree),
-            slot_tasks=max(max_search_width * degree, *(len(data.seeds) for data in collections)),
+            slot_tasks=max((max_search_width * degree, *(len(data.seeds) for data in collections))),
         )
+
+    def covers(self, other: "BatchShape") -> bool:
+        """Whether queries of a batch of another shape have room in this one."""
+        ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return all(mine >= its for mine, its in zip(ours, theirs, strict=True))
 
     @property
     def result_bytes(self) -> int:
@@ -341,7 +349,7 @@ def visited_bits(top_m: int, degree: int) -> int:
 
 def team_of(collections: Sequence[IndexData]) -> int:
     """Threads a vector: as many as leave each a few chunks of the longest row (cuVS: 128, 256 dims of float32)."""
-    longest = max(data.rows.codes.shape[1] * data.rows.codes.itemsize for data in collections)
+    longest = max((data.rows.codes.shape[1] * data.rows.codes.itemsize for data in collections), default=0)
     return next((team for team in TEAMS[:-1] if longest <= 4 * team * CHUNK_BYTES), TEAMS[-1])
 
 

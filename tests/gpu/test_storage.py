@@ -137,3 +137,13 @@ def test_a_graph_that_points_outside_is_found_by_verify_and_harmless_to_search(i
 def test_no_directory_is_no_index(tmp_path: Path) -> None:
     with pytest.raises(IndexFormatError, match="is not an index"):
         GraphIndex.load(tmp_path / "nowhere")
+
+
+def test_an_edge_that_leads_out_of_the_index_is_found_without_reading_the_vectors(saved: Path) -> None:
+    graph = np.load(saved / "graph.npy", mmap_mode="r+")
+    graph[4100, 3] = (1 << 31) - 1
+    graph.flush()
+    altered = GraphIndex.load(saved)
+    (saved / "codes.npy").unlink()
+    with pytest.raises(IndexFormatError, match=r"graph\.npy is damaged: it points to row 2147483647 of 4200"):
+        altered.check_graph()
