@@ -22,12 +22,13 @@ _START_S = 600.0
 class BenchmarkNode:
     """`trinity serve` and what is asked of it. `config` names its run directory; `look_s` is how often `wait` looks."""
 
-    def __init__(self, config: Path, look_s: float = _LOOK_S) -> None:
+    def __init__(self, config: Path, look_s: float = _LOOK_S, *, quiet: bool = True) -> None:
         self._look_s = look_s
         self._where = self.run_dir_of(config)
         self.log = config.with_suffix(".log")
         with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--quiet"]
+            command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)]
+            command += ["--quiet"] * quiet
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             self.wait(self.ready)

@@ -9,6 +9,7 @@ from rich.console import Console
 from launchers.http_client import post
 from runtime.errors import InternalError
 from runtime.serving.model.model_info import model_directory
+from runtime.serving.model.packages import require_packages
 
 PROMPTS = 50
 NEW_TOKENS = 12
@@ -22,7 +23,8 @@ def ragged_prompts(vocabulary: int, count: int, longest: int, seed: int) -> list
 
 
 def check_equality(url: str, model: str, console: Console, count: int = PROMPTS, seed: int = 0) -> None:
-    """Raises `InternalError` if a token differs."""
+    """Raises `InternalError` if a token differs, `ModelError` where transformers is not installed."""
+    require_packages("torch", "transformers")
     import torch
     from transformers import LlamaForCausalLM
 

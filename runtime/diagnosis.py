@@ -29,7 +29,7 @@ Level = Literal["ok", "warning", "error"]
 _NOFILE = 4096
 _MEMLOCK = 1 << 30  # pinned host buffers of a node are of this order
 _SHM = 1 << 30
-_PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "transformers", "cuda-bindings", "nvidia-ml-py")
+_PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
 _TORCH = "import torch; one = torch.eye(8, device='cuda:0'); assert torch.equal((one @ one).cpu(), one.cpu())"
@@ -83,7 +83,7 @@ def _versions() -> Iterator[Finding]:
             yield Finding("ok", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             needed = package in _NEEDED
-            extra = "" if needed else "[llm]" if package in ("torch", "transformers") else "[cuda]"
+            extra = "" if needed else "[llm]" if package == "torch" else "[cuda]"
             yield Finding(
                 "error" if needed else "warning",
                 package,

@@ -48,7 +48,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
 def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
     config = plan.config
     assert config.model is not None
-    require_packages("torch", "transformers", "safetensors")
+    require_packages("torch", "safetensors")
     for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
         if worker.device != "cpu" and torch_cuda() is None:
             raise ConfigError(

@@ -1,41 +1,45 @@
-"""Packed layers compute what the layers they replace compute."""
+"""Packed layers compute what torch's own product computes."""
+
+from collections.abc import Iterator
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model import packed_linear  # noqa: E402  (it imports torch)
+from runtime.serving.model.packed_linear import PackedLinear, PlainLinear, linear_layer  # noqa: E402
 
-SIZE = 512  # a layer of this size squared is large enough to be replaced
+SIZE = 512  # a layer of this size squared is large enough to be packed
+
+
+@pytest.fixture(autouse=True)
+def _looked_anew() -> Iterator[None]:
+    """Whether packing works is found out once a process: here once a test."""
+    packed_linear.packing_works.cache_clear()
+    yield
+    packed_linear.packing_works.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 33, 200])
-def test_a_packed_layer_equals_the_one_it_replaces_for_any_number_of_rows(rows: int, bias: bool) -> None:
-    layer = torch.nn.Linear(SIZE, SIZE, bias=bias)
-    network = torch.nn.Sequential(layer)
-    packed_linear.pack_linears(network)
-    assert isinstance(network[0], packed_linear.PackedLinear)
-    x = torch.randn(1, rows, SIZE)
+def test_a_packed_layer_equals_the_plain_product_for_any_number_of_rows(rows: int, bias: bool) -> None:
+    weight, offset = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE) if bias else None
+    layer = linear_layer(weight, offset)
+    assert isinstance(layer, PackedLinear)
+    x = torch.randn(rows, SIZE)
     with torch.inference_mode():
-        torch.testing.assert_close(network(x), layer(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-5)
 
 
 def test_small_layers_stay_as_they_are() -> None:
-    network = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE // 2))
-    packed_linear.pack_linears(network)
-    assert isinstance(network[0], torch.nn.Linear)
+    assert isinstance(linear_layer(torch.randn(SIZE // 2, SIZE), None), PlainLinear)
 
 
 def test_layers_stay_as_they_are_where_the_product_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", object())
-    network = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE))
-    packed_linear.pack_linears(network)
-    assert isinstance(network[0], torch.nn.Linear)
+    assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)
 
 
 def test_layers_stay_as_they_are_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear.PackedLinear, "_product", lambda self, x: torch.zeros(*x.shape[:-1], 32))
-    network = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE))
-    packed_linear.pack_linears(network)
-    assert isinstance(network[0], torch.nn.Linear)
+    monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(*x.shape[:-1], 32))
+    assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)

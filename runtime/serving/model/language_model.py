@@ -1,6 +1,6 @@
 """A Llama that serves many sequences at once: ragged chunks in, logits out, KV in one tensor of blocks.
 
-torch and transformers are imported when a model is loaded, not before: processes without a model never pay for them.
+torch is imported when a model is loaded, not before: processes without a model never pay for it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
-from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity
+from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ipc.device_memory import CudaArray
     from runtime.serving.kv.transfer import KvArray
+    from runtime.serving.model.llama import Llama
     from runtime.serving.model.paged_cache import Kernels
 
 
@@ -47,7 +48,7 @@ class LanguageModel:
 
     def __init__(
         self,
-        network: Any,
+        network: Llama,
         tokenizer: Tokenizer,
         info: ModelInfo,
         kv: torch.Tensor,
@@ -91,15 +92,21 @@ class LanguageModel:
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
-        require_packages("torch", "transformers", "safetensors")
+        require_packages("torch", "safetensors")
         import torch
+
+        from runtime.serving.model.llama import Llama
+        from runtime.serving.model.weight_files import WeightFiles
 
         torch.set_num_threads(threads)
         _check_device(device)
         directory = model_directory(name_or_dir)
         try:
             kv = _kv_tensor(info.kv_shape(blocks, block_tokens), buffer, device)
-            network, tokenizer = _load_network(directory, device), Tokenizer.load(directory)
+            network, tokenizer = (
+                Llama.load(read_config(directory), info, WeightFiles(directory), device),
+                Tokenizer.load(directory),
+            )
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
         identity = model_identity(directory, block_tokens)
@@ -123,14 +130,7 @@ class LanguageModel:
         with torch.inference_mode():
             spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
             batch = PagedBatch(self._cache, spans, tokens)
-            output = self._network(
-                input_ids=batch.tokens[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=batch.last,
-                paged_batch=batch,
-            )
-        logits: torch.Tensor = output.logits[0].cpu()
+            logits: torch.Tensor = self._network.logits(batch).cpu()
         return logits
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
@@ -195,34 +195,3 @@ def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, de
     if buffer.readonly or buffer.nbytes < 4 * count:
         raise ConfigError(f"the KV buffer has {buffer.nbytes} bytes, must be writable and have {4 * count}")
     return torch.frombuffer(buffer, dtype=torch.float32, count=count).view(shape).zero_()
-
-
-def _load_network(directory: Path, device: str) -> Any:
-    """The transformers model on its device, its attention replaced by that of the paged cache."""
-    import torch
-    from safetensors import SafetensorError
-    from transformers import LlamaForCausalLM
-    from transformers.utils import logging
-
-    from runtime.serving.model.packed_linear import pack_linears
-    from runtime.serving.model.paged_cache import ATTENTION
-
-    logging.disable_progress_bar()  # a worker's log is no terminal
-    try:
-        network, report = LlamaForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"cannot load the model in {directory}: {error}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
-        raise ModelError(f"the weights in {directory} lack {len(missing)} tensors, such as {missing[0]}")
-    network.eval().requires_grad_(False)
-    if device != "cpu":
-        return network.to(device)
-    pack_linears(network)
-    return network

@@ -42,6 +42,17 @@ def model_identity(directory: Path, block_tokens: int) -> bytes:
     return digest.digest()
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """A model directory's `config.json`. Raises `ModelError` for a missing or damaged file."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {directory / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{directory / 'config.json'} is not a JSON object")
+    return config
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """Sizes of a Llama model. `max_context_tokens` is what its positions were trained for."""
@@ -64,13 +75,7 @@ class ModelInfo:
         if name_or_dir == smollm.NAME:
             return cls.from_config(smollm.NAME, smollm.CONFIG)
         directory = model_directory(name_or_dir)
-        try:
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {directory / 'config.json'}: {error}") from error
-        if not isinstance(config, dict):
-            raise ModelError(f"{directory / 'config.json'} is not a JSON object")
-        return cls.from_config(directory.resolve().name, config)
+        return cls.from_config(directory.resolve().name, read_config(directory))
 
     @classmethod
     def from_config(cls, name: str, config: dict[str, Any]) -> Self:

@@ -19,13 +19,11 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from runtime.serving.model.gathered_rows import GatheredRows
 from runtime.serving.model.row_attention import Rows
 from runtime.serving.model.uploads import Uploads
 
-ATTENTION = "trinity_blocks"
 Kernels = Literal["cpu", "torch"]
 """How attention is computed: by loops for a CPU, or by torch alone, as it must be on other devices."""
 _MASKED_TOKENS = 64  # on a CPU, the size of pieces with a mask: 15 to 30% faster than uncut chunks of 512
@@ -139,48 +137,46 @@ def _pieces(begin: int, start: int, count: int, device: torch.device, cut: int |
         yield _Piece(begin + done, begin + done + tokens, visible, mask)
 
 
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    paged_batch: PagedBatch,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """One layer's attention: query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim].
+def attend(
+    batch: PagedBatch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """One layer's attention: query float32 [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
 
-    Writes K and V into the blocks, then attends. Returns [1, tokens, heads, head_dim].
+    Writes K and V into the blocks, then attends. Returns [tokens, heads, head_dim].
     """
-    layer: int = module.layer_idx
-    cache = paged_batch.cache
+    cache = batch.cache
     for stored, new in zip(cache.by_position[layer], (key, value), strict=True):
-        stored.index_put_(paged_batch.places, new[0].transpose(0, 1))
+        stored.index_put_(batch.places, new)
 
-    heads, tokens, head_dim = query.shape[1:]
+    tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
     output = query.new_empty(tokens, heads, head_dim)
-    if paged_batch.rows:
+    if batch.rows:
         # A single token sees all there is, so the query heads of a group can stand where several tokens would.
-        folded = query[0].transpose(0, 1)[paged_batch.row_tokens].view(-1, kv_heads, heads // kv_heads, head_dim)
-        attended = paged_batch.rows.attend(folded, *cache.for_rows[layer], scaling)
-        output[paged_batch.row_tokens] = attended.view(-1, heads, head_dim)
-    for chunk in paged_batch.chunks:
-        keys, values = _seen(chunk, cache.by_head[layer], key, value)
-        for piece in chunk.pieces:
-            attended = scaled_dot_product_attention(
-                query[:, :, piece.begin : piece.end],
-                keys[:, :, : piece.visible],
-                values[:, :, : piece.visible],
-                attn_mask=piece.mask,
-                is_causal=piece.mask is None and piece.end - piece.begin > 1,
-                scale=scaling,
-                enable_gqa=heads != kv_heads,
-            )
-            output[piece.begin : piece.end] = attended[0].transpose(0, 1)
-    return output.unsqueeze(0), None
+        folded = query[batch.row_tokens].view(-1, kv_heads, heads // kv_heads, head_dim)
+        attended = batch.rows.attend(folded, *cache.for_rows[layer], scaling)
+        output[batch.row_tokens] = attended.view(-1, heads, head_dim)
+    if batch.chunks:
+        queries, fresh = _by_head(query), (_by_head(key), _by_head(value))
+        for chunk in batch.chunks:
+            keys, values = _seen(chunk, cache.by_head[layer], *fresh)
+            for piece in chunk.pieces:
+                attended = scaled_dot_product_attention(
+                    queries[:, :, piece.begin : piece.end],
+                    keys[:, :, : piece.visible],
+                    values[:, :, : piece.visible],
+                    attn_mask=piece.mask,
+                    is_causal=piece.mask is None and piece.end - piece.begin > 1,
+                    scale=scaling,
+                    enable_gqa=heads != kv_heads,
+                )
+                output[piece.begin : piece.end] = attended[0].transpose(0, 1)
+    return output
+
+
+def _by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] → [1, heads, tokens, head_dim], as torch's kernel takes it."""
+    return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def _seen(
@@ -191,7 +187,3 @@ def _seen(
         return key[:, :, chunk.begin : chunk.end], value[:, :, chunk.begin : chunk.end]
     keys, values = (side.index_select(1, chunk.blocks).flatten(1, 2).unsqueeze(0) for side in stored)
     return keys, values
-
-
-# No mask function is registered under this name, so transformers builds no mask of its own.
-AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,88 @@
+"""How long a node and its workers take to start: `python -m benchmarks.start --config node.toml [--runs 5]`.
+
+Every run starts the node, notes when all of it was ready, then kills each worker once (kill -9) while nothing is asked,
+and notes when its next life was. Medians over the runs are printed with the fastest and the slowest run, and with the
+parts of each worker's start as it logs them. Compare two versions by running them in turn, not one after the other.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.machine import machine_load
+from benchmarks.node import BenchmarkNode
+
+_LOOK_S = 0.02  # who looks more often slows the start down
+_READY = re.compile(r"(\w+-\d+)\S*\s.*ready after ([\d.]+) s: (.*)$")
+
+
+def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
+    """One run: adds its seconds to `times`, by what was measured."""
+    begin = time.monotonic()
+    node = BenchmarkNode(config, look_s=_LOOK_S, quiet=False)
+    try:
+        times["node"].append(time.monotonic() - begin)
+        for name in [worker.name for worker in node.status().workers]:
+            times[f"kill -9 {name}"].append(_back(node, name))
+    finally:
+        node.stop()
+    for line in node.log.read_text(errors="replace").splitlines():
+        if found := _READY.search(line):
+            for part in f"all {found[2]}, {found[3]}".split(", "):
+                label, seconds = part.rsplit(" ", 1)
+                times[f"{found[1]}: {label}"].append(float(seconds))
+
+
+def _back(node: BenchmarkNode, name: str) -> float:
+    """Seconds from a kill -9 of a worker until its next life is ready."""
+    worker = next(found for found in node.status().workers if found.name == name)
+    begin = time.monotonic()
+    os.kill(worker.pid, signal.SIGKILL)
+
+    def back() -> bool:
+        return any(
+            found.name == name and found.epoch > worker.epoch and found.phase == "ready"
+            for found in node.status().workers
+        )
+
+    node.wait(back)
+    return time.monotonic() - begin
+
+
+def table(times: dict[str, list[float]]) -> str:
+    """The result as Markdown."""
+    lines = ["| seconds until ready | median | fastest | slowest |", "|---|---|---|---|"]
+    for what, seconds in times.items():
+        lines.append(f"| {what} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write all runs there")
+    options = parser.parse_args()
+    print(f"Machine: {machine_load()} before")
+    times: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as directory:  # the node's log is written beside its file
+        config = Path(shutil.copy(options.config, directory))
+        for _ in range(options.runs):
+            started_and_killed(config, times)
+    print(f"Machine: {machine_load()} after\n\n{table(times)}")
+    if options.json:
+        options.json.write_text(json.dumps(times, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Every kind of Llama that a `config.json` can describe gives the logits that transformers gives."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.model_reference import Reference
+from runtime.errors import ModelError
+from runtime.serving.model.language_model import Chunk, LanguageModel
+
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+transformers = pytest.importorskip("transformers", reason="the reference needs the extra [test]")
+
+from runtime.serving.model.rope import Rope  # noqa: E402  (it imports torch)
+
+ROPE = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 256},
+}
+TOKENS = [3 + 7 * number % 250 for number in range(90)]
+
+
+def llama(directory: Path, tokenizer: Path, *, dtype: str = "float32", **changes: Any) -> Path:
+    """A model with random weights, biases too, and the tokenizer files of another; weights in several files."""
+    shutil.copytree(tokenizer, directory)
+    (directory / "model.safetensors").unlink()
+    config = transformers.LlamaConfig(
+        **{
+            "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+            "initializer_range": 0.2,
+        } | changes
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = transformers.LlamaForCausalLM(config)
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, 1.0, 0.2)
+        network.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="100KB")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"head_dim": 32, "rms_norm_eps": 1e-3},
+        {"num_key_value_heads": 4},
+        {"dtype": "bfloat16"},
+        *({"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}} for kind, more in ROPE.items()),
+    ],
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, tiny_directory: Path, changes: dict[str, Any]) -> None:
+    directory = llama(tmp_path / "model", tiny_directory, **changes)
+    model = LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
+    expected = Reference(directory).logits(TOKENS)
+    for begin, end in ((0, 40), (40, 41), (41, 90)):
+        logits = model.forward([Chunk(range(8), begin, TOKENS[begin:end])])
+        torch.testing.assert_close(logits[0], expected[end - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_angles_are_those_of_transformers_far_into_the_context(kind: str) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 500000.0, **ROPE[kind]}
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=parameters
+    )
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 17, 1000, 8191])
+    cosines, sines = Rope(config.to_dict(), 64, "cpu").angles(positions)
+    for ours, wanted in zip((cosines, sines), theirs(torch.zeros(1), positions[None]), strict=True):
+        torch.testing.assert_close(ours[:, 0], wanted[0])
+
+
+def test_rope_as_older_files_have_it_is_read_too() -> None:
+    old = {"max_position_embeddings": 512, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    positions = torch.arange(5)
+    assert torch.equal(Rope(old, 16, "cpu").angles(positions)[0], Rope(new, 16, "cpu").angles(positions)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"intermediate_size": "many"}, "intermediate_size is 'many'"),
+        ({"intermediate_size": 100}, r"config.json says \[100, 64\]"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "RoPE parameters .* cannot be used: KeyError"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "RoPE parameters .* cannot be used"),
+        ({"attention_bias": True}, "lack 8 tensors, such as model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused_by_its_field(
+    tmp_path: Path, tiny_directory: Path, change: dict[str, Any], said: str
+) -> None:
+    directory = llama(tmp_path / "model", tiny_directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=said):
+        LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
+
+
+def test_an_index_that_names_a_file_elsewhere_reads_no_other_directory(tmp_path: Path, tiny_directory: Path) -> None:
+    directory = llama(tmp_path / "model", tiny_directory)
+    index = directory / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    moved = {name: f"../elsewhere/{file}" for name, file in found["weight_map"].items()}
+    shutil.copytree(directory, tmp_path / "elsewhere")
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    index.write_text(json.dumps(found | {"weight_map": moved}))
+    with pytest.raises(ModelError, match="cannot load the model"):
+        LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "not JSON", '{"weight_map": {"a": 3}}'])
+def test_a_damaged_index_is_a_model_error(tmp_path: Path, tiny_directory: Path, content: str) -> None:
+    directory = llama(tmp_path / "model", tiny_directory)
+    (directory / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"cannot load the model|lack"):
+        LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
