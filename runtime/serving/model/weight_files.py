@@ -23,7 +23,7 @@ class WeightFiles:
             for path in self._paths():
                 with safe_open(path, framework="pt") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ModelError(f"cannot load the model in {directory}: {error}") from error
 
     def _paths(self) -> list[Path]:
