@@ -27,7 +27,8 @@ from ipc.handover_source import HandoverSource
 from ipc.memo import Memo
 from ipc.memory import MemoryReference, SharedMemory
 from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-from ipc.server import RingServer
+from ipc.ring_server import RingServer
+from ipc.server import SessionServer
 from ipc.session import Catalogue, Served, Unserved
 from ipc.statistics import ClientStatistics, ServerStatistics
 
@@ -64,6 +65,7 @@ __all__ = [
     "RingServer",
     "Served",
     "ServerStatistics",
+    "SessionServer",
     "SharedMemory",
     "Stage",
     "StaleEpoch",

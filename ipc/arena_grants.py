@@ -56,4 +56,7 @@ class ArenaGrants:
 
 def _place(client: ClientPlace, slot: int) -> Place:
     """Where a request's vector lies, as its slot says."""
-    return Place(*client.vectors[slot][:2].view(np.uint32).tolist())
+    words = client.vectors[slot, :2].view(np.uint32).tolist()
+    if len(words) != 2:
+        raise ProtocolViolation("a place in the arena where a vector is too short for it")
+    return Place(*words)

@@ -12,10 +12,8 @@ from ipc.descriptors import (
     MAX_U16,
     PARAMETERS,
     SEARCH,
-    SEARCH_ARENA,
     STAGE_CODES,
     STAGES,
-    Parameters,
 )
 from ipc.errors import InvalidArgument
 from ipc.session import Catalogue
@@ -55,15 +53,6 @@ class Packed(NamedTuple):
     dim: int
 
 
-class Unpacked(NamedTuple):
-    """What a pool makes of a request's 24 bytes: its kind; a search's parameters, or the status that refuses them."""
-
-    kind: int
-    refusal: str
-    parameters: Parameters | None
-    dim: int
-
-
 def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Packed:
     """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit."""
     collection, stage, k, top_m, search_width, patience = choice
@@ -96,25 +85,3 @@ def pack_cancel(epoch: int) -> bytes:
 def _words(*fields: int) -> tuple[int, int, int]:
     a, b, c = struct.unpack("<3q", PARAMETERS.pack(*fields))
     return a, b, c
-
-
-def unpack(packed: bytes, epoch: int, limits: Limits) -> Unpacked:
-    """For a pool: nothing is trusted, and nothing is allocated by what it says."""
-    found, kind, stage, code, k, top_m, width, patience, dim = PARAMETERS.unpack(packed)
-    if found != epoch:
-        return Unpacked(kind, "stale_epoch", None, 0)
-    if kind not in (SEARCH, SEARCH_ARENA):
-        return Unpacked(kind, "", None, 0)
-    collections = limits.catalogue.served
-    if (
-        stage < len(STAGES)
-        and code < len(collections)
-        and dim == collections[code].dim
-        and 1 <= k <= limits.max_k
-        and 1 <= top_m <= limits.max_top_m
-        and width >= 1
-    ):
-        served = collections[code]
-        asked = Parameters(served.name, STAGES[stage], k, top_m, width, patience or None, served.identity)
-        return Unpacked(kind, "", asked, dim)
-    return Unpacked(kind, "invalid_request", None, 0)

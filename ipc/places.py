@@ -5,8 +5,10 @@ import os
 import time
 
 import numpy as np
+import numpy.typing as npt
 
-from ipc.doorbell import Ringer
+from ipc.doorbell import EventfdBell, Ringer
+from ipc.exchange import BELL, CLIENT_WORDS, CODES, COLLECTIONS, END, HANDLE, OUTSTANDING, RECEIVED
 from ipc.memory import SharedMemory
 from ipc.reception import Reception
 from ipc.ring import RingConsumer, RingProducer, format_ring
@@ -15,7 +17,7 @@ from ipc.terms import Terms
 
 
 class ClientPlace:
-    """One attached client: its rings, its doorbell, its pidfd, the requests it waits for, and the session's `terms`."""
+    """One attached client: its rings, its doorbell, its pidfd, its row of the desk, and the session's `terms`."""
 
     def __init__(
         self,
@@ -37,13 +39,10 @@ class ClientPlace:
         format_ring(results, layouts[1], epoch)
         self.requests = RingConsumer(requests, layouts[0], epoch)
         self.results = RingProducer(results, layouts[1], epoch)
-        # One view per slot: making a view costs as much as copying 1.5 KB.
-        self.vectors = list(self.requests.payload(np.float32, 0, terms.max_dim))
-        self.outstanding: dict[int, int] = {}  # request id → receive_ns
-        self.cancelled: set[int] = set()  # those of them that the client does not want any more
+        self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
+        self.row = -1  # of the desk
+        self.words = np.zeros(CLIENT_WORDS, np.int64).data  # of that row
         self.lease = 0  # of the pool's arena; 0: none
-        self.last_id = 0
-        self.received = 0
         self.granted_ns = time.monotonic_ns()
         self.joined = False  # whether the client was seen to have opened the rings
         self.renewed_ns = 0  # since when another session is to take this one's place; 0: none
@@ -89,6 +88,19 @@ class ClientPlace:
             arena=arena,
         )
 
+    def sit(self, row: int, words: npt.NDArray[np.int64]) -> None:
+        """Have this row of a desk: its words say all that compiled code needs to know."""
+        words[END] = self.results.end_address
+        words[COLLECTIONS], words[CODES] = self.terms.table.ctypes.data, len(self.terms.table)
+        words[BELL] = self.bell.fileno() if isinstance(self.bell, EventfdBell) else -1
+        words[HANDLE] = self.handle
+        self.row, self.words = row, words.data
+
+    @property
+    def outstanding(self) -> int:
+        """Requests accepted and not yet answered."""
+        return int(self.words[OUTSTANDING])
+
     def has_joined(self) -> bool:
         """Whether the client has opened the rings: one that gave up while it was being answered never does."""
         self.joined = self.joined or self.results.heartbeat_ns > 0
@@ -96,7 +108,7 @@ class ClientPlace:
 
     def traffic(self) -> dict[str, int]:
         """Requests received and results published so far."""
-        return {"received": self.received, "published": self.results.position}
+        return {"received": int(self.words[RECEIVED]), "published": self.results.position}
 
     def close(self) -> None:
         self.bell.close()

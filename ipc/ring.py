@@ -160,6 +160,8 @@ class RingProducer(_End):
         self._full = 0
         self._rung = 0
         end = np.zeros(atomics.END_COLUMNS, np.int64)
+        self.end_address = int(end.ctypes.data)
+        """Of the end that compiled functions work on (`atomics.py`)."""
         self._end = end.data
         for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
             self._end[i] = word
@@ -246,10 +248,7 @@ class RingConsumer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self._row: memoryview | None = None
-        self.position = 0
-        self.first = 0
-        """The slot of the first unread position."""
+        self._row = np.array(self._watch_words(0), np.int64).data  # of a `Watch`, once there is one
         self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
         self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
             atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
@@ -258,22 +257,32 @@ class RingConsumer(_End):
         the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
         self._tell_reader = partial(atomics.store_release, self._address + _READER)
 
+    def _watch_words(self, position: int) -> tuple[int, ...]:
+        return self._base, self._stride, self._slots, position, self._address + _SLEEPING
+
     def watch_in(self, row: memoryview) -> None:
-        """Keep this ring's row of a `Watch` up to date from now on."""
-        columns = (self._base, self._stride, self._slots, self.position, self._address + _SLEEPING)
-        for i, word in enumerate(columns):
+        """Keep this ring's position in a row of a `Watch` from now on."""
+        for i, word in enumerate(self._watch_words(self.position)):
             row[i] = word
         self._row = row
 
+    @property
+    def position(self) -> int:
+        """Slots given back so far."""
+        return int(self._row[atomics.WATCH_POSITION])
+
+    @property
+    def first(self) -> int:
+        """The slot of the first unread position."""
+        return self.position % self._slots
+
     def pause(self) -> None:
         """Hide news from the `Watch` until `resume`."""
-        if self._row is not None:
-            self._row[atomics.WATCH_SLOTS] = 0
+        self._row[atomics.WATCH_SLOTS] = 0
 
     def resume(self) -> None:
         """See `pause`."""
-        if self._row is not None:
-            self._row[atomics.WATCH_SLOTS] = self._slots
+        self._row[atomics.WATCH_SLOTS] = self._slots
 
     def ready(self, limit: int) -> int:
         """How many published slots, at most `limit`, can be read from `first` on."""
@@ -281,10 +290,7 @@ class RingConsumer(_End):
 
     def release(self, count: int) -> None:
         """Give the first `count` ready slots back to the producer; their views must not be read any more."""
-        self.position = position = self.position + count
-        self.first = position % self._slots
-        if self._row is not None:
-            self._row[atomics.WATCH_POSITION] = position
+        self._row[atomics.WATCH_POSITION] = position = self.position + count
         # SYNC POINT: reader position, see `RingProducer.free`.
         self._tell_reader(position)
 
@@ -303,16 +309,20 @@ class RingConsumer(_End):
 
 
 class Watch:
-    """All rings that one process consumes, looked at together. Replaces any earlier `Watch` over the same rings."""
+    """All rings that one process consumes, looked at together. Replaces any earlier `Watch` over the same rings.
 
-    def __init__(self, rings: Sequence[RingConsumer]) -> None:
+    A ring is known by its place among `rings`; None leaves a place empty. `address`: of the watch table.
+    """
+
+    def __init__(self, rings: Sequence[RingConsumer | None]) -> None:
         self._rings = list(rings)  # keeps the memory behind the addresses mapped
         self._rows = len(self._rings)
         table = np.zeros((max(self._rows, 1), atomics.WATCH_COLUMNS), np.int64)
         self._table = table
-        self._address = int(table.ctypes.data)
+        self.address = self._address = int(table.ctypes.data)
         for i, ring in enumerate(self._rings):
-            ring.watch_in(memoryview(table[i]))
+            if ring is not None:
+                ring.watch_in(memoryview(table[i]))
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
         """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
         self.look: Callable[[int], int] = partial(atomics.look, self._address, self._rows)

@@ -3,12 +3,13 @@
 import time
 
 from ipc.arena_grants import ArenaGrants
-from ipc.descriptors import Cancel
+from ipc.desk import Desk
 from ipc.endpoints import new_token
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
+from ipc.exchange import INVALID, RUNG, STALE
 from ipc.places import ClientPlace
 from ipc.reception import ASKED, Reception
-from ipc.ring import CLOSED, DRAINING, EVICTED, Watch
+from ipc.ring import CLOSED, DRAINING, EVICTED
 from ipc.session import VERSION, Attach, Attached, Refused
 from ipc.statistics import ServerStatistics
 from ipc.terms import Terms
@@ -29,12 +30,7 @@ class Roster:
         self._reception, self._terms, self._max_clients, self._arena = reception, terms, max_clients, arena
         self.clients: dict[int, ClientPlace] = {}
         self.turns: list[ClientPlace] = []
-        self.turn = 0
-        """Whose requests are read next."""
-        self.watch = Watch([])
-        """Over the request rings of `turns`."""
-        self.cancelled: list[Cancel] = []
-        """What nobody waits for any more, not yet told."""
+        self.desk = Desk(terms.epoch, terms.limits.max_k, terms.limits.max_top_m, 2 * max_clients)
         self.next_handle = 1
         self.counts = dict.fromkeys(ServerStatistics.__struct_fields__, 0)
         self._draining = False
@@ -51,7 +47,7 @@ class Roster:
                     self._forget(client, CLOSED)
                     continue
                 client.requests.beat(now)
-                if client.results.free() > len(client.outstanding):
+                if client.results.free() > client.outstanding:
                     client.requests.resume()
             except ProtocolViolation:
                 self.evict(client)
@@ -92,10 +88,15 @@ class Roster:
             raise InvalidArgument(f"all {self._max_clients} places for clients are taken")
         handle, token = self.next_handle, new_token().encode()
         client = ClientPlace.make(handle, attach, token, self._reception, self._terms)
+        try:
+            self.desk.put(client)
+        except InvalidArgument:
+            self._reception.unwatch(client.pidfd)
+            client.close()
+            raise
         self.next_handle += 1
         self.clients[handle] = client
         self.turns.append(client)
-        self._watch_all()
         grant = self._arena.grant(client) if attach.arena else None
         return client.welcome(token, self._reception.bell_endpoint, grant)
 
@@ -107,20 +108,14 @@ class Roster:
     def _forget(self, client: ClientPlace, state: int) -> None:
         client.requests.set_state(state)
         client.bell.ring()
-        gone = (request_id for request_id in client.outstanding if request_id not in client.cancelled)
-        self.cancelled += [Cancel(client.handle, request_id) for request_id in gone]
         del self.clients[client.handle]
         self.turns.remove(client)
         for name, count in client.traffic().items():
             self.counts[name] += count
-        self._watch_all()
+        self.desk.remove(client)
         self._reception.unwatch(client.pidfd)
         self._arena.end(client)
         client.close()
-
-    def _watch_all(self) -> None:
-        self.turn = 0
-        self.watch = Watch([client.requests for client in self.turns])
 
     def renew(self, terms: Terms) -> None:
         """Open sessions on other terms from now on; tell the attached clients to leave theirs."""
@@ -153,9 +148,11 @@ class Roster:
 
     def statistics(self) -> ServerStatistics:
         """Counters; cheap."""
-        counts = self.counts | {"clients": len(self.turns)}
+        words = self.desk.words
+        counted = {"rung": words[RUNG], "invalid": words[INVALID], "stale": words[STALE]}
+        counts = self.counts | counted | {"clients": len(self.turns)}
         for client in self.turns:
-            counts["outstanding"] += len(client.outstanding)
+            counts["outstanding"] += client.outstanding
             for name, count in client.traffic().items():
                 counts[name] += count
         return ServerStatistics(**counts)

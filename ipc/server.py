@@ -1,55 +1,37 @@
-"""The pool's side of sessions: hands out rings, reads requests of all clients, publishes results."""
+"""The pool's side of sessions: who is attached, whose requests may be read, and sleeping until something comes."""
 
 import time
 from collections.abc import Mapping
+from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
-from ipc import atomics
+from ipc import exchange
 from ipc.arena_grants import ArenaGrants
-from ipc.descriptors import (
-    CANCEL,
-    LOST,
-    MAX_REQUEST_ID,
-    REQUEST_HEADER,
-    SEARCH,
-    SEARCH_ARENA,
-    STATUS_CODES,
-    Cancel,
-    Request,
-)
+from ipc.descriptors import Float32s
+from ipc.desk import Desk
 from ipc.device_arena import DeviceArena
-from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, UnknownRequest
+from ipc.errors import InvalidArgument, IpcError
 from ipc.places import ClientPlace
 from ipc.reception import Reception
 from ipc.roster import Roster
 from ipc.session import Catalogue, Served
 from ipc.spin import SpinBudget
 from ipc.statistics import ServerStatistics
-from ipc.terms import Terms
+from ipc.terms import Number, Terms
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
-LATE_HOUSEKEEPING_NS = 10_000_000  # how much later it may do so while there are requests
 SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
-_MAX_EXTENDS = (1 << 31) - 1
-_PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
-_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
-_NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
-class RingServer:
-    """Serves searches to clients through shared memory. One thread; nothing here blocks except `wait`.
+class SessionServer:
+    """Serves sessions to clients; requests and results themselves are exchanged over its `desk` (`exchange.py`), by
+    `RingServer`, or by a compiled loop. One thread; nothing here blocks except `wait`.
 
-    RingServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
+    SessionServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
     simply name → vector dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a
     client may have outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status
     'invalid_request'); `spin_us` how long `wait` looks at the rings, at most, before it sleeps (`SpinBudget` learns how
     long it is worth); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
-    `max_clients`-th of its slots, at most `ring_slots`.
-
-    A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
-    client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
+    `max_clients`-th of its slots, at most `ring_slots`; `number` what the desk calls each collection.
     """
 
     def __init__(
@@ -64,12 +46,14 @@ class RingServer:
         max_clients: int = 64,
         spin_us: float = 200.0,
         arena: DeviceArena | None = None,
+        number: Number = lambda served: 0,
     ) -> None:
         if max_clients < 1 or spin_us < 0:
             raise InvalidArgument(f"max_clients {max_clients} must be at least 1, spin_us {spin_us} at least 0")
         self.endpoint = endpoint
         self.epoch = epoch
         self._sizes = (ring_slots, max_k, max_top_m)
+        self._number = number
         terms = self._terms(collections)
         self._spin = SpinBudget(int(spin_us * 1000))
         self._next_housekeeping = 0
@@ -78,193 +62,93 @@ class RingServer:
         self._reception = Reception(endpoint)
         self._roster = Roster(self._reception, terms, max_clients, self._arena)
         self._clients = self._roster.clients
+        self._late: list[ClientPlace] = []  # those whose device is still at a vector
 
     def _terms(self, collections: Catalogue | Mapping[str, int]) -> Terms:
         if not isinstance(collections, Catalogue):
             collections = Catalogue(tuple(Served(name, dim) for name, dim in collections.items()))
-        return Terms(collections, self.epoch, *self._sizes)
+        return Terms(collections, self.epoch, *self._sizes, self._number)
 
-    # ---- requests
+    # ---- what a loop over the desk needs
 
-    def receive(self, limit: int = 256) -> list[Request]:
-        """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
+    @property
+    def desk(self) -> Desk:
+        """For `exchange.py`."""
+        return self._roster.desk
 
-        Descriptors that cannot be served are answered here (status 'invalid_request' or 'stale_epoch') and do not
-        appear; a client whose descriptors no correct client writes is evicted.
+    def housekeep(self, now: int) -> None:
+        """Let in who asks, evict dead clients, beat. Those that have gone: `desk.take_vacated`."""
+        self._roster.look_after(now)
+        self._next_housekeeping = now + HOUSEKEEPING_NS
+
+    def evict(self, row: int) -> None:
+        """The client in this row wrote what no correct client writes."""
+        place = self.desk.places[row]
+        if place is not None:
+            self._roster.evict(place)
+
+    def take_from_arena(self) -> Float32s | None:
+        """The vector of the request found, which lies in the arena, out of it: `accept` and `release` it then.
+
+        None: its client's device is still at it, or its client was evicted. Nobody else waits for it.
         """
-        now = time.monotonic_ns()
-        requests: list[Request] = []
-        roster = self._roster
-        for _ in roster.turns:
-            turn = roster.watch.look(roster.turn)
-            if turn < 0:
-                break
-            client = roster.turns[turn]
-            roster.turn = turn + 1
-            try:
-                self._read(client, limit - len(requests), now, requests)
-            except IpcError:
-                roster.evict(client)  # the other clients' turn comes with the next call
-                break
-            if len(requests) >= limit:
-                break
-        # Those who wait for an answer come first, but not for ever.
-        if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
-            self._housekeep(now)
-        return requests
-
-    def _read(self, client: ClientPlace, limit: int, now: int, requests: list[Request]) -> None:
-        ring, outstanding, terms = client.requests, client.outstanding, client.terms
-        known, max_dim = terms.unpacked, terms.max_dim
-        count = ring.ready(limit)
-        room = client.results.room - len(outstanding)
-        if room < count:
-            room = client.results.free() - len(outstanding)
-        done, before = 0, len(requests)
+        words = self.desk.words
+        place = self.desk.places[words[exchange.ROW]]
+        assert place is not None
         try:
-            for slot in range(ring.first, ring.first + count):
-                request_id, deadline, enqueue, packed = REQUEST_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
-                kind, refusal, parameters, dim = known[packed]
-                if kind == CANCEL:
-                    done += 1
-                    if request_id in outstanding and request_id not in client.cancelled:
-                        client.cancelled.add(request_id)
-                        self._roster.cancelled.append(Cancel(client.handle, request_id))
-                    continue
-                if room <= 0:
-                    ring.pause()  # until housekeeping finds room for its result
-                    break
-                if kind == SEARCH_ARENA and not self._arena.is_written(client, slot):
-                    break  # the client's device is still at it: next time
-                room -= 1
-                done += 1
-                if not client.last_id < request_id <= MAX_REQUEST_ID or kind not in (SEARCH, SEARCH_ARENA):
-                    raise ProtocolViolation(f"request {request_id}, kind {kind}, after request {client.last_id}")
-                client.last_id = request_id
-                if parameters is None or deadline < 0:
-                    if self._refuse(client, request_id, refusal or "invalid_request", now):
-                        continue
-                    return  # evicted
-                outstanding[request_id] = now
-                if kind == SEARCH_ARENA:
-                    vector = self._arena.take(client, slot, dim)
-                else:
-                    vector = client.vectors[slot].copy()
-                    if dim != max_dim:
-                        vector = vector[:dim]
-                requests.append(Request(client.handle, request_id, parameters, deadline, enqueue, now, vector))
-        finally:
-            ring.release(done)
-            client.received += len(requests) - before
+            if self._arena.is_written(place, words[exchange.SLOT]):
+                return self._arena.take(place, words[exchange.SLOT], words[exchange.DIM])
+            place.requests.pause()
+            self._late.append(place)
+        except IpcError:
+            self._roster.evict(place)
+        return None
 
-    def _refuse(self, client: ClientPlace, request_id: int, status: str, now: int) -> bool:
-        self._roster.counts["stale" if status == "stale_epoch" else "invalid"] += 1
-        client.outstanding[request_id] = now
-        return self.publish(client.handle, request_id, status)
+    def look_at_late(self) -> bool:
+        """Have those looked at again whose vectors were not written yet. Whether there are any."""
+        late, self._late = self._late, []
+        for place in late:
+            place.requests.resume()
+        return bool(late)
 
-    def cancellations(self) -> list[Cancel]:
-        """Outstanding requests whose client cancelled them, or is gone, since the last call.
-
-        Each still wants its one `publish` (which a gone client's requests swallow). `receive` gives the request first.
-        """
-        roster = self._roster
-        if not roster.cancelled:
-            return []
-        cancelled = [c for c in roster.cancelled if self._is_outstanding(c)]
-        roster.cancelled = []
-        return cancelled
-
-    def _is_outstanding(self, cancel: Cancel) -> bool:
-        client = self._clients.get(cancel.client)
-        return client is None or cancel.request_id in client.outstanding
-
-    # ---- results
-
-    def publish(
-        self,
-        client: int,
-        request_id: int,
-        status: str = "ok",
-        ids: npt.ArrayLike | None = None,
-        distances: npt.ArrayLike | None = None,
-        *,
-        extends: int = 0,
-        begin_ns: int = 0,
-    ) -> bool:
-        """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] copied into its client's ring.
-
-        False: the client is gone, the result was dropped and counted. Raises `UnknownRequest` if the request is not
-        outstanding (every request ends once), `InvalidArgument` for results that do not fit.
-        """
-        found = self._clients.get(client)
-        if found is None:
-            if not 0 < client < self._roster.next_handle:
-                raise UnknownRequest(f"there never was a client {client}")
-            self._roster.counts["dropped"] += 1
-            return False
-        receive_ns = found.outstanding.get(request_id)
-        if receive_ns is None:
-            raise UnknownRequest(f"request {request_id} of client {client} is not outstanding")
-        code = _PUBLISHABLE.get(status)
-        if code is None:
-            raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
-        some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
-        some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
-        sent = atomics.TOO_LARGE
-        if some_ids.ndim + some_distances.ndim == 2:
-            sent = found.results.send_pairs(
-                some_ids, some_distances,
-                request_id, self.epoch | code << 32, min(extends, _MAX_EXTENDS) << 32, receive_ns, begin_ns,
-            )  # fmt: skip
-        if sent == atomics.TOO_LARGE:
-            raise InvalidArgument(
-                f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to "
-                f"{found.terms.limits.max_k}"
-            )
-        del found.outstanding[request_id]
-        if found.cancelled:
-            found.cancelled.discard(request_id)
-        if sent == 0:
-            return True
-        if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
-            self._roster.evict(found)
-            return False
-        self._roster.counts["rung"] += 1
-        found.bell.ring()
-        return True
+    @property
+    def _ended(self) -> bool:
+        """Whether there is something to do that is in no ring."""
+        return self.desk.vacant
 
     # ---- sleeping and sessions
 
     def has_news(self) -> bool:
-        """Whether a client has sent something that `receive` would read. Cheap; for loops that are busy elsewhere."""
-        return self._roster.watch.look(0) >= 0
+        """Whether a client has sent something. Cheap; for loops that are busy elsewhere."""
+        return self.desk.watch.look(0) >= 0
 
     def wait(self, timeout_ms: float) -> bool:
-        """Sleep until `receive` or `cancellations` may have something, or the time is over. True in the former case.
+        """Sleep until there is something in a ring, or a client has gone, or the time is over (False).
 
         Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
         """
         begin = time.monotonic_ns()
+        self.look_at_late()
         if begin >= self._next_housekeeping:
-            self._housekeep(begin)
+            self.housekeep(begin)
         limit = int(timeout_ms * 1e6)
-        if self._roster.watch.spin(min(self._spin.ns, limit)) >= 0:
+        if self.desk.watch.spin(min(self._spin.ns, limit)) >= 0:
             return True
         end = begin + limit
         while True:
             now = time.monotonic_ns()
-            self._housekeep(now)
-            if self._roster.cancelled:
+            self.housekeep(now)
+            if self._ended:
                 return True
-            if self._roster.watch.arm() and end > now:
+            if self.desk.watch.arm() and end > now:
                 self._listen(min((end - now) / 1e9, SLEEP_MS / 1e3))
-            self._roster.watch.disarm()
-            if self._roster.watch.look(0) >= 0:
+            self.desk.watch.disarm()
+            if self.desk.watch.look(0) >= 0:
                 self._spin.learn(time.monotonic_ns() - begin)
                 return True
             if time.monotonic_ns() >= end:
-                self._housekeep(time.monotonic_ns())
-                return bool(self._roster.cancelled)
+                self.housekeep(time.monotonic_ns())
+                return self._ended
 
     def fileno(self) -> int:
         """Readable when a doorbell, a session message or a client's end wants attention; level-triggered.
@@ -275,15 +159,15 @@ class RingServer:
 
     def arm(self) -> bool:
         """Ask to be rung. False: something waits already, do not sleep."""
-        self._housekeep(time.monotonic_ns())
-        if self._roster.cancelled or not self._roster.watch.arm():
-            self._roster.watch.disarm()
+        self.housekeep(time.monotonic_ns())
+        if self._ended or not self.desk.watch.arm():
+            self.desk.watch.disarm()
             return False
         return True
 
     def disarm(self) -> None:
         """Awake again."""
-        self._roster.watch.disarm()
+        self.desk.watch.disarm()
         self._listen(0)
 
     def _listen(self, timeout_s: float) -> set[int]:
@@ -292,10 +176,6 @@ class RingServer:
         if heard:
             self._next_housekeeping = 0
         return heard
-
-    def _housekeep(self, now: int) -> None:
-        self._roster.look_after(now)
-        self._next_housekeeping = now + HOUSEKEEPING_NS
 
     def renew(self, catalogue: Catalogue) -> None:
         """Offer another catalogue: sessions opened from now on have it, the present ones drain.
@@ -319,7 +199,7 @@ class RingServer:
             self._roster.close()
             self._reception.close()
 
-    def __enter__(self) -> "RingServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -241,7 +241,7 @@ def test_limit_bounds_a_receive_and_clients_take_turns(server: RingServer) -> No
                 ask(client)
         taken = [[r.client for r in server.receive(2)] for _ in range(4)]
         assert [len(turn) for turn in taken] == [2, 2, 2, 0]
-        assert taken[0] != taken[1]
+        assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, though the first had three there
 
 
 def test_statistics_count_both_sides(server: RingServer, client: RingClient) -> None:

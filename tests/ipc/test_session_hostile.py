@@ -204,7 +204,7 @@ def test_the_place_of_a_client_that_never_opens_its_rings_is_taken_back(server: 
             server.wait(1)
         with attach(server) as client:
             assert server.statistics().clients == 2
-            server._housekeep(time.monotonic_ns() + JOIN_NS)
+            server.housekeep(time.monotonic_ns() + JOIN_NS)
             assert (server.statistics().clients, server.statistics().lost) == (1, 1)
             ask(client)
             assert answer(server) == 1
@@ -232,7 +232,7 @@ def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_att
         while not answered.is_set():
             server.wait(1)
         monkeypatch.setattr(Attachment, "_map", map_rings)
-        server._housekeep(time.monotonic_ns() + JOIN_NS)
+        server.housekeep(time.monotonic_ns() + JOIN_NS)
         assert (server.statistics().clients, server.statistics().lost) == (0, 1)
         with attach(server) as other:
             taken_back.set()
@@ -267,7 +267,7 @@ def test_a_client_that_fails_after_mapping_its_rings_does_not_keep_its_place(
         with pytest.raises(OSError, match="Too many"):
             attach(server)
     assert server.statistics().clients == 1
-    server._housekeep(time.monotonic_ns() + JOIN_NS)
+    server.housekeep(time.monotonic_ns() + JOIN_NS)
     assert (server.statistics().clients, server.statistics().lost) == (0, 1)
 
 

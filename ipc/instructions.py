@@ -1,0 +1,169 @@
+"""What compiled functions are built of: words at an address, fences, the clock, libc's `write`, calls by address.
+
+Each is an intrinsic of numba: used in compiled functions alone, where it becomes one instruction or one call. Addresses
+and words are int64. The atomic ones come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64
+and on aarch64. An address must stay mapped while it is used.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
+
+
+def _intrinsic(function: Any) -> Callable[..., int]:
+    return cast(Callable[..., int], intrinsic(function))  # what calls it gives the arguments after the first alone
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+@_intrinsic
+def load_acquire(_typing: Any, _address: Any) -> Any:
+    """The word at an address; what its writer stored before a release store of it is visible afterwards."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8, typ=_I64)
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
+    """Store a word after everything this thread stored before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def store(_typing: Any, _address: Any, _value: Any) -> Any:
+    """Store a word."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
+    """Copy so many bytes from the second address to the first."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
+        numba.core.cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def exchange(_typing: Any, _address: Any, _value: Any) -> Any:
+    """Swap a word in one step, sequentially consistent; returns what was there."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _pointer(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def fence(_typing: Any) -> Any:
+    """A full fence: no load or store moves over it in either direction."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
+def sched_yield(_typing: Any) -> Any:
+    """Let another thread have this core."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        function = numba.core.cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
+        return builder.call(function, [])
+
+    return types.int32(), generate
+
+
+@_intrinsic
+def monotonic_ns(_typing: Any) -> Any:
+    """`time.monotonic_ns()`."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        timespec = ir.ArrayType(_I64, 2)
+        kind = ir.FunctionType(_I32, [_I32, timespec.as_pointer()])
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        place = numba.core.cgutils.alloca_once(builder, timespec)
+        builder.call(function, [ir.Constant(_I32, 1), place])  # 1: CLOCK_MONOTONIC
+        seconds = builder.extract_value(builder.load(place), 0)
+        nanoseconds = builder.extract_value(builder.load(place), 1)
+        return builder.add(builder.mul(seconds, ir.Constant(_I64, 1_000_000_000)), nanoseconds)
+
+    return types.int64(), generate
+
+
+@_intrinsic
+def load(_typing: Any, _address: Any) -> Any:
+    """The word at an address of this process's own memory."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0]))
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
+    """libc's `write` of one word to a descriptor, as an eventfd wants it. What it returns: 8, or -1."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "write")
+        place = numba.core.cgutils.alloca_once(builder, _I64)
+        builder.store(args[1], place)
+        return builder.call(function, [builder.trunc(args[0], _I32), place, ir.Constant(_I64, 8)])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
+    """Call the C function at an address with a tuple of int64; it returns one."""
+    count = len(_arguments)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * count)
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, [builder.extract_value(args[1], i) for i in range(count)])
+
+    return types.int64(types.int64, types.UniTuple(types.int64, count)), generate
+
+
+@_intrinsic
+def _pointer_to(_typing: Any, _address: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def words(address: int, count: int) -> Any:
+    """`count` int64 at an address, as an array."""
+    return numba.carray(_pointer_to(address), count, numba.int64)
