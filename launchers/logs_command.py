@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from runtime.errors import ConfigError, Unavailable
+from runtime.node.config import NodeSection
 from runtime.node.log_format import LEVELS, Level, Line, plain
 from runtime.node.log_reader import read
 from runtime.node.placement import default_run_dir
@@ -22,8 +23,11 @@ _POLL_S = 0.2
 
 def logs(
     node: Annotated[
-        str, typer.Argument(help="The node's name, its run directory, or a directory of logs.")
-    ] = "trinity",
+        str,
+        typer.Argument(
+            help="The node's name, its run directory, or a directory of logs.", show_default="the only one that runs"
+        ),
+    ] = "",
     follow: Annotated[bool, typer.Option(help="Go on with what comes, until the node ends.")] = False,
     worker: Annotated[str, typer.Option(help='Of this process alone, such as "decode-0" or "supervisor".')] = "",
     request: Annotated[str, typer.Option(help="About this request alone (the answer's x-request-id).")] = "",
@@ -35,7 +39,7 @@ def logs(
     if worker and worker not in processes:
         raise ConfigError(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'nobody'}")
     if follow and info is None:
-        raise Unavailable(f"--follow: no node runs in {node}")
+        raise Unavailable(f"--follow: no node runs in {directory}")
     with _waiting_for_end_of(info if follow else None) as wait:
         try:
             for line in read(directory, wait):
@@ -62,7 +66,7 @@ def _place(node: str) -> tuple[Path, NodeInfo | None]:
     try:
         info = find_node(node)
     except Unavailable:
-        named = Path(node) if "/" in node else default_run_dir(node)
+        named = Path(node) if "/" in node else default_run_dir(node or NodeSection().name)
         for directory in (named, named / LOGS):
             if any(directory.glob("*.log")):
                 return directory, None

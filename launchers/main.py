@@ -19,6 +19,7 @@ from launchers.demo import demo
 from launchers.doctor import doctor
 from launchers.index_commands import index_app, search
 from launchers.logs_command import logs
+from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
 from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
@@ -55,8 +56,6 @@ app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
 
 EXIT_USAGE = 2  # as typer's own for an option that is wrong
-
-NodeName = Annotated[str, typer.Argument(help="The node's name, or its run directory.")]
 
 
 @app.command()
@@ -106,14 +105,14 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
 
 
 @app.command()
-def status(node: NodeName = "trinity") -> None:
+def status(node: NodeArgument = "") -> None:
     """Show a running node's workers. Exits with 1 if one of them is not ready."""
     raise typer.Exit(show_status(find_node(node), Console()))
 
 
 @app.command()
 def top(
-    node: NodeName = "trinity",
+    node: NodeArgument = "",
     url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 2.0,
 ) -> None:
@@ -127,7 +126,7 @@ def top(
 
 @app.command()
 def restart(
-    node: NodeName = "trinity",
+    node: NodeArgument = "",
     worker: Annotated[str, typer.Option(help="Restart this worker alone, such as prefill-0.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all to be back.")] = 1800.0,
 ) -> None:
@@ -138,7 +137,7 @@ def restart(
 
 @app.command()
 def stop(
-    node: NodeName = "trinity",
+    node: NodeArgument = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,
 ) -> None:
     """Drain a running node and stop it; returns when it is gone."""

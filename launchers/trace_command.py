@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launchers.http_client import get_json
+from launchers.node_option import NodeOption
 from runtime.node.run_dir import find_node
 from runtime.serving.frontend.traces import Trace
 
@@ -32,7 +33,7 @@ def trace(
     request: Annotated[
         str, typer.Argument(help='Its id: "id" of its answer or the header x-request-id, also one that you sent.')
     ],
-    node: Annotated[str, typer.Option(help="The node's name, or its run directory.")] = "trinity",
+    node: NodeOption = "",
     url: Annotated[str, typer.Option(help="Ask the node at this address instead, such as http://host:8080.")] = "",
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node wants one.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the trace as JSON.")] = False,

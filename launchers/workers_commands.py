@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from launchers.node_option import NodeOption
 from launchers.status import show_status
 from runtime.errors import InvalidRequest
 from runtime.node.changes import GPU_NAMES, Verb
@@ -13,7 +14,6 @@ from runtime.node.run_dir import find_node
 
 workers_app = typer.Typer(help="A running node's workers: list, add, drain, flip.", no_args_is_help=True)
 
-Node = Annotated[str, typer.Option(help="The node's name, or its run directory.")]
 Role = Annotated[str, typer.Argument(help="prefill or decode.")]
 AnyRole = Annotated[str, typer.Argument(help="prefill, decode or pool.")]
 Name = Annotated[str, typer.Option(help="This worker, such as decode-1; else the role's last one.")]
@@ -22,13 +22,13 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait until it is done."
 
 
 @workers_app.command("list")
-def list_workers(node: Node = "trinity") -> None:
+def list_workers(node: NodeOption = "") -> None:
     """Show the workers. Exits with 1 if one of them is not ready."""
     raise typer.Exit(show_status(find_node(node), Console()))
 
 
 @workers_app.command()
-def add(role: AnyRole = "", gpu: Gpu = "", node: Node = "trinity", timeout: Timeout = 600.0) -> None:
+def add(role: AnyRole = "", gpu: Gpu = "", node: NodeOption = "", timeout: Timeout = 600.0) -> None:
     """Start one more worker of a role, or those that have left a GPU; returns when they take requests.
 
     Places of the node's own plan whose workers have left are taken again first; a pool has no others.
@@ -37,16 +37,14 @@ def add(role: AnyRole = "", gpu: Gpu = "", node: Node = "trinity", timeout: Time
 
 
 @workers_app.command()
-def drain(
-    role: AnyRole = "", name: Name = "", gpu: Gpu = "", node: Node = "trinity", timeout: Timeout = 1800.0
-) -> None:
+def drain(role: AnyRole = "", name: Name = "", gpu: Gpu = "", node: NodeOption = "", timeout: Timeout = 1800.0) -> None:
     """Take a worker, or all of a GPU, out of the node after they have finished what they have; returns when they are
     gone."""
     _change(node, "drain", _meant(role, name, gpu), timeout, "{} has left")
 
 
 @workers_app.command()
-def flip(role: Role, name: Name = "", node: Node = "trinity", timeout: Timeout = 1800.0) -> None:
+def flip(role: Role, name: Name = "", node: NodeOption = "", timeout: Timeout = 1800.0) -> None:
     """Turn a worker of this role into one of the other: a new one gets ready first, then the old one drains."""
     _change(node, "flip", _meant(role, name, ""), timeout, "{} is ready in its place")
 

@@ -1,11 +1,13 @@
 """The directory of a running node: `node.json`, which tells where to ask it, and its logs; gone when it has stopped.
 
 The directory is private to the user, and locked for as long as its supervisor lives: the kernel lets go of the lock
-when the process ends, however it ends, so a stale directory never stops the next start.
+when the process ends, however it ends, so a stale directory never stops the next start. One that lies elsewhere than
+the user's other nodes has a link among them, `@` and a hash of its path, by which it is found and listed.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import stat
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import ConfigError, InvalidRequest, Unavailable
 from runtime.node.placement import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
@@ -77,9 +79,23 @@ class RunDir:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(info))
         temporary.rename(self.path / "node.json")
+        with contextlib.suppress(OSError):  # without a link it is found by its directory alone
+            self._link_up()
+
+    def _link_up(self) -> None:
+        directory = nodes_dir()
+        if self.path.parent == directory:
+            return
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for link in directory.glob("@*"):  # of nodes that were killed, this one's predecessor too
+            if _running(link.readlink()) is None or link == _link(self.path):
+                link.unlink(missing_ok=True)
+        _link(self.path).symlink_to(self.path.absolute())
 
     def release(self) -> None:
         """Remove the directory and let the lock go."""
+        with contextlib.suppress(OSError):
+            _link(self.path).unlink(missing_ok=True)
         for name in ("node.json", ".node.json"):
             (self.path / name).unlink(missing_ok=True)
         for log in (self.path / LOGS).glob("*.log*"):
@@ -88,8 +104,8 @@ class RunDir:
             (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
             self.path.rmdir()
-            if self.path.parent == nodes_dir():
-                self.path.parent.rmdir()  # empty if this was the last node
+        with contextlib.suppress(OSError):
+            nodes_dir().rmdir()  # empty if this was the last node
         os.close(self._fd)
 
 
@@ -102,13 +118,54 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         )
 
 
-def find_node(node: str | Path) -> NodeInfo:
-    """The running node of that name or in that run directory.
+def find_node(node: str | Path = "") -> NodeInfo:
+    """The running node of that name or in that run directory; without either, the only one that runs.
 
-    Raises `Unavailable` if there is none, `ConfigError` if the directory is not this user's alone: what it says could
-    be anybody's then.
+    Raises `Unavailable` if there is none, `InvalidRequest` if there are several, `ConfigError` if the directory is not
+    this user's alone: what it says could be anybody's then.
     """
-    path = Path(node) if isinstance(node, Path) or "/" in node else default_run_dir(node)
+    if isinstance(node, Path) or "/" in node:
+        return _read(Path(node))
+    running = running_nodes()
+    found = {path: info for path, info in running.items() if node in ("", info.name)}
+    if len(found) > 1:
+        which = ", ".join(f"{info.name!r} in {path}" for path, info in found.items())
+        raise InvalidRequest(f"{len(found)} nodes run: {which}; say which one is meant", "node")
+    if found:
+        return next(iter(found.values()))
+    if not node:
+        raise Unavailable(f"no node runs: there is none in {nodes_dir()}, nor a link to one")
+    names = ", ".join(sorted(repr(info.name) for info in running.values())) or "none"
+    try:
+        return _read(default_run_dir(node))
+    except Unavailable as error:
+        raise Unavailable(f"{error.message}, and no node elsewhere has that name (running: {names})") from error
+
+
+def running_nodes() -> dict[Path, NodeInfo]:
+    """The nodes of this user that run now, by their run directories, in the order of their names."""
+    try:
+        entries = sorted(nodes_dir().iterdir())
+    except OSError:
+        return {}
+    paths = [entry.readlink() if entry.is_symlink() else entry for entry in entries]
+    found = {path: info for path in paths if (info := _running(path)) is not None}
+    return dict(sorted(found.items(), key=lambda item: (item[1].name, item[0])))
+
+
+def _running(path: Path) -> NodeInfo | None:
+    try:
+        return _read(path)
+    except (Unavailable, ConfigError):
+        return None
+
+
+def _link(path: Path) -> Path:
+    return nodes_dir() / f"@{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]}"
+
+
+def _read(path: Path) -> NodeInfo:
+    """The node that runs in that directory. Raises `Unavailable` or `ConfigError`."""
     try:
         fd = _open(path)
     except (OSError, ValueError) as error:

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import ConfigError, InvalidRequest, Unavailable
 from runtime.node import run_dir as module
 from runtime.node.placement import default_run_dir, nodes_dir
-from runtime.node.run_dir import NodeInfo, RunDir, find_node
+from runtime.node.run_dir import NodeInfo, RunDir, find_node, running_nodes
 
 INFO = NodeInfo(name="n", pid=os.getpid(), url="http://x", control="ipc://@c", pools=("ipc://@p",), collections=("d",))
 
@@ -41,6 +42,69 @@ def test_a_node_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert nodes_dir() == tmp_path / "trinity"
     held.release()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's nodes are, away from the user's own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def running(path: Path, name: str) -> RunDir:
+    held = RunDir.acquire(path)
+    held.write(structs.replace(INFO, name=name))
+    return held
+
+
+def test_a_node_with_a_directory_of_its_own_is_found_by_its_name_and_leaves_no_link(home: Path) -> None:
+    held = running(home / "deep" / "run", "far")
+    assert find_node("far").name == "far"
+    assert find_node() == find_node("far")
+    assert running_nodes() == {home / "deep" / "run": find_node("far")}
+    held.release()
+    assert [entry.name for entry in home.iterdir()] == ["deep"]
+
+
+def test_the_only_node_that_runs_is_meant_where_none_is_named_and_several_are_named_in_the_error(home: Path) -> None:
+    with pytest.raises(Unavailable, match="no node runs"):
+        find_node()
+    first, second = running(default_run_dir("b"), "b"), running(home / "elsewhere", "a")
+    with pytest.raises(InvalidRequest, match=rf"2 nodes run: 'a' in {home}/elsewhere, 'b' in {home}/trinity/b"):
+        find_node()
+    with pytest.raises(Unavailable, match=r"no node runs in .*/c, .*\(running: 'a', 'b'\)"):
+        find_node("c")
+    first.release()
+    assert find_node().name == "a"
+    second.release()
+
+
+def test_two_nodes_of_one_name_are_told_apart_by_their_directories(home: Path) -> None:
+    held = [running(home / number, "twin") for number in ("1", "2")]
+    with pytest.raises(InvalidRequest, match=rf"'twin' in {home}/1, 'twin' in {home}/2; say which"):
+        find_node("twin")
+    assert find_node(home / "2").name == "twin"
+    for each in held:
+        each.release()
+
+
+def test_the_link_of_a_killed_node_is_no_node_and_goes_with_the_next_start(home: Path) -> None:
+    killed = running(home / "killed", "killed")
+    os.close(killed._fd)  # as the kernel does when its process dies
+    assert running_nodes() == {}
+    again = running(home / "next", "next")
+    assert [entry.readlink().name for entry in nodes_dir().iterdir()] == ["next"]
+    again.release()
+
+
+def test_a_node_runs_where_no_link_can_be_made_and_is_found_by_its_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "file"))
+    held = running(home / "run", "alone")
+    assert find_node(home / "run").name == "alone"
+    held.release()
 
 
 def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:

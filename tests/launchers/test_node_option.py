@@ -1,0 +1,50 @@
+"""Every command that is about a node takes the only one that runs, and names them where there are several."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launchers.main import app
+from runtime.errors import InvalidRequest
+from runtime.node.run_dir import NodeInfo, RunDir
+
+COMMANDS = (
+    ["status"], ["top"], ["restart"], ["stop"], ["logs"], ["trace", "an-id"],
+    ["workers", "list"], ["workers", "add", "decode"], ["workers", "drain", "decode"], ["workers", "flip", "decode"],
+)  # fmt: skip
+NOWHERE = "ipc://@nobody-is-there"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def only(home: Path) -> Iterator[RunDir]:
+    held = RunDir.acquire(home / "elsewhere")
+    held.write(NodeInfo("only", 1, "http://127.0.0.1:1", NOWHERE, (), (), logs=str(home)))
+    yield held
+    held.release()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words))
+def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str], only: RunDir, home: Path) -> None:
+    other = RunDir.acquire(home / "trinity" / "other")
+    other.write(NodeInfo("other", 1, "http://127.0.0.1:1", NOWHERE, (), ()))
+    refused = CliRunner().invoke(app, list(words)).exception
+    other.release()
+    assert isinstance(refused, InvalidRequest)
+    assert "2 nodes run: 'only' in" in refused.message
+
+
+@pytest.mark.parametrize("words", [["trace", "an-id"], ["top"]], ids=["trace", "top"])
+def test_the_only_node_is_asked_whatever_its_name(words: Sequence[str], only: RunDir) -> None:
+    assert "http://127.0.0.1:1" in str(CliRunner().invoke(app, list(words)).exception)
+
+
+def test_the_logs_of_the_only_node_are_read(only: RunDir, home: Path) -> None:
+    assert CliRunner().invoke(app, ["logs"]).exit_code == 0
