@@ -33,7 +33,7 @@ def sections(live: Live) -> list[Section]:
     return [_promises(live), _up(live), _queues(live), _saturation(live), _latency(live), _controller(live)]
 
 
-WORKER_COLUMNS = ("worker", "role", "device", "state", "restarts", "heartbeat", "memory", "threads", "fds")
+WORKER_COLUMNS = ("worker", "device", "state", "restarts", "heartbeat", "memory", "threads", "fds")
 
 
 def workers(live: Live) -> list[tuple[str, ...]]:
@@ -45,7 +45,6 @@ def workers(live: Live) -> list[tuple[str, ...]]:
         rows.append(
             (
                 name,
-                labels["role"],
                 labels["device"],
                 states[0] if states else NOTHING,
                 count(live.value("trinity_worker_restarts_total", worker=name)),
@@ -130,7 +129,7 @@ def _saturation(live: Live) -> Section:
             Line("slots in a step", f"{number(slots)} of {count(live.value('trinity_pool_slots'))}"),
             Line("paused slots", count(live.value("trinity_pool_paused_slots"))),
             Line("KV in use", percent(kv), _mood(kv, 0.9, 0.98)),
-            Line("KV link", f"{percent(link)}, target {percent(live.highest('trinity_control_link_target_ratio'))}"),
+            Line("link", f"{percent(link)}, target {percent(live.highest('trinity_control_link_target_ratio'))}"),
             Line("GPU bandwidth", reasons[0] if reasons and bandwidth is None else percent(bandwidth)),
         ],
     )

@@ -35,8 +35,8 @@ class Top(App[None]):
 
     CSS = """
     #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
-    Grid { grid-size: 3 2; grid-gutter: 0 1; height: 20; }
-    Grid Static { border: round $primary; padding: 0 1; height: 1fr; }
+    Grid { grid-size: 3 2; grid-rows: 7 8; grid-gutter: 0 1; height: 15; }
+    Grid Static { border-top: solid $primary; text-wrap: nowrap; text-overflow: ellipsis; }
     DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Look now")]
@@ -86,12 +86,14 @@ class Top(App[None]):
         for number, section in enumerate(screen.sections(self._live)):
             box = self.query_one(f"#section-{number}", Static)
             box.border_title = section.title
-            box.update(Text("\n").join(_line(line) for line in section.lines))
+            box.update(Text("\n").join(_line(line, box.size.width) for line in section.lines))
         table = self.query_one("#workers", DataTable)
         table.clear()
         for row in screen.workers(self._live):
             table.add_row(*row)
 
 
-def _line(line: screen.Line) -> Text:
-    return Text.assemble((f"{line.name:<{_NAME_WIDTH}} ", "dim"), (line.text, _COLOURS[line.mood]))
+def _line(line: screen.Line, width: int) -> Text:
+    """The figures stand below each other; a long one takes the room that its name leaves."""
+    column = min(_NAME_WIDTH, width - len(line.text) - 1)
+    return Text.assemble((f"{line.name:<{max(column, 0)}} ", "dim"), (line.text, _COLOURS[line.mood]))

@@ -30,6 +30,7 @@ from runtime.errors import CANNOT_RUN, OutputRefused, TrinityError
 from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
+from runtime.node.figures import node_version
 from runtime.node.layout import lay_out
 from runtime.node.log import log_to_stderr
 from runtime.node.log_format import LEVELS
@@ -39,7 +40,6 @@ from runtime.node.supervisor import Supervisor
 from runtime.node.worker import EXIT_CONFIG, die_with
 
 app = typer.Typer(
-    help="Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -56,6 +56,21 @@ app.command("simulate")(simulate_node)
 app.command("calibrate")(calibrate_machine)
 
 EXIT_USAGE = 2  # as typer's own for an option that is wrong
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trinity {node_version() or 'of a checkout that is not installed'}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own."""
 
 
 @app.command()

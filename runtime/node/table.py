@@ -166,8 +166,8 @@ class WorkerTable:
         return int(self._header[4])
 
     def age_s(self, now_ns: int) -> float:
-        """Seconds since the worker's last heartbeat."""
-        return (now_ns - int(self._header[3])) / 1e9
+        """Seconds since the worker's last heartbeat; 0 for one that came after `now_ns` was read."""
+        return max(0, now_ns - int(self._header[3])) / 1e9
 
     def read(self, metric: Metric) -> list[float]:
         """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""

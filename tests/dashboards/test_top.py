@@ -100,7 +100,7 @@ def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
     assert lines(live, "Where does the time go?")["prefill"] == "250 ms"
     assert "NVML: none" in lines(live, "What is full?")["GPU bandwidth"]
     decode = next(row for row in screen.workers(live) if row[0] == "decode-0")
-    assert decode == ("decode-0", "decode", "cpu", "backoff", "2", "50 ms", "100 MiB", "3", "20")
+    assert decode == ("decode-0", "cpu", "backoff", "2", "50 ms", "100 MiB", "3", "20")
 
 
 def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source: Source) -> None:
@@ -133,6 +133,36 @@ def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source:
         assert app.return_code == 0
 
     asyncio.run(drive())
+
+
+@pytest.mark.parametrize("size", [(80, 24), (COLUMNS, ROWS)], ids=str)
+def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tuple[int, int]) -> None:
+    moments = iter(range(0, 100, 2))
+
+    async def drive() -> list[str]:
+        app = Top(source, every_s=3600, clock=lambda: float(next(moments)))
+        async with app.run_test(size=size) as pilot:
+            for _ in range(2):
+                await pilot.press("r")
+                await app.workers.wait_for_complete()
+                await pilot.pause()
+            shown = app.screen._compositor.render_strips()
+            return ["".join(segment.text for segment in strip) for strip in shown]
+
+    shown = asyncio.run(drive())
+    assert [line.split()[0] for line in shown if line.strip().endswith("20")] == list(source.tables)
+    figures = [line for section in screen.sections(live_of(source)) for line in section.lines]
+    for figure in figures:
+        place = next((line for line in shown if figure.name in line), None)
+        assert place is not None, figure.name
+    for words in ("90.0 %, burns 10.0×", "7 waiting, p95 –", "3 of 4", "250 ms", "0.0 %, target 5.0 %"):
+        assert any(words in line for line in shown), words
+
+
+def live_of(source: Source) -> Live:
+    live = Live()
+    live.add(Snapshot.parse(0.0, source()))
+    return live
 
 
 @pytest.fixture

@@ -28,6 +28,21 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end_of_a_stage() -> 
     ]
 
 
+def test_the_times_of_a_split_index_add_up_to_what_passed() -> None:
+    now = 0.0
+    log = io.StringIO()
+    with BuildProgress(log, clock=lambda: now) as progress:
+        for shard in range(2):
+            for stage, seconds in (("neighbors", 2.0), ("graph", 0.0), ("graph", 1.0), ("better neighbors", 3.0)):
+                now += seconds
+                progress(stage, (shard + bool(seconds)) / 2)
+    assert log.getvalue().splitlines() == [
+        "finding neighbors: done in 4.0 s",
+        "connecting the graph: done in 2.0 s",
+        "finding better neighbors: done in 6.0 s",
+    ]
+
+
 def test_a_terminal_gets_a_bar_for_each_stage() -> None:
     terminal = Terminal()
     with BuildProgress(terminal) as progress:

@@ -1,0 +1,39 @@
+"""What commands say of themselves is what was written, and the version is there to be reported."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.text import Text
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from launchers import main
+from launchers.main import app
+
+
+def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """The texts of a command, its parameters and all commands below it."""
+    yield name, command.help or ""
+    for parameter in command.params:
+        yield f"{name} {parameter.name}", getattr(parameter, "help", "") or ""
+    for below in getattr(command, "commands", {}).values():
+        yield from helps(below, f"{name} {below.name}")
+
+
+@pytest.mark.parametrize(("where", "text"), [pytest.param(*pair, id=pair[0]) for pair in helps(get_command(app), "")])
+def test_no_word_in_brackets_is_taken_for_markup(where: str, text: str) -> None:
+    assert Text.from_markup(text).plain == text.replace("\\[", "["), where
+
+
+def test_the_extra_that_a_gpu_build_needs_is_named() -> None:
+    shown = CliRunner().invoke(app, ["index", "build", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "of the extra [cuvs]." in shown
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "node_version", lambda: "1.2.3")
+    told = CliRunner().invoke(app, ["--version"])
+    assert (told.exit_code, told.stdout) == (0, "trinity 1.2.3\n")
+    monkeypatch.setattr(main, "node_version", lambda: "")
+    assert CliRunner().invoke(app, ["--version"]).stdout == "trinity of a checkout that is not installed\n"
