@@ -35,8 +35,13 @@ def simulate_node(
     rate: Annotated[float, typer.Option(help="Requests/s to stretch the trace's time to; 0: as it is.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Requests of the trace to take.", min=2)] = MAX_REQUESTS,
     times: Annotated[Path | None, typer.Option(help="Service times (.json); else those of an H100.")] = None,
-    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token.")] = 1.0,
-    tpot: Annotated[float, typer.Option(help="SLO: seconds a token after it, in the mean.")] = 0.025,
+    ttft: Annotated[
+        float | None, typer.Option(help="SLO: seconds to the first token.", show_default="as the file's \\[slo]")
+    ] = None,
+    tpot: Annotated[
+        float | None,
+        typer.Option(help="SLO: seconds a token after it, in the mean.", show_default="as the file's \\[slo]"),
+    ] = None,
     probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0: none.", min=0)] = 32,
     seed: Annotated[int, typer.Option(help="Of ties and of what the trace does not say.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for result.json and timeline.png.")] = None,
@@ -44,11 +49,14 @@ def simulate_node(
     gpus: Annotated[int, typer.Option(help="GPUs of the node, for --plan.", min=2, max=8)] = 8,
 ) -> None:
     """Run a trace through a simulated node, with production's scheduler, router and control law."""
+    settings = load_config(config)
     setup = Setup(
-        config=load_config(config),
+        config=settings,
         times=ServiceTimes() if times is None else ServiceTimes.load(times),
         workload=Workload(probe_every_tokens=probe_every),
-        slos=Slos(ttft_s=ttft, tpot_s=tpot),
+        slos=Slos(
+            ttft_s=settings.slo.ttft_s if ttft is None else ttft, tpot_s=settings.slo.tpot_s if tpot is None else tpot
+        ),
         policy=PolicyChoice.parse(policy),
         placement=placement,
         seed=seed,
@@ -56,6 +64,7 @@ def simulate_node(
     arrivals = load_trace(trace, limit)
     console = Console()
     console.print(f"{len(arrivals)} requests, {mean_rate(arrivals):.2f}/s; service times: {setup.times.source}")
+    console.print(f"SLO: first token within {setup.slos.ttft_s:g} s, {setup.slos.tpot_s * 1e3:g} ms a later token")
     if plan:
         found = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
         console.print(_plans_table(found))
@@ -68,8 +77,8 @@ def simulate_node(
     needs = demands(setup, arrivals)
     most = capacity(setup, arrivals)
     console.print(
-        f"the busiest resource, {max(needs, key=lambda name: needs[name])}, allows {most:.2f} requests/s at most: "
-        f"this is {mean_rate(arrivals) / most:.0%} of it"
+        f"{max(needs, key=lambda name: needs[name])} needs most; with its batches always full it could do {most:.2f} "
+        f"requests/s, and this trace sends {mean_rate(arrivals) / most:.0%} of that"
     )
     result = simulate(setup, arrivals)
     console.print(_result_table(result))
@@ -111,8 +120,13 @@ def _result_table(result: Result) -> Table:
         unit = 1e3 if "ms" in name else 1.0
         table.add_row(name, f"{share:.1%}", *(f"{value * unit:.2f}" for value in (spread.p50, spread.p90, spread.p99)))
     table.add_row("both", f"{result.attainment:.1%}", f"goodput {result.goodput:.2f}/s", "", "")
-    shares = ", ".join(f"{name} {result.use[name]:.0%}" for name in ("prefill", "decode", "pool", "link", "stall"))
-    table.caption = f"busy: {shares}; ends: {', '.join(f'{n} {name}' for name, n in sorted(result.outcomes.items()))}"
+    used = {name: f"{value:.0%}" for name, value in result.use.items()}
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(result.outcomes.items()))
+    table.caption = (
+        f"at work, with batches as full as they were: prefill {used['prefill']}, decode {used['decode']} of the time "
+        f"with {used['decode_slots']} of its slots, pool {used['pool']}, link {used['link']}; "
+        f"rows stalled {used['stall']}; ends: {ends}"
+    )
     return table
 
 

@@ -50,3 +50,11 @@ def test_its_benchmarks_exist() -> None:
     named = set(re.findall(r"python -m (benchmarks\.\w+)", README))
     paths = {name: ROOT / name.replace(".", "/") for name in named}
     assert [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+
+
+def test_every_trace_that_it_names_has_its_source_and_licence() -> None:
+    traces = set(re.findall(r"--trace (\S+)", README))
+    sources = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    assert traces
+    for trace in traces:
+        assert re.search(rf"`{re.escape(trace)}`.*https://.*CC BY", sources), trace

@@ -1,11 +1,15 @@
-"""`trinity calibrate`: what can go wrong with its output goes wrong before it measures for a minute."""
+"""`trinity simulate` says what it counts; `trinity calibrate` looks at its output before it measures for a minute."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from launchers import simulate_command
+from launchers.main import app
 from runtime.simulator.service import ServiceTimes
 
 
@@ -23,3 +27,33 @@ def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
     monkeypatch.setattr(simulate_command, "draw_roofline", lambda roofline, path: False)
     simulate_command.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Callable[..., str]:
+    """What the command prints about a small trace for a node with these promises."""
+
+    def run(promises: str, *options: str) -> str:
+        (tmp_path / "node.toml").write_text(promises)
+        rows = [f"2023-11-16 18:00:{second:02}.0000000,500,20" for second in range(0, 40, 2)]
+        (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+        words = ["simulate", "--config", str(tmp_path / "node.toml"), "--trace", str(tmp_path / "trace.csv")]
+        shown = CliRunner().invoke(app, [*words, *options], env={"COLUMNS": "200"}, catch_exceptions=False)
+        return " ".join(shown.stdout.split())
+
+    return run
+
+
+def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: Callable[..., str]) -> None:
+    strict = "[slo]\nttft_s = 1e-6\ntpot_s = 0.5"
+    assert "first token within 1e-06 s, 500 ms a later token" in simulated(strict)
+    assert "TTFT (s) │ 0.0%" in simulated(strict)
+    told = simulated(strict, "--ttft", "2")
+    assert "first token within 2 s, 500 ms a later token" in told
+    assert "TTFT (s) │ 100.0%" in told
+
+
+def test_the_load_and_the_time_at_work_are_told_apart(simulated: Callable[..., str]) -> None:
+    told = simulated("")
+    assert re.search(r"\w+ needs most; with its batches always full it could do [\d.]+ requests/s", told)
+    assert re.search(r"with batches as full as they were: .* decode \d+% of the time with \d+% of its slots", told)
