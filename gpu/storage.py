@@ -16,10 +16,12 @@ unpickled.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,9 +36,11 @@ from gpu.sketch import LINE, MAX_LINES, Sketch, components
 
 FORMAT, VERSION = "trinity-index", 2
 MAX_DEGREE = 512
+MAX_SEEDS = 4096  # every slot of a batch has room for all of them
 _META = "meta.json"
 _META_LIMIT = 1 << 20
 _CHECKED_ROWS = 1 << 16
+_ALIGNMENT = 64  # of what follows a header that numpy wrote
 
 
 def save(data: IndexData, directory: Path) -> None:
@@ -110,8 +114,8 @@ def load(directory: Path) -> IndexData:
     if set(files) != set(shapes):
         raise IndexFormatError(f"{directory / _META} lists {sorted(files)}; an {dtype} index has {sorted(shapes)}")
     arrays = {name: _map(directory / name, files[name], *shape) for name, shape in shapes.items()}
-    seeds = np.array(arrays["seeds.npy"])
-    if not 1 <= len(seeds) <= size or int(seeds.max()) >= size:
+    seeds = arrays["seeds.npy"]
+    if not 1 <= len(seeds) <= min(size, MAX_SEEDS) or int(seeds.max()) >= size:
         raise IndexFormatError(f"{directory / 'seeds.npy'} is damaged: {len(seeds)} seeds for {size} vectors")
     rows = Rows(
         meta["metric"],
@@ -123,7 +127,7 @@ def load(directory: Path) -> IndexData:
         meta["scale"],
         Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
     )
-    return IndexData(rows, arrays["graph.npy"], seeds, arrays.get("ids.npy"))
+    return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"))
 
 
 def verify(directory: Path) -> None:
@@ -156,12 +160,13 @@ def check_graph(data: IndexData, directory: Path) -> None:
 def _read_meta(directory: Path) -> dict[str, Any]:
     path = directory / _META
     try:
+        _regular_size(path)
         with open(path, "rb") as file:
             text = file.read(_META_LIMIT + 1)
         meta = json.loads(text) if len(text) <= _META_LIMIT else None
     except OSError as error:
         raise IndexFormatError(f"{directory} is not an index: {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IndexFormatError(f"{path} is damaged: {error}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise IndexFormatError(f"{path} does not describe a {FORMAT}")
@@ -194,19 +199,29 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     try:
-        length = path.stat().st_size
+        length = _regular_size(path)
     except OSError as error:
         raise IndexFormatError(f"{path} cannot be read: {error.strerror}") from None
     if length != facts["bytes"]:
         raise IndexFormatError(f"{path} has {length} bytes, not {facts['bytes']}: it is truncated or was altered")
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # arrays alone: no pickles, no archives
     except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
         raise IndexFormatError(f"{path} is not an array: {error}") from None
     expected = array.shape if shape == (-1,) and array.ndim == 1 else shape
     if array.shape != expected or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:
         raise IndexFormatError(f"{path} holds {array.dtype} {array.shape}; {np.dtype(dtype)} {expected} was expected")
+    if array.ctypes.data % _ALIGNMENT:
+        raise IndexFormatError(f"{path} is damaged: its contents do not begin on a boundary of {_ALIGNMENT} bytes")
     return array
+
+
+def _regular_size(path: Path) -> int:
+    """A file's size; `OSError` for what is no file, such as a pipe, in which reading would wait for ever."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return found.st_size
 
 
 def _sha256(path: Path) -> str:

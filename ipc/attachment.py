@@ -5,12 +5,11 @@ import os
 import select
 import time
 
-import msgspec
 import zmq
 
 from ipc.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
 from ipc.endpoints import connect, new_token, receive_all
-from ipc.errors import AttachRefused, AttachTimeout, PeerLost, ProtocolViolation
+from ipc.errors import MALFORMED, AttachRefused, AttachTimeout, PeerLost, ProtocolViolation
 from ipc.memory import SharedMemory
 from ipc.ring import RingConsumer, RingProducer, Watch
 from ipc.session import (
@@ -137,7 +136,7 @@ def _ask(endpoint: str, attach: Attach, deadline: int) -> Attached:
             for frames in receive_all(socket):
                 try:
                     answer: Attached | Refused = decode_answer(frames[-1])
-                except msgspec.MsgspecError as error:
+                except MALFORMED as error:
                     raise ProtocolViolation(f"the pool at {endpoint} answers nonsense: {error}") from error
                 if isinstance(answer, Refused):
                     raise AttachRefused(f"the pool at {endpoint} refuses: {answer.reason}")

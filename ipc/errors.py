@@ -1,5 +1,10 @@
 """The errors of `ipc`: one family. Messages name the value and the limit."""
 
+import msgspec
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding bytes raises that are no message: of msgspec's own, and for bad UTF-8 and too deep nesting Python's."""
+
 
 class IpcError(Exception):
     """Base of everything that `ipc` raises on purpose."""

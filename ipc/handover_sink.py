@@ -9,7 +9,7 @@ import zmq
 from ipc.arena import MappedArena, OpenDevice
 from ipc.device_memory import DeviceMemory
 from ipc.endpoints import bind, connect, receive_all, send_now
-from ipc.errors import InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
+from ipc.errors import MALFORMED, InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
 from ipc.handover import (
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
@@ -64,7 +64,7 @@ class HandoverSink:
             for frames in messages:
                 try:
                     message = decode_at_sink(frames[0])
-                except msgspec.MsgspecError:
+                except MALFORMED:
                     self._counts["malformed"] += 1
                     continue
                 if isinstance(message, Withdrawn):

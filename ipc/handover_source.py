@@ -9,7 +9,7 @@ import zmq
 
 from ipc.arena import KvArena
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
-from ipc.errors import InvalidArgument, PeerLost
+from ipc.errors import MALFORMED, InvalidArgument, PeerLost
 from ipc.handover import (
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
@@ -165,7 +165,7 @@ class HandoverSource:
             for frames in messages:
                 try:
                     message = decode_at_source(frames[0])
-                except msgspec.MsgspecError:
+                except MALFORMED:
                     self._counts["malformed"] += 1
                     continue
                 if isinstance(message, Seen):

@@ -3,12 +3,11 @@
 import contextlib
 import select
 
-import msgspec
 import zmq
 
 from ipc.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
 from ipc.endpoints import bind, receive_all, send_now
-from ipc.errors import InvalidArgument
+from ipc.errors import MALFORMED, InvalidArgument
 from ipc.session import EVENTFD, MAX_MESSAGE_BYTES, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
 
 ASKED = -1
@@ -62,7 +61,7 @@ class Reception:
             for frames in messages:
                 try:
                     found.append((frames[0], decode_attach(frames[-1]) if len(frames) == 2 else Refused("odd frames")))
-                except msgspec.MsgspecError as error:
+                except MALFORMED as error:
                     found.append((frames[0], Refused(f"malformed message: {error}")))
         return found
 

@@ -269,7 +269,7 @@ def load_config(path: Path) -> NodeConfig:
         ) from error
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside the parser's own: a number of 5,000 digits, arrays in arrays
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     try:
         return _absolute(parse_config(raw), path.resolve().parent)
@@ -308,8 +308,8 @@ def _is_path(name: str) -> bool:
     return "/" in name or name.startswith((".", "~"))
 
 
-_AT = re.compile(r" - at `\$(.*)`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`")
+_AT = re.compile(r" - at `\$([^`]*)`\Z")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
 
@@ -319,13 +319,18 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
     path = at.group(1).lstrip(".") if at else ""
     reason = _AT.sub("", message)
     if unknown := _UNKNOWN.match(reason):
-        key = f"{path}.{unknown.group(1)}".lstrip(".")
-        return f"{key}: unknown key{_nearest(path, unknown.group(1))}"
+        key = unknown.group(1)
+        return f"{path}.{_shown(key)}".removeprefix(".") + f": unknown key{_nearest(path, key)}"
     if missing := _MISSING.match(reason):
         return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
     value = _lookup(raw, path)
     shown = "" if value is None else f" = {value!r}"
     return f"{path}{shown}: {reason[0].lower()}{reason[1:]}"
+
+
+def _shown(key: str) -> str:
+    """A key as one would write it; one with a line's end or a dot in it, as Python would."""
+    return key if re.fullmatch(r"[\w-]+", key) else repr(key)
 
 
 def _lookup(raw: Any, path: str) -> Any:

@@ -33,6 +33,7 @@ from runtime.retrieval.gather import merge_nearest
 from runtime.retrieval.manifest import (
     DOCUMENTS,
     INDEX,
+    MAX_SHARDS,
     Manifest,
     facts_of,
     index_folders,
@@ -44,7 +45,6 @@ from runtime.retrieval.sources import DOCUMENT_SUFFIXES, Progress, no_progress, 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
-MAX_SHARDS = 8
 _EMBED_AT_ONCE = 64  # texts between two words of progress
 
 
@@ -142,6 +142,11 @@ class Collection:
     def info(directory: Path) -> CollectionInfo:
         """What the collection is. Raises `CollectionError` as `open` does."""
         manifest = read_manifest(directory)
+        folders = [directory / folder for folder in manifest.indexes]
+        try:
+            index_bytes = sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+        except OSError as error:
+            raise CollectionError(f"{error.filename} cannot be read: {error.strerror}") from error
         return CollectionInfo(
             directory=directory,
             size=manifest.size,
@@ -151,7 +156,7 @@ class Collection:
             degree=manifest.degree,
             shards=len(manifest.indexes),
             embedder_name=manifest.embedder,
-            index_bytes=sum(p.stat().st_size for folder in manifest.indexes for p in (directory / folder).iterdir()),
+            index_bytes=index_bytes,
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
         )
 

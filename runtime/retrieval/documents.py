@@ -20,6 +20,8 @@ from runtime.errors import CollectionError
 MAX_DOCUMENTS = 50_000_000
 _APPLICATION_ID = 0x54524E59  # "TRNY", in SQLite's own header: tells our files from any other database
 _VERSION = 1
+_TABLE = "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)"
+_MAX_TEXT_BYTES = 64 << 20
 
 Rows = Sequence[int] | NDArray[np.int64]
 _T = TypeVar("_T")
@@ -60,9 +62,7 @@ class DocumentStore:
             writer.execute("PRAGMA synchronous = OFF")
             writer.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             writer.execute(f"PRAGMA user_version = {_VERSION}")
-            writer.execute(
-                "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)"
-            )
+            writer.execute(_TABLE)
             writer.execute("BEGIN")
             size = _insert(writer, documents, limit)
             writer.execute("COMMIT")
@@ -84,6 +84,9 @@ class DocumentStore:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if (application_id, version) != (_APPLICATION_ID, _VERSION):
                 raise CollectionError(f"{path} is not a document store of version {_VERSION}")
+            tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = 'documents'").fetchall()
+            if tables != [("table", _TABLE)]:  # another would hold other types, and a view could take for ever
+                raise CollectionError(f"{path} is damaged: its table of documents is not the one that was made")
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
             return -1 if last is None else int(last)
 
@@ -115,13 +118,15 @@ class DocumentStore:
         found = connection.execute("SELECT id, title, text FROM documents WHERE row = ?", (row,)).fetchone()
         if found is None:
             raise CollectionError(f"{self.path} has no row {row}: its rows are 0 to {self.size - 1}")
+        if not all(isinstance(value, str) for value in found):
+            raise CollectionError(f"{self.path} is damaged: row {row} holds something other than text")
         return Document(*found)
 
     def _read(self, query: Callable[[sqlite3.Connection], _T]) -> _T:
         with self._lock:
             try:
                 return query(self._connected())
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise CollectionError(f"{self.path} is damaged: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
@@ -129,6 +134,7 @@ class DocumentStore:
             # immutable: no locks, no journal, no write however the file's permissions are
             address = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
             self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
         return self._connection
 

@@ -7,7 +7,10 @@ index/*.npy
 index-0/ …          instead of index/, in a collection split into shards: an index for each
 """
 
+import errno
 import hashlib
+import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,6 +20,8 @@ from runtime.errors import CollectionError
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
 _FORMAT, _VERSION = "trinity-collection", 1
 _MAX_BYTES = 1 << 16
+_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
+MAX_SHARDS = 8
 
 
 class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +103,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise CollectionError(f"{path} has version {manifest.version}, this Trinity reads {_VERSION}: build it again")
     if manifest.sha256 != _digest(manifest):
         raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
+    if manifest.shards is not msgspec.UNSET and not 1 <= manifest.shards <= MAX_SHARDS:
+        raise CollectionError(f"{path} is damaged: shards is {manifest.shards}, outside 1..{MAX_SHARDS}")
+    if lacking := {f"{folder}/meta.json" for folder in manifest.indexes} - set(manifest.files):
+        raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(lacking))}")
+    if strange := [name for name in manifest.files if not _NAME.fullmatch(name)]:
+        raise CollectionError(f"{path} is damaged: it lists {strange[0][:64]!r}, which is no file of a collection")
     for name, facts in manifest.files.items():
         if not (directory / name).is_file():
             raise CollectionError(f"{directory / name} is missing")
@@ -124,6 +135,8 @@ def _digest(manifest: Manifest) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if not path.is_file():  # in a pipe reading would wait for ever
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:

@@ -1,5 +1,6 @@
 """A worker's link to the frontend: introduces the worker, reports its load, and brings in what it is to do."""
 
+import logging
 import time
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import msgspec
 import zmq
 
 from ipc.endpoints import connect, send_now
+from ipc.errors import MALFORMED
 from runtime.serving.messages import (
     Cancel,
     Hello,
@@ -18,6 +20,8 @@ from runtime.serving.messages import (
     decode_to_worker,
     encode,
 )
+
+log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a prompt; HTTP bounds it far lower
 _REPORT_NS = 250_000_000  # a report at least this often, so that the frontend sees that the worker lives
@@ -38,7 +42,11 @@ class FrontendLink:
     def receive(self) -> Iterator[Welcome | Prefill | Cancel]:
         """What has come in. A `Welcome` is passed on only if the frontend is new: all earlier work is void then."""
         while self.socket.poll(0):
-            message = decode_to_worker(self.socket.recv())
+            try:
+                message = decode_to_worker(self.socket.recv_multipart()[-1])
+            except MALFORMED as error:
+                log.warning("dropped a malformed message from the frontend: %s", error)
+                continue
             if isinstance(message, Release):
                 self.released = True
                 continue

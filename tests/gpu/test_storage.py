@@ -1,6 +1,7 @@
 """An index on disk: what is saved is loaded, and nothing else is."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from gpu import GraphIndex, IndexFormatError, InvalidParams
 from gpu.rows import Dtype
+from gpu.storage import MAX_SEEDS
 from tests.gpu.cases import clustered
 
 
@@ -120,6 +122,42 @@ def test_pickled_arrays_are_refused(saved: Path) -> None:
     files["ids.npy"]["bytes"] = (saved / "ids.npy").stat().st_size
     change(saved, files=files)
     with pytest.raises(IndexFormatError, match=r"ids.npy"):
+        GraphIndex.load(saved)
+
+
+def reseal(directory: Path) -> None:
+    """Have the description name the sizes that the files have now."""
+    files = json.loads((directory / "meta.json").read_text())["files"]
+    for name, facts in files.items():
+        facts["bytes"] = (directory / name).stat().st_size
+    change(directory, files=files)
+
+
+def test_what_is_no_file_or_no_array_is_refused_and_not_waited_for(saved: Path) -> None:
+    with (saved / "ids.npy").open("wb") as archive:
+        np.savez(archive, np.arange(4200))
+    reseal(saved)
+    with pytest.raises(IndexFormatError, match=r"ids.npy"):
+        GraphIndex.load(saved)
+    for name in ("ids.npy", "meta.json"):
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+        with pytest.raises(IndexFormatError, match=name):
+            GraphIndex.load(saved)
+
+
+def test_contents_that_begin_anywhere_are_refused(saved: Path) -> None:
+    content = (saved / "codes.npy").read_bytes()
+    (saved / "codes.npy").write_bytes(content[:8] + b"\x77" + content[9:127] + b" \n" + content[128:])
+    reseal(saved)
+    with pytest.raises(IndexFormatError, match=r"codes.npy is damaged: .* boundary of 64 bytes"):
+        GraphIndex.load(saved)
+
+
+def test_more_seeds_than_slots_have_room_for_are_refused(saved: Path) -> None:
+    np.save(saved / "seeds.npy", np.arange(MAX_SEEDS + 1, dtype=np.uint32))
+    reseal(saved)
+    with pytest.raises(IndexFormatError, match=r"seeds.npy is damaged: 4097 seeds"):
         GraphIndex.load(saved)
 
 

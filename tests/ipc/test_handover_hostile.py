@@ -123,7 +123,12 @@ def test_an_arena_with_a_hostile_header_is_rejected(
     assert sink.statistics().refused == 1
 
 
-@pytest.mark.parametrize("message", [b"", b"\xc1", b"x" * 100, encode(Seen(1, 1)), encode(Ended(1, True, ""))])
+NOT_UTF8 = encode(Ended(1, True, "reason")).replace(b"reason", b"rea\xffon")
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", b"x" * 100, NOT_UTF8, encode(Seen(1, 1)), encode(Ended(1, True, ""))]
+)
 def test_garbage_at_a_sink_is_counted_and_dropped(source: HandoverSource, sink: HandoverSink, message: bytes) -> None:
     with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
         hostile.send(message)

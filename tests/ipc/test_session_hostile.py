@@ -167,6 +167,8 @@ GARBAGE = [
     b"",
     b"\xc1",
     b"x" * 1000,
+    encode(Attach(VERSION, "name", 7, "eventfd", "nobody")).replace(b"name", b"n\xffme", 1),
+    b"\x91" * 60_000,
     encode(Attach(VERSION, "n", 0, "eventfd", "nobody")),
     encode(Attach(VERSION, "n", -1, "eventfd", "nobody")),
     encode(Attach(VERSION, "n", 1 << 40, "eventfd", "nobody")),

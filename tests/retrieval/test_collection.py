@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from runtime.errors import CollectionError, ModelError, TrinityError
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.documents import Document
 from runtime.retrieval.embedder import embedding_text, load_embedder
+from runtime.retrieval.manifest import FileFacts, read_manifest, write_manifest
 from runtime.retrieval.recall import recall
 
 DOCUMENTS = [
@@ -257,6 +259,36 @@ def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Pat
     (copy / "collection.json").write_text(manifest.replace('"version": 1', '"version": 2'))
     with pytest.raises(CollectionError, match="has version 2, this Trinity reads 1"):
         Collection.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shards": 10**15}, "shards is 1000000000000000, outside 1..8"),
+        ({"shards": -1}, "shards is -1"),
+        ({"files": {}}, "does not list index/meta.json"),
+        ({"files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}}, "which is no file of a collection"),
+        ({"files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}}, "which is no file of a collection"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused_though_its_checksum_fits(
+    copy: Path, change: dict[str, Any], says: str
+) -> None:
+    manifest = read_manifest(copy)
+    if "files" in change:
+        change = {"files": {name: FileFacts(*facts) for name, facts in change["files"].items()}}
+    write_manifest(copy, msgspec.structs.replace(manifest, **change))
+    for call in (Collection.open, Collection.info, Collection.verify):
+        with pytest.raises(CollectionError, match=says):
+            call(copy)
+
+
+def test_a_link_that_leads_in_a_circle_is_named(copy: Path) -> None:
+    (copy / "index" / "codes.npy").unlink()
+    (copy / "index" / "codes.npy").symlink_to("codes.npy")
+    for call in (Collection.open, Collection.info, Collection.verify):
+        with pytest.raises(CollectionError, match=r"codes.npy"):
+            call(copy)
 
 
 def test_the_index_of_another_collection_is_refused(copy: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,31 @@ def test_a_missing_a_foreign_and_a_damaged_file_are_refused_by_name(tmp_path: Pa
     path.write_bytes(b"SQLite format 2\x00" + path.read_bytes()[16:])
     with pytest.raises(CollectionError, match=r"documents\.sqlite is damaged"):
         DocumentStore.open(path)
+
+
+def changed(path: Path, *statements: str) -> Path:
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        for statement in statements:
+            writer.execute(statement)
+    return path
+
+
+def test_a_table_of_another_make_is_refused_before_it_is_read(path: Path) -> None:
+    endless = "WITH RECURSIVE n(row) AS (SELECT 0 UNION ALL SELECT row + 1 FROM n) SELECT row, 'a', 'b', 'c' FROM n"
+    changed(path, "ALTER TABLE documents RENAME TO others", f"CREATE VIEW documents AS {endless}")
+    with pytest.raises(CollectionError, match="its table of documents is not the one that was made"):
+        DocumentStore.open(path)
+
+
+@pytest.mark.parametrize("value", ["NULL", "7", "x'00ff'", "CAST(x'ff00ff' AS TEXT)", "zeroblob(100000000)"])
+def test_what_is_no_text_is_damage(path: Path, value: str) -> None:
+    with DocumentStore.open(changed(path, f"UPDATE documents SET text = {value} WHERE row = 3")) as store:
+        store.get([2, 4])
+        if value == "7":  # SQLite makes it the text "7"
+            assert store.get([3])[0].text == "7"
+            return
+        with pytest.raises(CollectionError, match="is damaged"):
+            store.get([3])
 
 
 def test_threads_share_a_store(path: Path) -> None:

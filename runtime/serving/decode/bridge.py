@@ -10,9 +10,8 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-import msgspec
-
 from ipc import IpcError, Offer
+from ipc.errors import MALFORMED
 from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.connector import KvSink
@@ -70,7 +69,7 @@ class Bridge:
         for offer in self._sink.receive():
             try:
                 request = decode_handover(offer.payload)
-            except msgspec.MsgspecError as error:
+            except MALFORMED as error:
                 self._sink.reject(offer, f"its payload is no hand-over: {error}")
                 continue
             if request.frontend_epoch != frontend_epoch:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from ipc.endpoints import bind
+from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
 from runtime.serving.frontend.router import Placement, Router
@@ -254,7 +254,7 @@ class WorkerLink:
         identity = frames[0]
         try:
             message = decode_to_frontend(frames[1]) if len(frames) == 2 else None
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             log.warning("dropped a malformed message from worker %s: %s", self._names.get(identity, "?"), error)
             message = None
         if message is None:

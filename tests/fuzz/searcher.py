@@ -1,0 +1,78 @@
+"""A process that opens and searches the collections it is told of, so that a crash in compiled code ends it alone.
+
+Reads a directory a line; answers each with one JSON line: `{"answer": [[ids], …], "verified": bool}`,
+`{"refused": class, "says": message}` for a typed error, `{"fault": traceback}` for anything else.
+"""
+
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu import GpuError
+from runtime.errors import TrinityError
+from runtime.retrieval.collection import Collection
+
+K, TOP_M = 5, 32
+ROOM_BYTES = 256 << 20  # over what the process has mapped when it has searched a good collection
+TEXT_BYTES = 64 << 20
+
+
+def queries(dim: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=(4, dim)).astype(np.float32)
+
+
+def answered(directory: Path) -> dict[str, Any]:
+    """What a worker of the node does with a collection: open, search, fetch texts; and what `index verify` does."""
+    Collection.info(directory)
+    with Collection.open(directory) as collection:
+        ids, distances = collection.search(queries(collection.dim), K, TOP_M, search_width=2)
+        collection.search(queries(collection.dim), 1, 1)
+        assert ids.shape == distances.shape == (4, K)
+        answer = [[int(i) for i in row] for row in ids]
+        texts: list[list[str]] = []
+        if collection.documents is not None:
+            for row in ids:
+                found = collection.documents.get(row[row >= 0])
+                for document in found:
+                    assert {type(document.id), type(document.title), type(document.text)} == {str}, document
+                texts.append([document.id for document in found])
+    try:
+        Collection.verify(directory)
+    except TrinityError as error:
+        return {"answer": answer, "texts": texts, "verified": False, "says": error.message}
+    return {"answer": answer, "texts": texts, "verified": True}
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    try:
+        return answered(directory)
+    except (TrinityError, GpuError) as error:
+        return {"refused": type(error).__name__, "says": str(error)}
+    except Exception:
+        return {"fault": traceback.format_exc()}
+
+
+def bound_memory() -> None:
+    """Whoever allocates by a size that nobody checked gets a MemoryError, not the machine's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + ROOM_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def main(good: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for directory in good:
+        print(json.dumps(outcome(Path(directory))), flush=True)
+    bound_memory()
+    for line in sys.stdin:
+        print(json.dumps(outcome(Path(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Any message between frontend and workers is taken or dropped, and the next request is answered."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc import bind
+from runtime.serving.frontend_link import FrontendLink
+from runtime.serving.messages import (
+    Failed,
+    Hello,
+    Report,
+    Retrieved,
+    Tokens,
+    Welcome,
+    encode,
+)
+from tests.frontend.fakes import endpoint, run
+from tests.frontend.links import standing
+from tests.fuzz.budget import fuzzed
+from tests.fuzz.test_rings import VALUES, WORDS, fits
+
+Link = tuple[FrontendLink, Any, bytes]
+ME = Hello("prefill", "prefill-0", 1, 4711, 4, 2048, "")
+TO_FRONTEND = [
+    ME,
+    Hello("decode", "decode-0", 1, 4711, 4, 2048, "ipc://@x"),
+    Report("prefill-0", 1, 77, 0, 0, 4),
+    Tokens("r0", "text", (5,), "stop", prompt_token_ids=(1,)),
+    Failed("r0", "internal_error", "it broke"),
+    Retrieved("r0", ()),
+]
+
+
+@st.composite
+def messages(draw: st.DrawFn, good: list[Any]) -> list[bytes]:
+    """Frames: a message with a field or two changed, cut or extended; or anything."""
+    told = msgspec.msgpack.decode(encode(draw(st.sampled_from(good))))
+    for name in draw(st.lists(st.sampled_from(sorted(told)), max_size=2)):
+        told[name] = draw((VALUES | WORDS | st.integers(0, 9)).filter(fits))
+    message = msgspec.msgpack.encode(told)
+    match draw(st.integers(0, 5)):
+        case 0:
+            at = draw(st.integers(0, len(message)))
+            message = message[:at] + draw(st.binary(max_size=9)) + message[at + draw(st.integers(0, 9)) :]
+        case 1:
+            message = draw(st.binary(max_size=60))
+        case 2:
+            return [message, draw(st.binary(max_size=9))]
+        case 3:
+            message = b"\x91" * draw(st.integers(1, 5000)) + message
+    return [message]
+
+
+@fuzzed(0.5)
+@given(said=st.lists(messages(TO_FRONTEND), min_size=1, max_size=20))
+def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]) -> None:
+    async def saying() -> None:
+        async with standing() as stand:
+            prefill, decode = await stand.worker("prefill", "p"), await stand.worker("decode", "d")
+            hostile = await stand.worker("prefill", "prefill-0")
+            for frames in said:
+                await hostile.say_raw(*frames)
+            prefill.me = msgspec.structs.replace(prefill.me)
+            for worker in (prefill, decode):
+                await worker.report(77)
+                await worker.settle()
+            await hostile.say(Report("p", 9, 0, 0, 0, 0))  # what was said before it is taken in when this one is
+            await prefill.settle()
+            assert stand.link.statistics().in_flight == 0
+
+    run(saying())
+
+
+@fuzzed()
+@given(frames=messages([Welcome(77)]))
+def test_any_message_to_a_worker_is_taken_or_dropped(
+    link: tuple[FrontendLink, Any, bytes], frames: list[bytes]
+) -> None:
+    worker, frontend, identity = link
+    frontend.send_multipart([identity, *frames])
+    epoch = worker.frontend_epoch + 1 if worker.frontend_epoch < 1 << 62 else 1
+    frontend.send_multipart([identity, encode(Welcome(epoch))])
+    while worker.frontend_epoch != epoch:
+        worker.socket.poll(1000)
+        list(worker.receive())
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    address = endpoint()
+    frontend = bind(zmq.ROUTER, address, max_message_bytes=1 << 20)
+    worker = FrontendLink(address, ME)
+    identity, _ = frontend.recv_multipart()
+    yield worker, frontend, identity
+    worker.close()
+    frontend.close()
