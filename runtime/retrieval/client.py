@@ -42,8 +42,10 @@ class SearchClient:
         defaults: PoolSection | None = None,
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
+        collections: Sequence[str] = (),
     ) -> None:
         self._defaults = defaults or PoolSection()
+        self._collections = tuple(collections)  # the node's own; empty: as its pools tell
         self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find)
         self._tickets = itertools.count(1)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
@@ -51,7 +53,9 @@ class SearchClient:
     @classmethod
     def of_plan(cls, plan: NodePlan, name: str) -> Self:
         """The client of one of the node's own workers; pools are attached as they come up."""
-        return cls([plan.endpoint(pool.name) for pool in plan.of_role("pool")], name, plan.config.pool)
+        names = [collection.name for collection in plan.config.collections]
+        endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
+        return cls(endpoints, name, plan.config.pool, collections=names)
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
@@ -61,7 +65,14 @@ class SearchClient:
         """
         if not isinstance(node, str | Path):
             raise InvalidRequest(f"node must be a name or the Path of a run directory, not {node!r}", "node")
-        client = cls(find_node(node).pools, name, find=lambda: find_node(node).pools)
+        info = find_node(node)
+
+        def find() -> Iterable[str]:
+            found = find_node(node)
+            client._collections = found.collections
+            return found.pools
+
+        client = cls(info.pools, name, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
             if client._dispatcher.look_after(now) and not client._dispatcher.seeking:
@@ -79,7 +90,7 @@ class SearchClient:
         vector: Any,
         k: int,
         *,
-        collection: str,
+        collection: str = "",
         stage: Stage = "prefill",
         deadline_ns: int = 0,
         top_m: int | None = None,
@@ -89,6 +100,7 @@ class SearchClient:
     ) -> int:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
+        `collection` need not be said where the node has but one.
         `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
         One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
         that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
@@ -101,7 +113,7 @@ class SearchClient:
             raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
         if not isinstance(row, DeviceVectors):  # the pool looks at those
             check_finite(row)
-        question = self._question(row, asked)
+        question = self._question(row, self._named(asked))
         self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
@@ -114,12 +126,23 @@ class SearchClient:
         width = self._defaults.search_width if search_width is None else search_width
         return wanted(k, stage, collection, top_m, width, patience, deadline_ns)
 
+    def _named(self, asked: Wanted) -> Wanted:
+        """With the name of the only collection if it has none."""
+        if asked.collection:
+            return asked
+        names = self._collections or self._dispatcher.collections
+        if len(names) == 1:
+            return asked._replace(collection=names[0])
+        if not names:
+            raise Unavailable("no pool is up that could tell which collection is meant")
+        raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")
+
     def search(
         self,
         vector: Any,
         k: int = 10,
         *,
-        collection: str = "docs",
+        collection: str = "",
         stage: Stage = "prefill",
         deadline_ms: float | None = None,
         top_m: int | None = None,
@@ -146,7 +169,7 @@ class SearchClient:
         vectors: Any,
         k: int = 10,
         *,
-        collection: str = "docs",
+        collection: str = "",
         stage: Stage = "prefill",
         deadline_ms: float | None = None,
         top_m: int | None = None,
@@ -189,6 +212,7 @@ class SearchClient:
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
+        asked = self._named(asked) if len(rows) else asked
         return BatchRun(self._dispatcher, [self._question(row, asked) for row in rows], rows, asked.k)
 
     def cancel(self, ticket: int) -> None:

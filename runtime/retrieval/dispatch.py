@@ -104,6 +104,11 @@ class Dispatcher:
             self._replicas.lost(number)  # what was known is of its last life
         self._find_routes()
 
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The names of what the live pools serve."""
+        return tuple(self._splits)
+
     def clients(self) -> list[RingClient]:
         """The live sessions."""
         return [pool.client for pool in self.pools if pool.live and pool.client is not None]

@@ -103,7 +103,6 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "not 1"),
         ({"retrieval": True}, "retrieval", "false or an object"),
-        ({"retrieval": {}}, "retrieval.collection", "is missing"),
         ({"retrieval": {"collection": "docs", "kk": 1}}, "retrieval", "did you mean 'k'?"),
         ({"retrieval": {"collection": "docs", "k": 0}}, "retrieval.k", "not 0"),
         ({"retrieval": {"collection": "docs", "k": 9}}, "retrieval.k", "k is 9, the limit is 8"),
@@ -262,7 +261,6 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         ('{"collection": "docs", "vector": "abc"}', "vector", "not a string"),
         ('{"collection": "docs", "query": "a", "k": 9}', "k", "k is 9, the limit is 8"),
         ('{"collection": "docs", "query": "a", "k": 0}', "k", "not 0"),
-        ('{"query": "a"}', "collection", "collection is missing"),
         ('{"collection": "docs", "query": "a", "top": 3}', "top", "unknown field"),
     ],
 )

@@ -291,3 +291,33 @@ def test_a_client_finds_a_node_that_was_stopped_and_started_again(
             assert len(client.search(queries[0], 5, deadline_ms=60_000).ids) == 5
             assert [pool.endpoint for pool in client.statistics().pools] == [pool.endpoint for pool in pools]
     held.release()
+
+
+def test_the_only_collection_need_not_be_named(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan, "pool-0").start()
+    client = attached(make_client(plan))
+    named = client.search(queries[0], 5, collection="docs")
+    assert client.search(queries[0], 5).ids.tolist() == named.ids.tolist()
+    assert client.search_batch(queries[:2], 5).ids[0].tolist() == named.ids.tolist()
+    ticket = client.submit(queries[0], 5)
+    assert collect(client, 1)[ticket].checked().ids.tolist() == named.ids.tolist()
+
+
+def test_of_several_collections_one_must_be_named_even_while_only_one_is_up(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+) -> None:
+    served = plan_of(collection)
+    make_pool(served, "pool-0").start()
+    client = attached(make_client(served))
+    client._collections = ("docs", "news")  # as the node's file has them; the pool has but one now
+    with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
+        client.search(queries[0], 5)
+
+
+def test_which_collection_is_meant_cannot_be_told_before_a_pool_is_up(queries: Vectors) -> None:
+    client = SearchClient([private_endpoint(new_token(), "pool-0")], "c")
+    with client, pytest.raises(Unavailable, match="no pool is up that could tell"):
+        client.search(queries[0], 5)

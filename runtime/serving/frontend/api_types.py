@@ -232,10 +232,10 @@ class RetrievalOptions(_Model):
     """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
 
     Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
-    of them.
+    of them. A node with one collection needs no name of it.
     """
 
-    collection: str
+    collection: str | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     probe_mode: ProbeMode = "wait"
@@ -286,7 +286,7 @@ class GenerateBody(_Model):
         if options is None:
             return None
         return Retrieval(
-            options.collection, options.k, options.every_tokens, options.probe_mode, options.probe_tokens or 0
+            options.collection or "", options.k, options.every_tokens, options.probe_mode, options.probe_tokens or 0
         )
 
 
@@ -322,7 +322,7 @@ class CompletionBody(GenerateBody):
 class RetrievalBody(_Model):
     """POST /v1/retrieval: `query` (text) or `vector`."""
 
-    collection: str
+    collection: str | None = None
     query: str | None = Field(None, min_length=1)
     vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI
+from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -184,7 +185,7 @@ class _Routes:
         if (
             answers is not None
             and body.answer_cache
-            and (asked := self._asked(http, body, sampling, messages or prompt))
+            and (asked := self._asked(http, body, answer.retrieval, sampling, messages or prompt))
         ):
             vector, hit = await answers.find(asked)
             if hit is not None:
@@ -220,11 +221,16 @@ class _Routes:
         return _json(answer.whole())
 
     def _asked(
-        self, http: Request, body: GenerateBody, sampling: Sampling, prompt: str | tuple[int, ...] | tuple[Message, ...]
+        self,
+        http: Request,
+        body: GenerateBody,
+        retrieval: Retrieval | None,
+        sampling: Sampling,
+        prompt: str | tuple[int, ...] | tuple[Message, ...],
     ) -> Asked | None:
         """What to look up; None if the answer cannot be a stored one. With API keys each has answers of its own."""
         tenant = http.headers.get("authorization", "") if self._settings.api_keys else ""
-        return Asked.of(tenant, self._settings.model, prompt, sampling, body.searches(), seeded=body.seed is not None)
+        return Asked.of(tenant, self._settings.model, prompt, sampling, retrieval, seeded=body.seed is not None)
 
     def _stored(self, answer: Answer, hit: Hit, stream: bool) -> Response:
         """An answer from the cache; it says so."""
@@ -244,17 +250,17 @@ class _Routes:
         body = await self._read(http, RetrievalBody)
         if (body.query is None) == (body.vector is None):
             raise InvalidRequest("set either query (text) or vector", "query")
-        self._check_collection(body.collection, body.k, "collection", "k")
+        collection = self._collection(body.collection, body.k, "collection", "k")
         if body.query is not None:
             self._check_prompt_bytes(len(body.query.encode()), "query")
-        dim = self._settings.collections[body.collection]
+        dim = self._settings.collections[collection]
         if body.vector is not None and len(body.vector) != dim:
             raise InvalidRequest(
-                f"vector has {len(body.vector)} numbers, collection {body.collection!r} has dimension {dim}", "vector"
+                f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
-        passages = await self._searches.run(body, request_id(http), sent_id(http))
+        passages = await self._searches.run(body, collection, request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
-        return _json({"id": request_id(http), "object": "retrieval", "collection": body.collection, "passages": found})
+        return _json({"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found})
 
     # ---- the node
 
@@ -301,21 +307,30 @@ class _Routes:
             raise InvalidRequest(f"{param} has {size} bytes, the limit is {self._settings.max_prompt_bytes}", param)
 
     def _checked(self, retrieval: Retrieval | None) -> Retrieval | None:
-        if retrieval is not None:
-            self._check_collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
-            most = self._settings.max_probe_tokens
-            if retrieval.probe_tokens > most:
-                raise InvalidRequest(
-                    f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
-                )
-        return retrieval
+        if retrieval is None:
+            return None
+        collection = self._collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
+        most = self._settings.max_probe_tokens
+        if retrieval.probe_tokens > most:
+            raise InvalidRequest(
+                f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
+            )
+        return replace(retrieval, collection=collection)
 
-    def _check_collection(self, collection: str, k: int, collection_param: str, k_param: str) -> None:
-        if collection not in self._settings.collections:
-            loaded = ", ".join(self._settings.collections) or "none"
+    def _collection(self, name: str | None, k: int, collection_param: str, k_param: str) -> str:
+        """The collection that is meant: the only one, where none is named."""
+        names = list(self._settings.collections)
+        if not names:
+            raise UnknownCollection("this node has no collections", collection_param)
+        loaded = ", ".join(names)
+        if not name and len(names) > 1:
+            raise InvalidRequest(f"{collection_param} is missing; loaded: {loaded}", collection_param)
+        collection = name or names[0]
+        if collection not in names:
             raise UnknownCollection(f"no collection {collection[:128]!r} is loaded; loaded: {loaded}", collection_param)
         if k > self._settings.max_k:
             raise InvalidRequest(f"k is {k}, the limit is {self._settings.max_k}", k_param)
+        return collection
 
     def _model_json(self) -> Json:
         return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}

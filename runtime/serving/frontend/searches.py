@@ -45,15 +45,18 @@ class Searches:
         self._timeout_s = timeout_s
         self._running = 0
 
-    async def run(self, body: RetrievalBody, request_id: str, client_id: str = "") -> list[Passage]:
-        """The passages. Raises Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises."""
+    async def run(self, body: RetrievalBody, collection: str, request_id: str, client_id: str = "") -> list[Passage]:
+        """The passages, from `collection`.
+
+        Raises Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
+        """
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
         self._traces.search_begun(request_id, client_id)
         state, found = "internal_error", 0
         self._running += 1
         try:
-            passages = await self._ask(body, request_id)
+            passages = await self._ask(body, collection, request_id)
             self._traces.stamp(request_id, stages.SEARCHED)
             state, found = "found", len(passages)
             return passages
@@ -69,14 +72,14 @@ class Searches:
             told = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
 
-    async def _ask(self, body: RetrievalBody, request_id: str) -> list[Passage]:
+    async def _ask(self, body: RetrievalBody, collection: str, request_id: str) -> list[Passage]:
         def embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
 
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._source.search(
-                    collection=body.collection, k=body.k, query=body.query, vector=body.vector, embedded=embedded
+                    collection=collection, k=body.k, query=body.query, vector=body.vector, embedded=embedded
                 )
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None

@@ -1,0 +1,69 @@
+"""Where a node has one collection, nobody needs to name it; where it has several, the error names them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.serving.frontend.http import Settings
+from tests.frontend.fakes import Cluster
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
+COMPLETION = {"model": "tiny", "prompt": "say=1"}
+GENERATE: list[tuple[str, dict[str, Any]]] = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+
+
+def serving(*names: str) -> Cluster:
+    return Cluster(settings=Settings(model="tiny", collections=dict.fromkeys(names, 4)))
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Cluster]:
+    with serving("docs") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATE, ids=["chat", "completion"])
+@pytest.mark.parametrize("retrieval", [{}, {"k": 2}, {"collection": None}, {"collection": "docs"}], ids=str)
+def test_an_answer_is_given_with_the_only_collection(
+    one: Cluster, path: str, body: dict[str, Any], retrieval: dict[str, Any]
+) -> None:
+    with one.http() as http:
+        answer = http.post(path, json=body | {"retrieval": retrieval})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["retrieval"]["collection"] == "docs"
+    asked = one.players["prefill-0"].prefills[-1].retrieval
+    assert asked is not None
+    assert asked.collection == "docs"
+
+
+@pytest.mark.parametrize("query", [{"query": "with"}, {"vector": [1, 2, 3, 4]}], ids=["text", "vector"])
+def test_a_search_is_of_the_only_collection(one: Cluster, query: dict[str, Any]) -> None:
+    with one.http() as http:
+        answer = http.post("/v1/retrieval", json=query)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["collection"] == "docs"
+    assert one.search.calls[-1]["collection"] == "docs"
+
+
+def test_several_are_named_instead_of_one_being_chosen() -> None:
+    search = ("/v1/retrieval", {"query": "with"}, "collection")
+    bodies = [*((path, {**body, "retrieval": {}}, "retrieval.collection") for path, body in GENERATE), search]
+    with serving("docs", "news") as cluster, cluster.http() as http:
+        for path, body, param in bodies:
+            error = refused(http.post(path, json=body), 400)
+            assert error["param"] == param
+            assert error["message"] == f"{param} is missing; loaded: docs, news"
+
+
+def test_a_node_without_collections_says_so() -> None:
+    with serving() as cluster, cluster.http() as http:
+        error = refused(http.post("/v1/completions", json=COMPLETION | {"retrieval": {}}), 404)
+    assert error["message"] == "this node has no collections"
+
+
+def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
