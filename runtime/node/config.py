@@ -55,6 +55,11 @@ class HttpSection(_Section, frozen=True):
 
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
     no other worker, it waits for one for `restart_wait_s`. Traces of the last `traces` requests that ended are kept.
+
+    A request's head must be there `header_timeout_s` after its first byte (or the connection's begin); a connection is
+    closed when it has been without a request for `idle_timeout_s`, or when its client has read nothing of an answer for
+    `send_timeout_s`. `max_connections` are open at most, `max_connections_per_peer` of them from one address: a proxy
+    is one peer, so behind one both are the same.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +70,11 @@ class HttpSection(_Section, frozen=True):
     restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     traces: Annotated[int, Meta(ge=0, le=100_000)] = 512
+    header_timeout_s: Seconds = 10.0
+    idle_timeout_s: Seconds = 75.0
+    send_timeout_s: Seconds = 60.0
+    max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
 
 
 class ModelSection(_Section, frozen=True):

@@ -23,7 +23,9 @@ import zmq.asyncio
 
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
@@ -272,8 +274,11 @@ class Cluster:
         max_in_flight: int = 64,
         settings: Settings | None = None,
         answers: PromptAnswers | None = None,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        send_buffer: int = 0,
     ) -> None:
         self._answers = answers
+        self.limits = limits
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
         self.search = Search()
@@ -288,6 +293,8 @@ class Cluster:
         self._failure: BaseException | None = None
         self.link: WorkerLink
         self._socket = socket.create_server(("127.0.0.1", 0))
+        if send_buffer:  # of the kernel, for each connection
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run, name="cluster")
 
@@ -346,6 +353,11 @@ class Cluster:
 
         return asyncio.run_coroutine_threadsafe(acting(), self._loop).result(WAIT)
 
+    @property
+    def connections(self) -> int:
+        """HTTP connections that are open."""
+        return self._http.peers.total()
+
     def held(self) -> list[str]:
         """Requests that any worker, the link or the router still has."""
         held = [f"{player.me.worker}:{request}" for player in self.players.values() for request in player.held]
@@ -365,9 +377,10 @@ class Cluster:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = Router(max_in_flight=self._max_in_flight)
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
-        app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings)
-        config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
+        new_id = id_source(77)
+        app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings, new_id)
+        self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
+        server = uvicorn.Server(self._http)
         for role, name in self._cast():
             self.players[name] = Player(self, role, name)
             self._tasks[name] = asyncio.create_task(self.players[name].live())

@@ -39,8 +39,8 @@ class NotJson(InvalidRequest):
     status = 415
 
 
-class BodyTooSlow(InvalidRequest):
-    """The body did not arrive in time."""
+class RequestTooSlow(InvalidRequest):
+    """A request's head or body did not arrive in time."""
 
     code = "request_timeout"
     status = 408
@@ -49,7 +49,7 @@ class BodyTooSlow(InvalidRequest):
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body, of at most `limit` bytes.
 
-    Raises NotJson, BodyTooLarge, BodyTooSlow or starlette's ClientDisconnect.
+    Raises NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
@@ -69,7 +69,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                     elif received > limit * DISCARD:
                         break
     except TimeoutError:
-        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes did") from None
+        raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes did") from None
     if max(received, size) > limit:
         raise BodyTooLarge(f"the body has {max(received, size)} bytes or more, the limit is {limit}")
     return b"".join(parts)

@@ -107,14 +107,17 @@ class Settings:
 def create_app(
     service: Service,
     settings: Settings,
+    new_id: Callable[[str], str] | None = None,
     *,
     now: Callable[[], float] = time.time,
     seeds: random.Random | None = None,
 ) -> FastAPI:
-    """The application. `now` gives the `created` times, `seeds` the seeds of requests that bring none."""
+    """The application. `new_id` gives ids (the server around it has the same), `now` the `created` times, `seeds` the
+    seeds of requests that bring none."""
     app = FastAPI(title="Trinity", openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, keys=settings.api_keys)
-    app.add_middleware(RequestIds, new_id=id_source(service.link.epoch))  # around the guard: what it refuses has an id
+    new_id = new_id or id_source(service.link.epoch)
+    app.add_middleware(RequestIds, new_id=new_id)  # around the guard: what it refuses has an id
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
     routes = _Routes(service, settings, now, seeds or random.Random())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import time
 from types import FrameType
@@ -11,6 +12,7 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
+from runtime.node.config import HttpSection
 from runtime.node.control import ask
 from runtime.node.placement import read_api_keys
 from runtime.node.worker import Worker
@@ -20,16 +22,21 @@ from runtime.retrieval.embedder import load_embedder
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
+from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.measures import MeasuredApp, Measures
+from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.model.model_info import ModelInfo
 
+log = logging.getLogger(__name__)
+
 _BEAT_S = 0.1
 _SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
+_OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
 
 
 class NoSearch:
@@ -97,15 +104,17 @@ async def _serve(worker: Worker) -> None:
         search_timeout_s=_SEARCH_S,
     )
     supervisor = SupervisorMetrics(plan.endpoint("control"))
-    app = create_app(Service(link, search or NoSearch(), supervisor, _answers(worker)), settings)
-    options = uvicorn.Config(
+    new_id = id_source(worker.epoch)
+    app = create_app(Service(link, search or NoSearch(), supervisor, _answers(worker)), settings, new_id)
+    limits = _connection_limits(config.http)
+    http = HttpConfig(
         MeasuredApp(app, measures),
-        log_config=None,  # its lines go where ours go
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=int(config.node.drain_s),
+        limits,
+        new_id,
+        config.node.drain_s,
+        refused=lambda status: measures.responded("", status, 0.0),
     )
-    server = _Server(options, worker)
+    server = _Server(http, worker)
     serving = asyncio.create_task(server.serve(sockets=[worker.listening_socket()]))
     loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server))]
     if search is not None:
@@ -121,6 +130,24 @@ async def _serve(worker: Worker) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         link.close()
+
+
+def _connection_limits(http: HttpSection) -> ConnectionLimits:
+    """As configured; the process may have as many descriptors as that takes, if its hard limit lets it."""
+    wanted = http.max_connections + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("http.max_connections = %d, but only %d files may be open", http.max_connections, soft)
+    return ConnectionLimits(
+        http.header_timeout_s,
+        http.idle_timeout_s,
+        http.send_timeout_s,
+        http.max_connections,
+        http.max_connections_per_peer,
+    )
 
 
 def _answers(worker: Worker) -> PromptAnswers | None:
@@ -157,5 +184,4 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
 
 def run(worker: Worker) -> None:
     """The process: serve until told to stop, then finish what is in flight (the supervisor bounds that)."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     uvloop.run(_serve(worker))

@@ -1,0 +1,198 @@
+"""Connections that ask for nothing, ask slowly or never read, and too many of them: all end, and the node serves on."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.serving.frontend.connections import ConnectionLimits, peer_of
+from tests.frontend.fakes import WAIT, Cluster
+from tests.waiting import eventually
+
+LIMITS = ConnectionLimits(header_s=1.0, idle_s=2.0, send_s=0.5, connections=400, connections_per_peer=300)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(limits=LIMITS, send_buffer=4096) as cluster:
+        yield cluster
+
+
+def connect(cluster: Cluster) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    parts = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            parts += part
+    return parts
+
+
+def refusal(answer: bytes) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and error of a raw answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert headers["content-type"] == "application/json"
+    assert int(headers["content-length"]) == len(body)
+    return int(status.split()[1]), headers, json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("said", [b"", HEAD, HEAD[:9], b"P"])
+def test_two_hundred_connections_that_never_finish_a_head_are_closed_and_others_are_served_meanwhile(
+    cluster: Cluster, said: bytes
+) -> None:
+    with contextlib.ExitStack() as opened, cluster.http() as http:
+        silent = []
+        for _ in range(200):
+            silent.append(opened.enter_context(connect(cluster)))
+            silent[-1].sendall(said)
+        assert http.get("/health").status_code == 200
+        answers = [answer for connection in silent if (answer := rest(connection))]
+        assert bool(answers) == bool(said)  # silence is not answered
+        for answer in answers:
+            status, headers, error = refusal(answer)
+            assert (status, error["code"]) == (408, "request_timeout")
+            assert "the request's head did not arrive within 1 s" in error["message"]
+            assert headers["connection"] == "close"
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_longer_than_others(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.settimeout(0.02)
+        answer = b""
+        while not answer:
+            connection.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+        connection.settimeout(WAIT)
+        assert refusal(answer + rest(connection))[0] == 408
+
+
+def test_a_connection_without_a_request_is_closed_after_its_idle_time(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        for _ in range(3):  # it is kept for the next request
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert rest(connection) == b""
+
+
+def test_a_kept_connection_that_begins_another_head_is_bounded_again(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /hea")
+        assert refusal(rest(connection))[0] == 408
+
+
+def test_a_body_that_nobody_reads_does_not_keep_its_connection(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx")
+        assert rest(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_that_is_answered_slowly_is_not_cut_off(cluster: Cluster) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "hang=1", "stream": True, "max_tokens": 9}).encode()
+    with connect(cluster) as connection, connect(cluster) as silent:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert rest(silent) == b""  # longer than any of the limits
+        assert cluster.held()
+    cluster.wait(lambda: not cluster.held())
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_cut_off(cluster: Cluster) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "go on", "stream": True, "max_tokens": 2000}).encode()
+    with connect(cluster) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        cluster.wait(lambda: cluster.connections > 0)
+        cluster.wait(lambda: cluster.connections == 0)
+        assert b"[DONE]" not in rest(connection)
+    cluster.wait(lambda: not cluster.held())
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (ConnectionLimits(connections=4), "4 connections are open, the limit"),
+        (ConnectionLimits(connections_per_peer=4), "4 connections from 127.0.0.1 are open, the limit for one"),
+    ],
+)
+def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(
+    limits: ConnectionLimits, says: str
+) -> None:
+    with Cluster(limits=limits) as cluster, contextlib.ExitStack() as opened:
+        kept = [opened.enter_context(cluster.http()) for _ in range(4)]
+        assert [http.get("/health").status_code for http in kept] == [200] * 4
+        for _ in range(200):
+            with connect(cluster) as connection:
+                status, headers, error = refusal(rest(connection))
+                assert (status, error["code"], headers["retry-after"]) == (503, "overloaded", "1")
+                assert error["message"].startswith(says)
+        assert [http.get("/health").status_code for http in kept] == [200] * 4
+        kept[0].close()
+
+        def served() -> bool:
+            with contextlib.suppress(httpx.TransportError), cluster.http() as http:
+                return http.get("/health").status_code == 200
+            return False
+
+        eventually(served, WAIT, "the place of the one that has ended")
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8::1:2:3:4", "2001:db8::/64"),
+        ("2001:db8::ffff", "2001:db8::/64"),
+        ("::1", "::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_a_peer_is_an_address_or_the_network_of_an_ipv6_host(host: str, peer: str) -> None:
+    assert peer_of(host) == peer
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code", "says"),
+    [
+        (b"\x00\x01\x02\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
+        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_request", "Missing mandatory Host: header"),
+        (HEAD + b"Content-Length: -5\r\n\r\n", 400, "invalid_request", "bad Content-Length"),
+        (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501, "not_implemented", "Transfer-Encoding"),
+        (HEAD + b"X: " + b"x" * 70_000, 431, "header_too_large", "Receive buffer too long"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", 400, "invalid_request", "chunk"),
+    ],
+)
+def test_what_is_not_http_is_refused_like_everything_else(
+    cluster: Cluster, data: bytes, status: int, code: str, says: str
+) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(data)
+        got, headers, error = refusal(rest(connection))
+    assert (got, error["code"]) == (status, code)
+    assert says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert headers["x-request-id"].startswith("req-4d-")
+    with cluster.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+def test_garbage_within_the_body_of_a_request_ends_it_once(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        connection.sendall(b"zzz\r\n")
+        assert refusal(rest(connection))[0] == 400
+    assert not cluster.held()
