@@ -22,7 +22,7 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
     left = _free(machine)
     fits = True
-    for worker in plan.workers:
+    for worker in plan.processes:
         place = "" if machine.simulated else worker.gpu
         needs, free = needed.get(worker.name, 0), left[place]
         left[place] = free - needs

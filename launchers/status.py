@@ -10,7 +10,7 @@ from launchers.placement_table import core_ranges
 from runtime.node.control import NodeStatus, WorkerStatus, node_status
 from runtime.node.run_dir import NodeInfo
 
-_COLOURS = {"ready": "green", "fatal": "red", "backoff": "yellow"}
+_COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
 _NUMBERS = ("pid", "restarts", "heartbeat", "memory")
 _LEFT_OUT_FIRST = ("cores", "memory", "heartbeat", "restarts", "pid", "device")  # where the terminal is too narrow
@@ -37,7 +37,7 @@ def show_workers(status: NodeStatus, console: Console) -> None:
         left_out += 1
         table = _table(status, [name for name in _COLUMNS if name not in _LEFT_OUT_FIRST[:left_out]])
     console.print(table)
-    for worker in status.workers:
+    for worker in (*status.workers, *status.spares):
         if worker.note:
             console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
     if left_out:
@@ -50,7 +50,7 @@ def _table(status: NodeStatus, columns: tuple[str, ...] | list[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
-    for worker in status.workers:
+    for worker in (*status.workers, *status.spares):
         cells = _cells(worker)
         table.add_row(*(cells[name] for name in columns))
     return table

@@ -20,7 +20,7 @@ def needed_bytes(plan: NodePlan) -> dict[str, int]:
     if (model := config.model) is not None:
         weights = _weights_bytes(model)
         info = ModelInfo.read(model.name)
-        for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
+        for worker in (*plan.of_role("prefill"), *plan.of_role("decode"), *plan.spares):
             section = config.prefill if worker.role == "prefill" else config.decode
             blocks = section.blocks(model)
             if worker.role == "decode" and worker.device == "cpu":

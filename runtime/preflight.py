@@ -63,8 +63,8 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
         raise ConfigError(
             f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
         )
-    blocks = config.decode.workers * config.decode.swap_blocks
-    for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
+    blocks = (config.decode.workers + config.decode.spares) * config.decode.swap_blocks
+    for worker in (*plan.of_role("prefill"), *plan.of_role("decode"), *plan.spares):
         if worker.device == "cpu":
             section = config.prefill if worker.role == "prefill" else config.decode
             blocks += section.blocks(config.model)
@@ -87,7 +87,7 @@ def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
     needed = needed_bytes(plan)
     for gpu in machine.gpus:
-        there = {worker.name: needed[worker.name] for worker in plan.workers if worker.gpu == gpu.uuid}
+        there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:
             parts = ", ".join(f"{name} {count / 2**30:.1f}" for name, count in there.items())
             raise ConfigError(

@@ -3,7 +3,6 @@
 Workers step in turns and never sleep, so what happens when is up to the caller, who is their frontend too.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ import zmq
 from ipc import bind
 from runtime.node.config import Role, parse_config
 from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan, resolve
+from runtime.node.placement import resolve
 from runtime.node.table import WorkerTable
+from runtime.node.worker import Worker, WorkerSpec
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import Hello, Prefill, Sampling, ToFrontend, Welcome, decode_to_frontend, encode
@@ -23,18 +23,6 @@ from runtime.serving.prefill.process import PrefillWorker
 
 _EPOCH = 7
 _WAIT_MS = 20_000  # for a message that has been sent
-
-
-class _Host:
-    """What a role's loop is handed."""
-
-    def __init__(self, plan: NodePlan, name: str) -> None:
-        self.plan, self.name = plan, name
-        self.place = next(worker for worker in plan.workers if worker.name == name)
-        self.epoch, self.pid, self.stopping = 1, os.getpid(), False
-        role: Role = "prefill" if name.startswith("prefill") else "decode"
-        self.table = WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
-        self.log = logging.getLogger(name)
 
 
 class SteppedWorkers:
@@ -60,7 +48,7 @@ class SteppedWorkers:
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(_Host(self.plan, "prefill-0"), transport)  # type: ignore[arg-type]
+        self.prefill = PrefillWorker(self._worker("prefill-0"), transport)
         self.prefill._sleep = lambda: None  # type: ignore[method-assign]
         for number in range(decodes):
             self.start_decode(f"decode-{number}")
@@ -68,9 +56,14 @@ class SteppedWorkers:
             self.round()
 
     def start_decode(self, name: str) -> None:
-        worker = DecodeWorker(_Host(self.plan, name), self._transport)  # type: ignore[arg-type]
+        worker = DecodeWorker(self._worker(name), self._transport)
         worker._sleep = lambda: None  # type: ignore[method-assign]
         self.decodes[name] = worker
+
+    def _worker(self, name: str) -> Worker:
+        role: Role = "prefill" if name.startswith("prefill") else "decode"
+        table = WorkerTable.create(role, name, metrics_of(role, self.plan.config.slo))
+        return Worker(WorkerSpec(self.plan, name, 1, table.reference, os.getpid()))
 
     def submit(
         self,

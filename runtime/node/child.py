@@ -36,6 +36,7 @@ class Phase(Enum):
     BACKOFF = "backoff"
     STARTING = "starting"
     READY = "ready"
+    STANDBY = "standby"  # what READY is of a worker, of one that waits to take another's place
     DRAINING = "draining"
     KILLED = "killed"
     STOPPED = "stopped"
@@ -120,7 +121,10 @@ class Child:
 
 
 def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subprocess.Popen[bytes]:
-    """Start a worker's process; it finds its `WorkerSpec` on its standard input. Raises `OSError`."""
+    """Start a worker's process; it finds its `WorkerSpec` on its standard input. Raises `OSError`.
+
+    A standby worker's input stays open: who it shall be is told there later.
+    """
     visible, threads = place.visible_devices, str(place.threads)
     process = subprocess.Popen(
         list(command),
@@ -135,11 +139,25 @@ def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subpro
             **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         },
     )
+    tell(process, spec, last=place.spare is None)
+    return process
+
+
+def tell(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool = True) -> None:
+    """Write a `WorkerSpec` to a process's standard input, and nothing after the `last`."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died already: who reaps will see it
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        process.stdin.close()
-    return process
+        process.stdin.flush()
+    if last:
+        close_input(process)
+
+
+def close_input(process: subprocess.Popen[bytes]) -> None:
+    """Nothing more will be said to it."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def kill_group(leader: int) -> None:

@@ -104,10 +104,15 @@ class Placed(_Section, frozen=True):
 
 
 class KvHolder(Placed, frozen=True):
-    """A role that holds KV: `kv_blocks` blocks a worker; 0: as many as `slots` sequences of full context need."""
+    """A role that holds KV: `kv_blocks` blocks a worker; 0: as many as `slots` sequences of full context need.
+
+    `spares`: processes that have loaded the model and wait to take the place of a worker that dies. Each needs as much
+    memory as a worker.
+    """
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
     kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    spares: Annotated[int, Meta(ge=0, le=8)] = 0
 
     def blocks(self, model: ModelSection) -> int:
         """KV blocks of one worker."""

@@ -43,11 +43,12 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """A node and its workers."""
+    """A node, its workers and its standby workers."""
 
     info: NodeInfo
     stopping: bool
     workers: tuple[WorkerStatus, ...]
+    spares: tuple[WorkerStatus, ...] = ()
 
     @property
     def ready(self) -> bool:

@@ -75,10 +75,15 @@ class NodeFigures:
     usage: Callable[[int], Usage] = usage_of
     _spent: dict[str, _Spent] = field(default_factory=dict)
 
-    def families(self, statuses: Sequence[WorkerStatus], supervisor_pid: int) -> Iterator[Family]:
-        """All of them now."""
+    def families(
+        self, statuses: Sequence[WorkerStatus], supervisor_pid: int, spares: Sequence[WorkerStatus] = ()
+    ) -> Iterator[Family]:
+        """All of them now. `spares`: the standby workers."""
         yield from self._states(statuses)
-        yield from self._processes({status.name: status.pid for status in statuses} | {"supervisor": supervisor_pid})
+        pids = {status.name: status.pid for status in (*statuses, *spares)}
+        yield from self._processes(pids | {"supervisor": supervisor_pid})
+        loaded = [((s.name,), float(s.phase == "standby")) for s in spares]
+        yield _gauge("trinity_standby_up", "1 while the standby worker could take another's place", ("worker",), loaded)
         yield from self._promises()
         yield _gauge("trinity_node_info", "The node's version", ("version",), [((self.version,), 1.0)])
         labels = ("worker", "role", "device", "uuid")

@@ -10,7 +10,7 @@ from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, Placed, Role
 from runtime.node.gpus import Gpu
 from runtime.node.machine import Machine
-from runtime.node.placement import NodePlan, WorkerPlan, resolve
+from runtime.node.placement import NodePlan, WorkerPlan, place_spares, resolve
 
 _PLACED: tuple[Role, ...] = ("pool", "prefill", "decode")
 CPU = "cpu"
@@ -22,7 +22,8 @@ def lay_out(config: NodeConfig, machine: Machine) -> NodePlan:
     plan = resolve(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
     workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
     _check_mig(workers, machine)
-    return msgspec.structs.replace(plan, config=config, workers=tuple(_with_cores(workers, machine)))
+    workers = _with_cores(workers, machine)
+    return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=place_spares(config, workers))
 
 
 def _gpus_of(role: Role, section: Placed, machine: Machine) -> tuple[Gpu | None, ...]:

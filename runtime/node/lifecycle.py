@@ -17,7 +17,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from runtime.node.child import MOST_FAILED_STARTS, Child, Desired, Phase, how, kill_group
+from runtime.node.child import MOST_FAILED_STARTS, Child, Desired, Phase, close_input, how, kill_group
 from runtime.node.config import NodeConfig
 from runtime.node.worker import EXIT_CONFIG
 
@@ -27,9 +27,13 @@ log = logging.getLogger("supervisor")
 
 
 class Lifecycle:
-    """Of one node's processes. `spawn` gives a child a process, and raises `OSError` if there is none to be had."""
+    """Of one node's processes.
 
-    def __init__(self, config: NodeConfig, spawn: Callable[[Child], None], clock: Callable[[], float]) -> None:
+    `spawn` gives a child a process, which may be a standby worker's if it is told True. It raises `OSError` if there is
+    none to be had.
+    """
+
+    def __init__(self, config: NodeConfig, spawn: Callable[[Child, bool], None], clock: Callable[[], float]) -> None:
         self._config, self._spawn, self._clock = config, spawn, clock
 
     def reap(self, children: Iterable[Child]) -> None:
@@ -38,6 +42,7 @@ class Lifecycle:
             if child.process is None or (code := child.process.poll()) is None:
                 continue
             kill_group(child.process.pid)  # what it started and left behind
+            close_input(child.process)
             child.process, child.exit_code = None, code
             if stacks := child.take_stacks():
                 log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
@@ -45,7 +50,7 @@ class Lifecycle:
                 case Desired.GONE:
                     child.phase = Phase.STOPPED
                 case Desired.RESTART:
-                    child.desired, child.phase, child.due = Desired.RUN, Phase.BACKOFF, self._clock()
+                    child.phase, child.due = Phase.BACKOFF, self._clock()
                 case Desired.RUN:
                     self._ended(child, how(code))
 
@@ -63,13 +68,14 @@ class Lifecycle:
         """Note what its process says; have it drain if it shall end; kill it if it hangs."""
         now, node = self._clock(), self._config.node
         if child.phase is Phase.STARTING and child.says_ready:
-            child.phase, child.was_ready, child.failed_starts, child.failure = Phase.READY, True, 0, ""
+            child.phase = Phase.READY if child.place.spare is None else Phase.STANDBY
+            child.was_ready, child.failed_starts, child.failure = True, 0, ""
         match child.phase:
-            case Phase.STARTING if child.desired is not Desired.RUN:
+            case Phase.STARTING | Phase.STANDBY if child.desired is not Desired.RUN:
                 child.kill_group()  # it holds nothing yet, and may be far from looking at signals
             case Phase.STARTING if now - child.started > node.start_s:
                 self._abort(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
-            case Phase.READY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
+            case Phase.READY | Phase.STANDBY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
                 self._abort(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
             case Phase.READY if child.desired is not Desired.RUN:
                 child.drain(signal.SIGHUP, until=now + self._drain_s(child))
@@ -94,8 +100,10 @@ class Lifecycle:
     def _start(self, child: Child) -> None:
         child.epoch += 1
         child.started, child.exit_code, child.table.note = self._clock(), None, ""
+        by_standby = child.desired is Desired.RUN and not child.failed_starts
+        child.desired = Desired.RUN
         try:
-            self._spawn(child)
+            self._spawn(child, by_standby)
         except OSError as error:  # no memory or no process to be had just now
             self._ended(child, f"could not be started: {error}")
         else:
@@ -109,7 +117,7 @@ class Lifecycle:
         if child.exit_code == EXIT_CONFIG:
             child.failed_starts = max(child.failed_starts, MOST_FAILED_STARTS)
         said = f"{how}: {child.table.note}" if child.table.note else how
-        if child.cannot_run and not child.was_ready:
+        if child.cannot_run and not child.was_ready and child.place.spare is None:
             log.error("%s cannot run (%s): %s", child.name, said, "the node stops" if child.needed else "given up")
             if child.needed:
                 child.phase = Phase.FATAL

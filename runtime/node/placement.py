@@ -1,7 +1,9 @@
 """From a configuration to a plan: every worker with its name, device, cores and endpoint; what cannot be is refused."""
 
+import itertools
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """One process of the node. `cores` empty: the kernel places it.
 
     `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
-    machine, `device` what the process calls it. `numa_node` None: not known, or of no matter.
+    machine, `device` what the process calls it. `numa_node` None: not known, or of no matter. `spare`: the number of a
+    standby worker, which is placed like worker `index` of its role; None for every other.
     """
 
     role: Role
@@ -27,10 +30,11 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     gpu_index: str = ""
     numa_node: int | None = None
     spin: bool = True
+    spare: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}"
+        return f"{self.role}-{self.index}" if self.spare is None else f"{self.role}-spare-{self.spare}"
 
     @property
     def shown_device(self) -> str:
@@ -53,12 +57,21 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
 
 class NodePlan(msgspec.Struct, frozen=True):
-    """A node ready to start: `token` makes its endpoints unguessable and unlike those of every other run."""
+    """A node ready to start: `token` makes its endpoints unguessable and unlike those of every other run.
+
+    `spares` are its standby workers.
+    """
 
     config: NodeConfig
     run_dir: str
     token: str
     workers: tuple[WorkerPlan, ...]
+    spares: tuple[WorkerPlan, ...] = ()
+
+    @property
+    def processes(self) -> tuple[WorkerPlan, ...]:
+        """The workers and the standby workers."""
+        return (*self.workers, *self.spares)
 
     def endpoint(self, what: str) -> str:
         """The abstract socket name of `what` (a worker's name, "frontend" or "control"); it leaves no file behind."""
@@ -83,7 +96,16 @@ def resolve(config: NodeConfig) -> NodePlan:
     _check_cores(workers)
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
-    return NodePlan(config=config, run_dir=run_dir, token=secrets.token_hex(8), workers=tuple(workers))
+    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), place_spares(config, workers))
+
+
+def place_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
+    """The standby workers: the first of a role is placed like its first worker, and so on, round and round."""
+    spares: list[WorkerPlan] = []
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        places = itertools.cycle([worker for worker in workers if worker.role == role])
+        spares += [msgspec.structs.replace(like, spare=n) for n, like in zip(range(section.spares), places)]  # noqa: B905
+    return tuple(spares)
 
 
 def nodes_dir() -> Path:

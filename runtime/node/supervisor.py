@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from runtime.node.backoff import Backoff
 from runtime.node.changes import Changes
-from runtime.node.child import COMMAND, Child, Desired, Phase, spawn
+from runtime.node.child import COMMAND, Child, Desired, Phase, close_input, spawn, tell
 from runtime.node.control import ControlServer, NodeStatus, WorkerStatus
 from runtime.node.control_loop import ControlLoop
 from runtime.node.exporter import NodeCollector, render
@@ -32,6 +32,7 @@ from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.rolling import Rolling
 from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.node.standby import Standbys
 from runtime.node.table import WorkerTable
 from runtime.node.worker import EXIT_CONFIG, WorkerSpec
 
@@ -60,6 +61,7 @@ class Supervisor:
         self._random = random.Random(seed)
         self._epochs: dict[str, int] = {}  # the last of each worker that has left
         self._children = [self._child(place) for place in plan.workers]
+        self._standbys = Standbys([self._child(place, needed=False) for place in plan.spares], self._children)
         self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
         tables = {child.place.name: child.table for child in self._children}
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
@@ -89,13 +91,18 @@ class Supervisor:
         finally:
             self._kill_all()
             run_dir.release()
-            for child in self._children:
+            for child in self._all:
                 child.table.close()
                 child.take_stacks()
 
+    @property
+    def _all(self) -> tuple[Child, ...]:
+        """The workers and the standby workers."""
+        return (*self._children, *self._standbys.children)
+
     def _serve(self, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
         while True:
-            self._lifecycle.reap(self._children)
+            self._lifecycle.reap(self._all)
             if fatal := [child.exit_code for child in self._children if child.phase is Phase.FATAL]:
                 self._stop_all(control)
                 return EXIT_CONFIG if EXIT_CONFIG in fatal else 1
@@ -104,7 +111,8 @@ class Supervisor:
                 return 0
             self._rolling.step(self._clock())
             self._changes.step()
-            self._lifecycle.reconcile(self._children)
+            spares = self._standbys.step(may_start=self._announced)
+            self._lifecycle.reconcile((*self._children, *spares))
             self._control_loop.step(self._clock())
             if not self._announced and all(child.phase is Phase.READY for child in self._children):
                 self._announced = True
@@ -119,7 +127,7 @@ class Supervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(control.fileno(), selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
-            pidfds = [os.pidfd_open(c.process.pid) for c in self._children if c.process and c.process.poll() is None]
+            pidfds = [os.pidfd_open(c.process.pid) for c in self._all if c.process and c.process.poll() is None]
             try:
                 for fd in pidfds:
                     selector.register(fd, selectors.EVENT_READ)
@@ -139,15 +147,28 @@ class Supervisor:
             status=self.status,
             metrics=self.metrics_text,
             stop=self._request_drain,
-            restart=self._rolling.ask,
+            restart=self._restart,
             change=self._changes.ask,
         )
 
-    def _spawn(self, child: Child) -> None:
-        """Give a worker a process. Raises `OSError`."""
+    def _restart(self, name: str) -> str:
+        trouble = self._rolling.ask(name)
+        if not name:
+            self._standbys.renew()
+        return trouble
+
+    def _spawn(self, child: Child, by_standby: bool) -> None:
+        """Give a worker a process, that of a standby worker where that is possible and wanted. Raises `OSError`."""
         child.take_stacks()  # of a life that could not begin
+        if by_standby and self._standbys.stand_in(child):
+            assert child.process is not None
+            tell(child.process, self._spec(child))
+            return
         child.stack_fd = os.memfd_create(f"trinity-stacks-{child.name}")
-        spec = WorkerSpec(
+        child.process = spawn(self._command, self._spec(child), child.place)
+
+    def _spec(self, child: Child) -> WorkerSpec:
+        return WorkerSpec(
             plan=self._plan,
             worker=child.place.name,
             epoch=child.epoch,
@@ -156,7 +177,6 @@ class Supervisor:
             listen_fd=self._listener.fileno() if child.place.role == "frontend" else -1,
             stack_fd=child.stack_fd,
         )
-        child.process = spawn(self._command, spec, child.place)
 
     def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
         table = WorkerTable.create(place.role, place.name, metrics_of(place.role, self._plan.config.slo))
@@ -212,6 +232,9 @@ class Supervisor:
         self._listener.close()  # with the frontend's own gone, new connections are refused, not left in a queue
         bound = self._clock() + self._plan.config.node.drain_s
         patience = self._stop_signals
+        for spare in self._standbys.children:
+            spare.desired = Desired.GONE
+        self._lifecycle.reconcile(self._standbys.children)
         for role in _STOP_ORDER:
             group = [child for child in self._children if child.place.role == role]
             for child in group:
@@ -222,7 +245,7 @@ class Supervisor:
             while any(child.process for child in group):
                 self._wait(control)
                 self._answer(control)
-                self._lifecycle.reap(self._children)
+                self._lifecycle.reap(self._all)
                 if self._clock() > bound or self._stop_signals > max(1, patience):
                     log.warning("not drained within %.0f s or asked again: killing", self._plan.config.node.drain_s)
                     self._kill_all()
@@ -230,11 +253,12 @@ class Supervisor:
                 self._lifecycle.reconcile(group)
 
     def _kill_all(self) -> None:
-        for child in self._children:
+        for child in self._all:
             child.kill_group()
-        for child in self._children:
+        for child in self._all:
             if child.process is not None:
                 child.process.wait(timeout=30)
+                close_input(child.process)
                 child.process = None
 
     # ---- what is said to others
@@ -254,17 +278,22 @@ class Supervisor:
 
     def status(self) -> NodeStatus:
         """The node as `trinity status` shows it."""
-        workers = tuple(_worker_status(child, self._clock()) for child in self._children)
-        return NodeStatus(info=self._info, stopping=bool(self._stop_signals), workers=workers)
+        now_s = self._clock()
+        return NodeStatus(
+            info=self._info,
+            stopping=bool(self._stop_signals),
+            workers=tuple(_worker_status(child, now_s) for child in self._children),
+            spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
+        )
 
     def metrics_text(self) -> str:
         """All metrics of the node in Prometheus's text format."""
-        statuses = self.status().workers
+        status = self.status()
         model = self._plan.config.model
         collector = NodeCollector(
             {child.place.name: child.table for child in self._children},
             (
-                lambda: self._figures.families(statuses, os.getpid()),
+                lambda: self._figures.families(status.workers, os.getpid(), status.spares),
                 self._control_loop.families,
                 self._gpus.families,
             ),

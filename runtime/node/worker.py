@@ -3,6 +3,7 @@
 `python -m runtime.node.worker` is started by the supervisor alone. It dies with the supervisor, never after it.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -10,6 +11,7 @@ import importlib
 import logging
 import os
 import platform
+import select
 import signal
 import socket
 import sys
@@ -26,6 +28,8 @@ from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.table import State, WorkerTable
 
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again would not help
+
+_BEAT_S = 0.1  # between two heartbeats of a standby worker
 
 _LOOPS = {
     "pool": "runtime.pool.process",
@@ -53,19 +57,60 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 class Worker:
     """What a role's loop is handed: the plan, its own place in it, its table, and whether it shall stop."""
 
+    plan: NodePlan
+    place: WorkerPlan
+    name: str
+    epoch: int
+    table: WorkerTable
+    log: logging.Logger
+
     def __init__(self, spec: WorkerSpec) -> None:
-        self.plan = spec.plan
-        self.place: WorkerPlan = next(worker for worker in spec.plan.workers if worker.name == spec.worker)
-        self.name = spec.worker
-        self.epoch = spec.epoch
         self.pid = os.getpid()
-        self.table = WorkerTable.open(spec.table, self.place.role, metrics_of(self.place.role, spec.plan.config.slo))
-        self.table.begin(spec.epoch, self.pid)
-        self.log = logging.getLogger(spec.worker)
         self.stopping = False
         self.awaits_release = False
         self._listen_fd = spec.listen_fd
         self.stack_fd = spec.stack_fd if spec.stack_fd >= 0 else 2
+        self._logs = contextlib.ExitStack()
+        self._become(spec)
+
+    def _become(self, spec: WorkerSpec) -> None:
+        self.plan = spec.plan
+        self.place = next(place for place in spec.plan.processes if place.name == spec.worker)
+        self.name = spec.worker
+        self.epoch = spec.epoch
+        self.table = WorkerTable.open(spec.table, self.place.role, metrics_of(self.place.role, spec.plan.config.slo))
+        self.table.begin(spec.epoch, self.pid)
+        self.log = logging.getLogger(spec.worker)
+
+    def open_logs(self) -> None:
+        """Have what is said go where the node's configuration has it, under the worker's name of now."""
+        self._logs.close()
+        self._logs.enter_context(log_to_stderr(self.plan.config.log, self.name))
+        self._logs.enter_context(log_to_file(self.plan, self.name, self.lost_lines))
+
+    def close_logs(self) -> None:
+        self._logs.close()
+
+    def take_place(self) -> bool:
+        """Called by a role that has loaded all that does not depend on its worker's name, epoch, table and plan.
+
+        A standby worker waits here until it is given the place of one that died: these are other ones then. Any other
+        goes on at once. Returns whether it has waited. Raises `SystemExit` if it is to stop instead.
+        """
+        if self.place.spare is None:
+            return False
+        self.ready()
+        while not select.select([sys.stdin], [], [], _BEAT_S)[0]:
+            self.table.beat()
+            if self.stopping:
+                raise SystemExit(0)
+        if not (line := sys.stdin.buffer.readline()):
+            raise SystemExit(0)  # nobody is there any more who could give it a place
+        former = self.table
+        self._become(msgspec.json.decode(line, type=WorkerSpec))
+        former.close()
+        self.open_logs()
+        return True
 
     def ready(self) -> None:
         """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again."""
@@ -111,8 +156,11 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     die_with(spec.supervisor_pid)
     worker = Worker(spec)
-    with log_to_stderr(spec.plan.config.log, spec.worker), log_to_file(spec.plan, spec.worker, worker.lost_lines):
+    worker.open_logs()
+    try:
         return _run(worker)
+    finally:
+        worker.close_logs()
 
 
 def _run(worker: Worker) -> int:

@@ -1,7 +1,7 @@
 """From a text to the nearest passages: embed it, ask the pool, fetch the documents."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -47,14 +47,22 @@ class Found:
 class Library:
     """The collections of a node as its clients see them: documents and embedders, but no search."""
 
-    def __init__(self, plan: NodePlan, threads: int = 1) -> None:
+    def __init__(self, plan: NodePlan, threads: int = 1, embedders: Mapping[str, Embedder] | None = None) -> None:
+        """`embedders`: those that are loaded already, by name."""
+        self._plan, self._threads = plan, threads
         self._collections = {c.name: Collection.open(Path(c.path)) for c in plan.config.collections}
-        embedders: dict[str, Embedder] = {}
+        embedders = dict(embedders or {})
         for collection in self._collections.values():
             name = collection.embedder_name
             if name and name not in embedders:
                 embedders[name] = load_embedder(name, threads=threads)
         self._embedders = embedders
+
+    def reopened(self) -> "Library":
+        """The collections as they are on the disk by now: they may have been built anew. Close to no time is lost."""
+        for collection in self._collections.values():
+            collection.close()
+        return Library(self._plan, self._threads, self._embedders)
 
     def embedder(self, collection: str) -> Embedder:
         """The collection's own. Raises `InvalidRequest` if it has none."""

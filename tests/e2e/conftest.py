@@ -27,11 +27,13 @@ context_tokens = 2048
 
 [prefill]
 slots = 3
+spares = {spares}
 chunk_tokens = 128
 passage_tokens = 1600
 
 [decode]
 slots = 6
+spares = {spares}
 probe_tokens = 128
 
 [[collections]]
@@ -60,12 +62,13 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
     """Start a node with these times, and `more` in its configuration; all are stopped at the end."""
     started: list[RunningNode] = []
 
-    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0) -> RunningNode:
+    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> RunningNode:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
+        name = f"test-{len(started)}"
         text = CONFIG.format(
-            name=f"test-{len(started)}", run_dir=run_dir, model=model, collection=collection, drain_s=drain_s
+            name=name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s, spares=spares
         )
         config.write_text(text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]") + more)
         node = RunningNode(config, run_dir)

@@ -74,6 +74,30 @@ def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Runn
 
 
 @pytest.mark.timeout(400)
+def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(
+    node: RunningNode, start_node: StartNode
+) -> None:
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
+    with ThreadPoolExecutor(12) as threads:
+        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
+        spared = start_node(spares=1)
+        for worker in ("decode-0", "prefill-0"):
+            eventually(lambda: all(w.phase == "standby" for w in spared.status().spares), 120, "standby workers")
+            spares = {w.name: w.pid for w in spared.status().spares}
+            ends = [threads.submit(answer_of, spared, body) for body in bodies]
+            eventually(lambda: spared.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
+            spared.kill(worker)
+            assert [end.result(timeout=100) for end in ends] == undisturbed
+            spared.wait_ready()
+            assert spared.pid(worker) == spares[worker.replace("-0", "-spare-0")]
+        spared.wait_idle()
+        assert spared.metric("trinity_requests_total", outcome="failed") == 0
+    info, pids = spared.info, spared.pids()
+    assert spared.stop() == 0
+    assert leftovers(token_of(info), [*pids, *spares.values()], spared.run_dir) == []
+
+
+@pytest.mark.timeout(400)
 def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(start_node: StartNode) -> None:
     node = start_node(heartbeat_s=6.0)
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(8)]

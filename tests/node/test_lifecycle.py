@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.node.backoff import Backoff
 from runtime.node.child import Child, Desired, Phase
@@ -14,6 +15,7 @@ from runtime.node.lifecycle import Lifecycle
 from runtime.node.metrics import METRICS
 from runtime.node.placement import WorkerPlan
 from runtime.node.rolling import Rolling
+from runtime.node.standby import Standbys
 from runtime.node.table import WorkerTable
 
 
@@ -33,7 +35,7 @@ class Node:
         place = WorkerPlan("pool", index, "cpu", (), 1)
         return Child(place, WorkerTable.create("pool", place.name, METRICS["pool"]), Backoff(random.Random(index)))
 
-    def _spawn(self, child: Child) -> None:
+    def _spawn(self, child: Child, by_standby: bool) -> None:
         self.starts.append((child.name, self.now_s))
         raise OSError("no more processes")
 
@@ -114,3 +116,14 @@ def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(
     node.pass_time(10.0)
     assert first.cannot_run
     assert [second.desired] == [Desired.RESTART]
+
+
+@pytest.mark.parametrize(
+    ("phase", "failed", "waits"), [("standby", 0, False), ("standby", 1, True), ("starting", 0, True)]
+)
+def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase: str, failed: int, waits: bool) -> None:
+    spare, dead = node.children
+    spare.place, spare.phase = replace(spare.place, spare=0), Phase(phase)
+    dead.due, dead.failed_starts = node.now_s + 50.0, failed
+    assert Standbys([spare], [dead]).step(may_start=True) == ()  # no other is started before that one is
+    assert (dead.due > node.now_s) == waits

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
+from launchers.placement_table import show_placement
 from runtime import preflight
 from runtime.errors import CollectionError, ConfigError
 from runtime.needs import needed_bytes
 from runtime.node.config import parse_config
 from runtime.node.gpus import Gpu
 from runtime.node.machine import Machine
-from runtime.node.placement import NodePlan, read_api_keys, resolve
+from runtime.node.placement import NodePlan, place_spares, read_api_keys, resolve
 from runtime.retrieval.collection import Collection
 from runtime.serving.model.packages import torch_cuda
 
@@ -203,6 +205,35 @@ def test_swap_space_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(ConfigError, match=r"KV needs 137\.3 GiB, 1\.0 are free"):
         preflight.check(found, machine=machine)
+
+
+@pytest.mark.usefixtures("torch_with_cuda")
+def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, machine = on_gpus(tmp_path, free_gib=2.0)
+    spares = place_spares(replace(found.config, decode=replace(found.config.decode, spares=2)), found.workers)
+    found = replace(found, spares=spares)
+    needed = needed_bytes(found)
+    assert needed["decode-spare-0"] == needed["decode-spare-1"] == needed["decode-0"]
+    with pytest.raises(
+        ConfigError, match=r"needed are decode-0 1\.\d, decode-spare-0 1\.\d, decode-spare-1 1\.\d: lower"
+    ):
+        preflight.check(found, machine=machine)
+    with open("/dev/null", "w") as null:
+        wide = Console(width=160, record=True, file=null, force_terminal=True, color_system=None)
+        assert not show_placement(found, machine, needed, wide)
+    assert "decode-spare-1" in wide.export_text()
+
+
+def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
+    monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 << 29))
+    model = {"name": "smollm2-135m-instruct"}
+    preflight.check(resolve(parse_config({"model": model})))
+    with pytest.raises(ConfigError, match=r"KV needs \d\.\d GiB, 1\.5 are free"):
+        preflight.check(resolve(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
 
 
 def test_a_torch_without_cuda_is_refused_before_anything_starts(

@@ -7,10 +7,10 @@ real `main` with the tiny loop.
 """
 
 import ctypes
-import io
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -52,12 +52,25 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != spec["supervisor_pid"]:
         os._exit(1)
-    place = spec["table"]
-    fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
-    words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
     stop: list[bool] = []
     for kind in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, lambda signum, frame: stop.append(True))
+    beat, ready = table_of(spec)
+    if "-spare-" in spec["worker"] and life == "serve":
+        ready()
+        while not select.select([sys.stdin], [], [], 0.005)[0]:
+            beat()
+        spec = json.loads(sys.stdin.buffer.readline())
+        beat, ready = table_of(spec)
+        life = life_of(spec)
+    live(life, spec["worker"], ready, beat, stop)
+
+
+def table_of(spec: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Take over a worker's table: what writes its heartbeat, and what says that it is ready."""
+    place = spec["table"]
+    fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
+    words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
 
     def beat() -> None:
         words[BEAT] = time.monotonic_ns()
@@ -67,7 +80,13 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
         words[STATE] = READY
 
     words[STATE], words[EPOCH] = 0, spec["epoch"]
-    live(life, spec["worker"], ready, beat, stop)
+    return beat, ready
+
+
+def life_of(spec: dict[str, Any]) -> str:
+    """What the orders have for this life of a worker."""
+    lives: list[str] = json.loads(Path(os.environ["TINY_ORDERS"]).read_text()).get(spec["worker"], ["serve"])
+    return lives[min(int(spec["epoch"]), len(lives)) - 1]
 
 
 def real(life: str, line: bytes) -> int:
@@ -78,21 +97,34 @@ def real(life: str, line: bytes) -> int:
     def run(worker: module.Worker) -> None:
         if life == "refuse":
             raise ConfigError(f"{worker.name} cannot be")
-        live(life, worker.name, worker.ready, worker.table.beat, [])
+        worker.take_place()
+        live(life, worker.name, worker.ready, lambda: worker.table.beat(), [])
 
     role = ModuleType("tiny_role")
     role.run = run  # type: ignore[attr-defined]
     sys.modules["tiny_role"] = role
     module._LOOPS.update(dict.fromkeys(module._LOOPS, "tiny_role"))
-    sys.stdin = io.TextIOWrapper(io.BytesIO(line))
+    sys.stdin = Unread(line)
     return module.main()
+
+
+class Unread:
+    """Standard input, with its first line as if nobody had read it."""
+
+    def __init__(self, line: bytes) -> None:
+        self.buffer, self._lines, self._input = self, [line], sys.stdin
+
+    def readline(self) -> bytes:
+        return self._lines.pop() if self._lines else self._input.buffer.readline()
+
+    def fileno(self) -> int:
+        return self._input.fileno()
 
 
 def main() -> int:
     line = sys.stdin.buffer.readline()
     spec = json.loads(line)
-    lives = json.loads(Path(os.environ["TINY_ORDERS"]).read_text()).get(spec["worker"], ["serve"])
-    life = lives[min(spec["epoch"], len(lives)) - 1]
+    life = life_of(spec)
     if life.startswith("real "):
         return real(life.removeprefix("real "), line)
     tiny(life, spec)

@@ -53,8 +53,7 @@ class DecodeWorker:
         """`transport`: by default that of the worker's device."""
         config = worker.plan.config
         assert config.model is not None
-        self._worker, self._table, self._log = worker, worker.table, worker.log
-        self._limits, self._slice_ns = config.decode, int(config.handover.slice_s * 1e9)
+        self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(config.model), config.model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
         self._model = LanguageModel.load(
@@ -67,10 +66,12 @@ class DecodeWorker:
             kernels=transport.kernels,
         )
         self._model.forward([Chunk([0], 0, [0])])  # the first pass allocates; a user shall not wait for that
-        self._retriever = Retriever(
-            Library(worker.plan, threads=config.decode.threads),
-            SearchClient.of_plan(worker.plan, worker.name),
-        )
+        library = Library(worker.plan, threads=config.decode.threads)
+        library.warm_up()
+        if worker.take_place():
+            library = library.reopened()
+        self._table, self._log = worker.table, worker.log
+        self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array

@@ -49,8 +49,7 @@ class PrefillWorker:
         """`transport`: by default that of the worker's device."""
         config = worker.plan.config
         assert config.model is not None
-        self._worker, self._table, self._log = worker, worker.table, worker.log
-        self._limits = config.prefill
+        self._worker, self._limits = worker, config.prefill
         self._decode_first = config.handover.order == "decode_first"
         self._context_tokens = config.model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.model), config.model.kv_block_tokens
@@ -75,11 +74,14 @@ class PrefillWorker:
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
         self._chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
-        self._log.info("chunks of %d tokens", self._chunk_tokens)
-        self._retriever = Retriever(
-            Library(worker.plan, threads=config.prefill.threads),
-            SearchClient.of_plan(worker.plan, worker.name),
-        )
+        worker.log.info("chunks of %d tokens", self._chunk_tokens)
+        library = Library(worker.plan, threads=config.prefill.threads)
+        library.warm_up()
+        if worker.take_place():
+            library = library.reopened()
+            self._source.name = worker.name
+        self._table, self._log = worker.table, worker.log
+        self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks

@@ -1,0 +1,239 @@
+"""A standby worker takes the place of one that died, and nothing that befalls it is anybody else's trouble."""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ConfigError, Unavailable
+from runtime.node.config import parse_config
+from runtime.node.control import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
+from runtime.node.layout import lay_out
+from runtime.node.machine import Machine
+from runtime.node.placement import resolve
+from tests.node.test_supervisor import TinyNode, gone, worker
+from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
+
+MODEL = """
+[model]
+name = "/nowhere"
+
+[prefill]
+workers = 2
+
+[decode]
+spares = 1
+"""
+GPUS = """
+[model]
+name = "/nowhere"
+
+[prefill]
+devices = ["cuda:0"]
+
+[decode]
+workers = 2
+devices = ["cuda:1", "cuda:2"]
+spares = 2
+"""
+
+StartTiny = Callable[..., TinyNode]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartTiny]:
+    nodes: list[TinyNode] = []
+
+    def start(
+        orders: dict[str, list[str]] | None = None, more: str = MODEL, process: Callable[..., None] = serve
+    ) -> TinyNode:
+        nodes.append(TinyNode(tmp_path, orders or {}, TINY_WORKER, process, more=more))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.process.kill()
+        node.process.join(timeout=60)
+
+
+def spare(status: NodeStatus, name: str = "decode-spare-0") -> WorkerStatus:
+    return next(found for found in status.spares if found.name == name)
+
+
+def standing_by(node: TinyNode) -> NodeStatus:
+    """Every worker is ready, and every standby worker could take another's place."""
+    return node.eventually(
+        lambda status: status.ready and all(found.phase == "standby" for found in status.spares), "the spares"
+    )
+
+
+def killed(node: TinyNode, name: str) -> NodeStatus:
+    """The status when a worker that was killed is ready again."""
+    epoch = worker(node.ready(), name).epoch
+    os.kill(worker(node.ready(), name).pid, signal.SIGKILL)
+    return node.eventually(lambda status: status.ready and worker(status, name).epoch > epoch, f"{name} again")
+
+
+@pytest.mark.parametrize("life", ["serve", "real serve"])
+def test_a_standby_worker_becomes_the_one_that_died_and_another_takes_its_place(start: StartTiny, life: str) -> None:
+    node = start({"decode-spare-0": [life], "decode-0": ["serve", life, "serve"]})
+    before = standing_by(node)
+    assert {found.name for found in before.workers} == {"pool-0", "prefill-0", "prefill-1", "decode-0", "frontend-0"}
+    after = killed(node, "decode-0")
+    assert worker(after, "decode-0").pid == spare(before).pid
+    assert (worker(after, "decode-0").epoch, worker(after, "decode-0").restarts) == (2, 1)
+    again = standing_by(node)
+    assert spare(again).pid not in (0, spare(before).pid)
+    assert spare(again).restarts == 0
+    assert worker(killed(node, "decode-0"), "decode-0").pid == spare(again).pid
+    assert "decode-spare-0 takes the place of decode-0" in node.log.read_text()
+    logged = node.home / "run/logs/decode-0.log"
+    assert life == "serve" or "ready" in logged.read_text()  # under the name that it has now
+
+
+def test_standby_workers_are_no_workers_of_the_node_until_then(start: StartTiny) -> None:
+    node = start({"decode-spare-0": ["never ready"]})
+    status = node.eventually(lambda status: spare(status).phase == "starting", "the spare")
+    assert status.ready
+    text = ask(node.info.control, "metrics").decode()
+    assert 'trinity_standby_up{model_name="nowhere",node="tiny",worker="decode-spare-0"} 0.0' in text
+    assert 'trinity_worker_up{model_name="nowhere",node="tiny",worker="decode-spare-0"}' not in text
+    assert 'trinity_worker_resident_memory_bytes{model_name="nowhere",node="tiny",worker="decode-spare-0"}' in text
+
+
+def test_a_standby_worker_is_started_after_all_others(start: StartTiny) -> None:
+    node = start({"pool-0": ["never ready"]})
+    status = node.eventually(
+        lambda status: [found.phase for found in status.workers].count("ready") == 4, "all but the pool worker"
+    )
+    assert spare(status).pid == 0
+
+
+def test_a_standby_worker_that_is_not_ready_when_it_is_needed_is_not_waited_for(start: StartTiny) -> None:
+    node = start({"decode-spare-0": ["never ready"]})
+    status = node.eventually(lambda status: status.ready and spare(status).phase == "starting", "the spare")
+    after = killed(node, "decode-0")
+    assert worker(after, "decode-0").pid != spare(status).pid
+    assert spare(after).pid == spare(status).pid
+
+
+def test_a_worker_of_another_role_gets_a_new_process(start: StartTiny) -> None:
+    node = start()
+    before = standing_by(node)
+    after = killed(node, "prefill-0")
+    assert worker(after, "prefill-0").pid != spare(before).pid
+    assert spare(after).pid == spare(before).pid
+
+
+@pytest.mark.parametrize(("life", "end"), [("serve", signal.SIGKILL), ("real serve", signal.SIGTERM)])
+def test_a_standby_worker_that_dies_is_started_again(start: StartTiny, life: str, end: signal.Signals) -> None:
+    node = start({"decode-spare-0": [life]})
+    before = standing_by(node)
+    os.kill(spare(before).pid, end)
+    after = node.eventually(lambda s: spare(s).phase == "standby" and spare(s).epoch == 2, "another spare")
+    assert [found.pid for found in after.workers] == [found.pid for found in before.workers]
+    assert spare(after).restarts == 1
+
+
+@pytest.mark.parametrize("life", ["crash", "real refuse"])
+def test_a_standby_worker_that_cannot_run_is_tried_again_and_ends_nothing(start: StartTiny, life: str) -> None:
+    node = start({"decode-spare-0": [*[life] * 4, "serve"]})
+    status = node.eventually(lambda status: spare(status).failed_starts >= 3, "a spare that cannot run")
+    assert spare(status).note.startswith("cannot run (exit code ")
+    assert status.ready
+    assert spare(standing_by(node)).epoch == 5
+
+
+def test_a_standby_worker_that_dies_as_it_takes_a_place_is_a_death_like_another(start: StartTiny) -> None:
+    node = start({"decode-0": ["serve", "crash", "serve"]})
+    before = standing_by(node)
+    after = killed(node, "decode-0")
+    assert (worker(after, "decode-0").epoch, worker(after, "decode-0").restarts) == (3, 2)
+    assert worker(after, "decode-0").pid != spare(before).pid
+    assert spare(standing_by(node)).epoch == 2
+
+
+def test_a_restart_that_was_asked_for_begins_with_new_processes_standby_workers_too(start: StartTiny) -> None:
+    node = start()
+    before = standing_by(node)
+    restart_node(node.info, "decode-0", timeout_s=60)
+    status = node.ready()
+    assert worker(status, "decode-0").pid not in (worker(before, "decode-0").pid, spare(before).pid)
+    assert spare(status).pid == spare(before).pid
+    restart_node(node.info, "", timeout_s=60)
+    status = node.eventually(lambda s: s.ready and spare(s).phase == "standby" and spare(s).epoch == 2, "all of them")
+    assert {found.restarts for found in (*status.workers, *status.spares)} == {0}
+    pids = {found.pid for found in before.workers} | {spare(before).pid}
+    assert not pids & {found.pid for found in (*status.workers, *status.spares)}
+
+
+def test_a_worker_that_is_added_or_flipped_to_begins_with_what_stands_by(start: StartTiny) -> None:
+    node = start()
+    before = standing_by(node)
+    assert change_worker(node.info, "add", "decode", timeout_s=60) == ("decode-1",)
+    assert worker(node.ready(), "decode-1").pid == spare(before).pid
+    before = standing_by(node)
+    assert change_worker(node.info, "flip", "prefill-1", timeout_s=60) == ("decode-2",)
+    assert worker(node.ready(), "decode-2").pid == spare(before).pid
+
+
+def test_a_worker_that_leaves_needs_nobody_in_its_place(start: StartTiny) -> None:
+    node = start({"decode-1": ["busy"]})
+    standing_by(node)
+    change_worker(node.info, "add", "decode", timeout_s=60)
+    before = standing_by(node)
+    ask(node.info.control, "drain decode-1")
+    node.eventually(lambda status: worker(status, "decode-1").phase == "draining", "it to drain")
+    os.kill(worker(before, "decode-1").pid, signal.SIGKILL)
+    after = node.eventually(lambda status: len(status.workers) == 5, "it to be gone")
+    assert spare(after).pid == spare(before).pid
+
+
+def test_a_standby_worker_stands_in_on_its_own_gpu_alone_and_leaves_one_that_is_drained(start: StartTiny) -> None:
+    node = start(more=GPUS, process=serve_eight_gpus)
+    before = standing_by(node)
+    assert [found.device for found in before.spares] == ["cuda:1", "cuda:2"]
+    after = killed(node, "decode-1")
+    assert worker(after, "decode-1").pid == spare(before, "decode-spare-1").pid
+    standing_by(node)
+    change_worker(node.info, "drain", "cuda:2", timeout_s=60)
+    left = node.eventually(lambda status: spare(status, "decode-spare-1").pid == 0, "it to have left the GPU")
+    assert spare(left, "decode-spare-1").phase == "stopped"
+    assert spare(left).pid == spare(before).pid
+    change_worker(node.info, "add", "cuda:2", timeout_s=60)
+    standing_by(node)
+
+
+@pytest.mark.parametrize("life", ["serve", "real serve", "never ready"])
+def test_standby_workers_end_with_the_node(start: StartTiny, life: str) -> None:
+    node = start({"decode-spare-0": [life]})
+    status = node.eventually(lambda s: s.ready and spare(s).phase in ("starting", "standby"), "a spare")
+    stop_node(node.info, timeout_s=60)
+    assert node.ended() == 0
+    assert gone(spare(status).pid)
+    assert "decode-spare-0" not in node.stopped()  # it held nothing that it could have finished
+
+
+def test_standby_workers_die_with_a_supervisor_that_is_killed(start: StartTiny) -> None:
+    node = start({"decode-spare-0": ["real serve"]})
+    fd = os.pidfd_open(spare(standing_by(node)).pid)
+    node.process.kill()
+    node.ended()
+    with pytest.raises(Unavailable):
+        node.info  # noqa: B018
+    assert select.select([fd], [], [], 60)[0], "a standby worker outlives its supervisor"
+    os.close(fd)
+
+
+def test_spares_are_placed_as_the_workers_that_they_stand_in_for() -> None:
+    raw = {"model": {"name": "m"}, "prefill": {"workers": 2, "devices": ["cuda:1", "cuda:3"], "spares": 3}}
+    plan = lay_out(parse_config(raw | {"decode": {"devices": ["cuda:0"]}}), Machine.with_simulated_gpus(4))
+    assert [(place.name, place.gpu) for place in plan.spares] == [
+        ("prefill-spare-0", "SIM-1"), ("prefill-spare-1", "SIM-3"), ("prefill-spare-2", "SIM-1"),
+    ]  # fmt: skip
+    assert resolve(parse_config({"model": {"name": "m"}})).spares == ()
+    with pytest.raises(ConfigError, match=r"decode\.spares = 9"):
+        parse_config({"decode": {"spares": 9}})

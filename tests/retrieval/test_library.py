@@ -1,0 +1,28 @@
+"""The collections of a node as its clients see them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from runtime.node.config import parse_config
+from runtime.node.placement import resolve
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.documents import Document
+from runtime.retrieval.results import SearchResult
+from runtime.retrieval.retriever import Library
+
+
+def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:
+    def build(words: str) -> None:
+        documents = [Document(str(n), f"title {n}", f"{words} {n}") for n in range(40)]
+        Collection.build(documents, tmp_path / "docs", embedder="hashing-64", force=True)
+
+    build("old")
+    plan = resolve(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
+    library = Library(plan)
+    embedder = library.embedder("docs")
+    build("new")
+    library = library.reopened()
+    assert library.embedder("docs") is embedder  # which takes long to load
+    result = SearchResult(1, np.array([7]), np.array([0.5], np.float32))
+    assert [passage.text for passage in library.passages("docs", result)] == ["new 7"]
