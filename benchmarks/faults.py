@@ -10,6 +10,9 @@ faults.json and faults.md; of a node with standby workers faults-spares.json and
 
 `--rounds N` does another thing instead: it starts the node, has it answer, stops it, N times, and counts what each
 round left. Without `[model]` in the TOML file a round is cheapest. Writes faults-rounds.json and faults-rounds.md.
+
+`--kills N` (no TOML file: the node is the benchmark's own) kills N workers of all roles under a load whose answers are
+known, and counts what is lost or wrong: see `benchmarks/kills.py`. Writes faults-kills.json and faults-kills.md.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import kills
 from benchmarks.machine import machine_load
 from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
@@ -234,12 +239,22 @@ def _counted(ends: dict[str, int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path, help="the node; not with --kills")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rounds", type=int, default=0, help="start and stop the node so often, and nothing else")
+    parser.add_argument("--kills", type=int, default=0, help="kill so many workers of a node with known answers")
+    parser.add_argument("--seed", type=int, default=1, help="of --kills")
     options = parser.parse_args()
-    found: dict[str, Any] = {"command": "python -m benchmarks.faults --config node.toml", "load_before": machine_load()}
-    if options.rounds:
+    if (options.config is None) == (options.kills == 0):
+        parser.error("give either --config or --kills")
+    command = "python -m benchmarks.faults"
+    found: dict[str, Any] = {"command": f"{command} --config node.toml", "load_before": machine_load()}
+    if options.kills:
+        found["command"] = f"{command} --kills {options.kills} --seed {options.seed}"
+        with tempfile.TemporaryDirectory(prefix="trinity-kills-") as home:
+            found["kills"] = kills.kills(Path(home), options.kills, options.seed)
+        name, text, left = "faults-kills", kills.report, kills.bad(found["kills"])
+    elif options.rounds:
         found["command"] += f" --rounds {options.rounds}"
         found["rounds"] = rounds(options.config, options.rounds)
         name, text, left = "faults-rounds", report_rounds, found["rounds"]["left"]

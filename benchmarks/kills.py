@@ -1,0 +1,375 @@
+"""`python -m benchmarks.faults --kills N`: kill -9 of N workers of all roles under load, every answer known beforehand.
+
+A node of its own (tiny model, 400 passages, replicas of every role but the frontend) first answers every question
+undisturbed: those answers, greedy, are the known ones. Then chats and completions with retrieval and probes, streamed
+and whole, and searches are asked without a pause, while worker after worker is killed, sometimes two or three at once.
+Every answer is compared token by token and passage by passage. An answer is
+
+- *right*;
+- *right, without a probe's passages*: a probe waits two seconds and the row goes on without, so what follows differs;
+- *cut*: its connection ended while a frontend was killed, whose own streams are the only ones that may end;
+- *lost*: anything else that is no answer;
+- *wrong*: with another token, passage or text, or with tokens twice.
+
+The order is one shuffle of all workers after the other, seeded. A worker is killed when it has been ready for `REST_S`,
+so that the supervisor's back-off starts anew: what is measured is a death, not the fifth one in a row.
+"""
+
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.node import BenchmarkNode
+from benchmarks.tiny_model import make_tiny_llama
+from launchers.http_client import post, stream
+from runtime.errors import TrinityError
+from runtime.node.control import NodeStatus
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.python_docs import python_documents
+
+REST_S = 31.0  # a little over `Backoff`'s healthy_s
+GAP_S = 3.0  # between two kills, on average
+CLIENTS = 5
+_LOOK_S = 0.1
+_PASSAGES = 400
+_SUBJECTS = (
+    "a with statement", "a generator", "an import", "a class body", "a lambda", "slicing", "an assignment",
+    "a comprehension",
+)  # fmt: skip
+_CONFIG = """
+[node]
+name = "kills"
+run_dir = "{home}/run"
+
+[http]
+port = 0
+
+[model]
+name = "{home}/tiny"
+context_tokens = 2048
+
+[prefill]
+workers = 3
+slots = 3
+chunk_tokens = 128
+passage_tokens = 600
+
+[decode]
+workers = 3
+slots = 6
+probe_tokens = 128
+
+[pool]
+workers = 3
+
+[[collections]]
+name = "docs"
+path = "{home}/docs"
+"""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request: its path, its body, and whether the answer is to be streamed."""
+
+    path: str
+    body: Json
+    streamed: bool = False
+
+    @property
+    def kind(self) -> str:
+        if self.path == "/v1/retrieval":
+            return "search"
+        name = "chat" if "chat" in self.path else "completion"
+        return f"{name}, streamed" if self.streamed else name
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came: token ids (none of a search), passages as (at_token, id, text or ""), and whether it was all."""
+
+    tokens: tuple[int, ...]
+    passages: tuple[tuple[int, str, str], ...]
+    whole: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one request ended; times are monotonic seconds. `error`: its code; "connection" if that ended."""
+
+    question: int
+    begin_s: float
+    end_s: float = 0.0
+    found: Found | None = None
+    error: str = ""
+    says: str = ""
+
+
+def questions() -> list[Question]:
+    """Sixteen generations with probes and eight searches, all different."""
+    made = []
+    for number, subject in enumerate(_SUBJECTS):
+        retrieval = {"collection": "docs", "k": 2, "every_tokens": 8}
+        common: Json = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        common |= {"max_tokens": 16 + 4 * (number % 3), "retrieval": retrieval}
+        made += [
+            Question("/v1/completions", common | {"prompt": f"how does {subject} work?"}, number % 2 == 0),
+            Question(
+                "/v1/chat/completions",
+                common | {"messages": [{"role": "user", "content": f"what is {subject} for?"}]},
+                number % 2 == 1,
+            ),
+            Question("/v1/retrieval", {"query": f"the syntax of {subject}", "collection": "docs", "k": 3}),
+        ]
+    return made
+
+
+def ask(url: str, question: Question) -> Found:
+    """One answer. Raises the `TrinityError` that came instead, `Unavailable` from an `OSError` for a connection."""
+    if not question.streamed:
+        whole = post(url, question.path, question.body, timeout_s=300)
+        choice = whole.get("choices", [{}])[0]
+        passages = whole["passages"] if "passages" in whole else whole["retrieval"]["passages"]
+        return Found(tuple(choice.get("token_ids", ())), _passages(passages))
+    tokens: list[int] = []
+    passages, finished = [], False
+    for event in stream(url, question.path, question.body, timeout_s=300):
+        passages += event.get("retrieval", {}).get("passages", [])
+        for choice in event["choices"]:
+            tokens += choice.get("token_ids") or ()
+            finished = finished or choice.get("finish_reason") is not None
+    return Found(tuple(tokens), _passages(passages), finished)
+
+
+def _passages(found: list[Json]) -> tuple[tuple[int, str, str], ...]:
+    return tuple((passage.get("at_token", 0), passage["id"], passage.get("text", "")) for passage in found)
+
+
+def judged(known: Found, outcome: Outcome, frontend_deaths: list[float]) -> str:
+    """What an outcome is: "right", "right, without a probe's passages", "cut", "lost", "wrong" or "twice"."""
+    found = outcome.found
+    cut = any(outcome.begin_s <= death <= outcome.end_s for death in frontend_deaths)
+    if found is None:
+        return "cut" if outcome.error == "connection" and cut else "lost"
+    if len(found.tokens) > len(known.tokens):
+        return "twice"
+    lacking = [passage[0] for passage in known.passages if passage not in found.passages]
+    sure = min(lacking, default=len(known.tokens))
+    if found.tokens[:sure] != known.tokens[: min(sure, len(found.tokens))]:
+        return "wrong"
+    if not found.whole:
+        return "cut" if cut else "lost"
+    if len(found.tokens) != len(known.tokens) or 0 in lacking:
+        return "wrong"
+    if lacking:
+        return "right, without a probe's passages"
+    return "right" if found == known else "wrong"
+
+
+class Load:
+    """Clients that ask question after question and keep every outcome; use as a context."""
+
+    def __init__(self, url: str, asked: list[Question], seed: int) -> None:
+        self._url, self._asked, self._seed = url, asked, seed
+        self._ended = threading.Event()
+        self.outcomes: list[Outcome] = []
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
+
+    def _run(self, number: int) -> None:
+        source = random.Random(self._seed * 1000 + number)
+        while not self._ended.wait(source.random() * 0.1):
+            self.outcomes.append(self._one(source.randrange(len(self._asked))))
+
+    def _one(self, question: int) -> Outcome:
+        outcome = Outcome(question, time.monotonic())
+        try:
+            outcome.found = ask(self._url, self._asked[question])
+        except TrinityError as error:
+            outcome.error = "connection" if error.__cause__ is not None else error.code
+            outcome.says = error.message
+        outcome.end_s = time.monotonic()
+        return outcome
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(timeout=330)
+
+
+@dataclass
+class Killer:
+    """Kills workers in their order, and times each one's return."""
+
+    node: BenchmarkNode
+    source: random.Random
+    recovery_s: dict[str, list[float]] = field(default_factory=dict)
+    frontend_deaths: list[float] = field(default_factory=list)
+    done: int = 0
+    _ready_since: dict[tuple[str, int], float] = field(default_factory=dict)
+    _killed: dict[str, tuple[int, float]] = field(default_factory=dict)  # its epoch then, and when
+
+    def look(self) -> NodeStatus:
+        """Take in who has become ready."""
+        status, now = self.node.status(), time.monotonic()
+        for worker in status.workers:
+            if worker.phase == "ready":
+                self._ready_since.setdefault((worker.name, worker.epoch), now)
+                killed = self._killed.get(worker.name)
+                if killed is not None and worker.epoch > killed[0]:
+                    del self._killed[worker.name]
+                    self.recovery_s.setdefault(worker.name.rpartition("-")[0], []).append(now - killed[1])
+        return status
+
+    def kill(self, names: list[str]) -> None:
+        """Kill these at once, as soon as all of them have rested."""
+        while True:
+            status, now = self.look(), time.monotonic()
+            victims = [worker for worker in status.workers if worker.name in names]
+            since = [self._ready_since.get((worker.name, worker.epoch), now) for worker in victims]
+            if all(now - begin >= REST_S for begin in since):
+                break
+            self.wait(_LOOK_S)
+        for worker in victims:
+            self._killed[worker.name] = (worker.epoch, time.monotonic())
+            if worker.name.startswith("frontend"):
+                self.frontend_deaths.append(time.monotonic())
+            os.kill(worker.pid, signal.SIGKILL)
+            self.done += 1
+
+    def wait(self, seconds: float) -> None:
+        """Look around for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            threading.Event().wait(min(left, _LOOK_S))
+            self.look()
+
+    def settle(self) -> None:
+        """Until everybody is back."""
+        self.node.wait(lambda: self.look() and not self._killed and self.node.ready(), within_s=300)
+
+
+def order(workers: list[str], count: int, source: random.Random) -> Iterator[list[str]]:
+    """`count` kills: shuffles of all workers, cut into ones, and now and then twos and threes."""
+    left = count
+    while left > 0:
+        shuffled = source.sample(workers, len(workers))
+        while shuffled and left > 0:
+            size = min(source.choice((1, 1, 1, 1, 2, 3)), left, len(shuffled))
+            yield shuffled[:size]
+            del shuffled[:size]
+            left -= size
+
+
+def make_node(home: Path) -> Path:
+    """Model, collection and configuration; the path of the latter."""
+    make_tiny_llama(home / "tiny")
+    Collection.build(python_documents()[:_PASSAGES], home / "docs", embedder="hashing-128")
+    config = home / "node.toml"
+    config.write_text(_CONFIG.format(home=home))
+    return config
+
+
+def kills(home: Path, count: int, seed: int) -> Json:
+    """The whole experiment, in an empty directory."""
+    source = random.Random(seed)
+    node = BenchmarkNode(make_node(home), look_s=0.1)
+    try:
+        asked = questions()
+        known = [ask(node.info.url, question) for question in asked]
+        again = [ask(node.info.url, question) for question in asked]
+        if known != again:
+            raise RuntimeError("the undisturbed node gives two answers to one question")
+        killer, begin = Killer(node, source), time.monotonic()
+        workers = sorted(worker.name for worker in node.status().workers)
+        with Load(node.info.url, asked, seed) as load:
+            killer.look()
+            for names in order(workers, count, source):
+                killer.kill(names)
+                killer.wait(source.uniform(0.5, 1.5) * GAP_S * len(names))
+                if killer.done // 20 > (killer.done - len(names)) // 20:
+                    print(f"{killer.done} of {count}: {_counted(known, load.outcomes, killer)}", flush=True)
+            killer.settle()
+        seconds = time.monotonic() - begin
+        after = [ask(node.info.url, question) for question in asked]
+        restarts = {worker.name: worker.epoch for worker in node.status().workers}
+    finally:
+        code = node.stop()
+    return {
+        "kills": count, "seed": seed, "seconds": seconds, "exit_code": code, "lives": restarts,
+        "right_afterwards": after == known,
+        "recovery_s": killer.recovery_s,
+        "answers": _by_kind(asked, known, load.outcomes, killer),
+        "examples": _examples(known, load.outcomes, killer),
+    }  # fmt: skip
+
+
+def _counted(known: list[Found], outcomes: list[Outcome], killer: Killer) -> dict[str, int]:
+    return dict(Counter(judged(known[one.question], one, killer.frontend_deaths) for one in list(outcomes)))
+
+
+def _by_kind(asked: list[Question], known: list[Found], outcomes: list[Outcome], killer: Killer) -> Json:
+    kinds = sorted({question.kind for question in asked})
+    return {
+        kind: _counted(known, [one for one in outcomes if asked[one.question].kind == kind], killer) for kind in kinds
+    }
+
+
+def _examples(known: list[Found], outcomes: list[Outcome], killer: Killer) -> list[Json]:
+    """The first of those that are not right."""
+    found = []
+    for one in outcomes:
+        verdict = judged(known[one.question], one, killer.frontend_deaths)
+        if verdict in ("lost", "wrong", "twice"):
+            tokens = None if one.found is None else one.found.tokens
+            found.append(
+                {"verdict": verdict, "question": one.question, "seconds": one.end_s - one.begin_s, "error": one.error,
+                 "says": one.says, "tokens": tokens, "known": known[one.question].tokens}
+            )  # fmt: skip
+    return found[:20]
+
+
+def bad(found: Json) -> int:
+    """How many answers are lost, wrong or twice."""
+    return sum(kind.get(verdict, 0) for kind in found["answers"].values() for verdict in ("lost", "wrong", "twice"))
+
+
+def report(found: Json) -> str:
+    """The result as Markdown."""
+    one = found["kills"]
+    lines = [
+        "# Kills", "", f"`{found['command']}`",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
+        f"{one['kills']} kill -9 in {one['seconds'] / 60:.1f} minutes, seed {one['seed']}. "
+        "Seconds from a kill until the same worker is ready again:", "",
+        "| role | kills | median | slowest |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for role, times in sorted(one["recovery_s"].items()):
+        lines.append(f"| {role} | {len(times)} | {statistics.median(times):.1f} | {max(times):.1f} |")
+    verdicts = ("right", "right, without a probe's passages", "cut", "lost", "wrong", "twice")
+    lines += [
+        "", "| requests | " + " | ".join(verdicts) + " |", "|---" * (len(verdicts) + 1) + "|",
+        *(
+            f"| {kind} | " + " | ".join(str(counts.get(verdict, 0)) for verdict in verdicts) + " |"
+            for kind, counts in one["answers"].items()
+        ),
+        "", "*cut*: its connection was one of a frontend's that was killed. "
+        "Every other answer was compared token by token with the one that the undisturbed node gave.", "",
+        f"Afterwards the node answered every question as before: {'yes' if one['right_afterwards'] else 'NO'}; "
+        f"it ended with exit code {one['exit_code']}.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
