@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from hypothesis import event, given
@@ -37,7 +38,7 @@ from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attached
 from tests.fuzz.budget import fuzzed
 from tests.ipc.handovers import SLOT_BYTES, address, open_device, receive
 from tests.ipc.processes import attach, endpoint
-from tests.ipc.sessions import DIM, SLOTS, answer, ask
+from tests.ipc.sessions import DIM, SLOTS, ask
 from tests.ipc.test_handover_hostile import offered
 
 WORDS = st.sampled_from(
@@ -94,6 +95,13 @@ def server() -> Iterator[RingServer]:
 def honest(server: RingServer) -> Iterator[RingClient]:
     with attach(server, "honest") as made:
         yield made
+
+
+def answer(server: RingServer) -> None:
+    """Answer what waits."""
+    for request in server.receive():
+        k = request.parameters.k
+        server.publish(request.client, request.request_id, "ok", np.arange(k), np.zeros(k, np.float32))
 
 
 def expect_served(server: RingServer, honest: RingClient) -> None:
@@ -480,7 +488,8 @@ def test_any_arena_is_mapped_or_refused_and_others_go_on(
                     bytes(sink.memory(offer)[:64])
                     sink.current(offer)
                     sink.acknowledge(offer)
-        expect_handed_over(kv[1], sink)
+        with HandoverSource("prefill-0", kv[0]) as honest:
+            expect_handed_over(honest, sink)
         hostile.close()
 
 

@@ -1,0 +1,1 @@
+"""What the benchmarks count is counted right."""
