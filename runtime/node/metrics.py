@@ -113,6 +113,7 @@ PROBE_STALL = Histogram("trinity_decode_probe_stall_seconds", "How long a probe 
 SEARCH_TIME = Histogram("trinity_search_request_seconds", "Answered requests for a search alone", WAIT)
 
 LOG_LINES_LOST = Counter("trinity_log_lines_lost_total", "Lines that the log file of a worker has not got")
+MALFORMED_MESSAGES = Counter("trinity_malformed_messages_total", "Messages that were dropped: none of the protocol's")
 
 
 def _by(
@@ -280,5 +281,5 @@ def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
         dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, limits[metric.name]})))
         if isinstance(metric, Histogram) and metric.name in limits
         else metric
-        for metric in (*METRICS[role], LOG_LINES_LOST)
+        for metric in (*METRICS[role], LOG_LINES_LOST, MALFORMED_MESSAGES)
     )

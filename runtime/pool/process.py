@@ -14,7 +14,7 @@ from ipc import Catalogue, IpcError, Memo, Parameters, Request, RingServer, Serv
 from ipc.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Overloaded
 from runtime.node.config import CollectionSection, PoolSection
-from runtime.node.metrics import POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
+from runtime.node.metrics import MALFORMED_MESSAGES, POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
 from runtime.pool.estimate import Kind
 from runtime.pool.pace import NEWS_NS, ends_round, round_ns
@@ -66,6 +66,7 @@ class Pool:
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set("trinity_pool_slots", limits.slots)
+        self._malformed = 0  # session messages that the metric has
 
     def _warm_up(self, indexes: Mapping[str, GraphIndex], params: SearchParams) -> None:
         """Queries through every collection: compiling and first touches belong to the start, not to a user's query.
@@ -135,7 +136,10 @@ class Pool:
         table.set("trinity_pool_width", scheduler.width)
         table.set("trinity_pool_reserve_ratio", scheduler.reserve)
         table.set("trinity_pool_flush_prefill_seconds", scheduler.flush_prefill_ns / 1e9)
-        table.set("trinity_pool_clients", self._server.statistics().clients)
+        sessions = self._server.statistics()
+        table.set("trinity_pool_clients", sessions.clients)
+        table.add(MALFORMED_MESSAGES.name, sessions.malformed - self._malformed)
+        self._malformed = sessions.malformed
 
     def _rest(self) -> None:
         """Nothing runs: sleep until a request comes, or what is held back for company must wait no longer."""

@@ -9,6 +9,7 @@ import zmq
 
 from ipc.endpoints import connect, send_now
 from ipc.errors import MALFORMED
+from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Hello,
@@ -33,6 +34,7 @@ class FrontendLink:
     def __init__(self, endpoint: str, hello: Hello) -> None:
         self.socket = connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_MESSAGE_BYTES)
         self.frontend_epoch = 0
+        self.malformed = MalformedMessages(log)
         self.released = False  # the frontend has nothing placed on this worker, which drains
         self._hello = hello
         self._reported: Report | None = None
@@ -45,7 +47,7 @@ class FrontendLink:
             try:
                 message = decode_to_worker(self.socket.recv_multipart()[-1])
             except MALFORMED as error:
-                log.warning("dropped a malformed message from the frontend: %s", error)
+                self.malformed.dropped("the frontend", error)
                 continue
             if isinstance(message, Release):
                 self.released = True

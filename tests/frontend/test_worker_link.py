@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ipc.errors import InvalidArgument
 from runtime.errors import (
@@ -14,7 +15,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.serving.frontend.requests import ClientGone, Ended
-from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens
+from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens, encode
 from tests.frontend.fakes import PASSAGES, Worker, run
 from tests.frontend.links import EPOCH, Stand, ending, standing
 
@@ -195,6 +196,23 @@ def test_a_malformed_message_is_counted_and_changes_nothing(frames: tuple[bytes,
             await worker.say_raw(*frames)
             await worker.settle()
             assert stand.link.statistics().malformed == 1
+
+    run(test())
+
+
+def test_a_flood_of_malformed_messages_and_impossible_workers_is_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with standing() as stand:
+            worker = await stand.worker("prefill", "p0")
+            impossible = encode(replace(worker.me, slots=0))
+            for _ in range(100):
+                for frames in ((b"\xc1",), (b"x", b"y"), (impossible,)):
+                    await worker.say_raw(*frames)
+            await worker.settle()
+            assert stand.link.statistics().malformed == 300
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
 
     run(test())
 

@@ -1,14 +1,17 @@
 """A pool worker's loop: the index's own answers, one end for every query, and nothing left of a client that goes."""
 
+import contextlib
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from gpu import GraphIndex
 from ipc import Draining, Result, RingClient
+from ipc.endpoints import connect
 from runtime.pool import process
 from tests.pool.conftest import MakePool
 from tests.pool.pools import InProcessPool, Vectors
@@ -187,3 +190,12 @@ def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Ve
         assert pool.pool._server.has_news()
         assert collect(pool, client, 1)[number].status == "ok"
         assert not pool.pool._server.has_news()
+
+
+def test_messages_that_are_none_are_counted_in_a_metric(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
+        for _ in range(3):
+            stranger.send(b"nonsense")
+        until(lambda: pool.metric("trinity_malformed_messages_total") == 3, pool.step)
+        assert len([stranger.recv() for _ in range(3)]) == 3, "each was refused in words"

@@ -17,6 +17,7 @@ from runtime.node.metrics import (
     E2E_TIME,
     HANDOVER_TIME,
     ITL_TIME,
+    MALFORMED_MESSAGES,
     PULL_TIME,
     ROOM_TIME,
     TPOT_TIME,
@@ -277,6 +278,7 @@ class DecodeWorker:
             ("trinity_decode_preemptions_recompute_total", batch.preemptions.recomputed),
             ("trinity_decode_swap_out_blocks_total", batch.preemptions.blocks_out),
             ("trinity_decode_swap_in_blocks_total", batch.preemptions.blocks_in),
+            (MALFORMED_MESSAGES.name, self._link.malformed.count + self._sink.statistics().malformed),
         ):
             table.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value

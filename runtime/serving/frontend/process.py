@@ -14,6 +14,7 @@ import uvloop
 from runtime.errors import Unavailable
 from runtime.node.config import HttpSection
 from runtime.node.control import ask
+from runtime.node.metrics import MALFORMED_MESSAGES
 from runtime.node.placement import read_api_keys
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
@@ -167,7 +168,7 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
-    restarts = 0
+    restarts = malformed = 0
     while True:
         worker.table.beat()
         if worker.stopping:
@@ -178,7 +179,8 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
         found = link.statistics()
         worker.table.set("trinity_requests_in_flight", found.in_flight)
         worker.table.add("trinity_requests_restarted_total", found.restarts - restarts)
-        restarts = found.restarts
+        worker.table.add(MALFORMED_MESSAGES.name, found.malformed - malformed)
+        restarts, malformed = found.restarts, found.malformed
         await asyncio.sleep(_BEAT_S)
 
 

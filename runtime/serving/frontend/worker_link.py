@@ -27,6 +27,7 @@ from runtime.serving.frontend.requests import ClientGone, Ended, Request, Reques
 from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
 from runtime.serving.frontend.traces import Traces
+from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -117,7 +118,8 @@ class WorkerLink:
         )
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
-        self._lost_workers = self._stale = self._malformed = 0
+        self._lost_workers = self._stale = 0
+        self._malformed = MalformedMessages(log, clock)
         self.endpoint = endpoint
         self._plain = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
         self._plain.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
@@ -197,7 +199,7 @@ class WorkerLink:
         answering = [worker.hello.role for worker in self.router.workers()]
         workers: dict[Role, int] = {"prefill": answering.count("prefill"), "decode": answering.count("decode")}
         return LinkStatistics(
-            workers, len(self.requests), self._lost_workers, self._starts.restarts, self._stale, self._malformed
+            workers, len(self.requests), self._lost_workers, self._starts.restarts, self._stale, self._malformed.count
         )
 
     # ---- the loop
@@ -255,10 +257,10 @@ class WorkerLink:
         try:
             message = decode_to_frontend(frames[1]) if len(frames) == 2 else None
         except MALFORMED as error:
-            log.warning("dropped a malformed message from worker %s: %s", self._names.get(identity, "?"), error)
-            message = None
+            self._malformed.dropped(self._named(identity), error)
+            return
         if message is None:
-            self._malformed += 1
+            self._malformed.dropped(self._named(identity), f"{len(frames) - 1} frames")
         elif isinstance(message, Hello):
             self._hello(identity, message)
         elif isinstance(message, Report):
@@ -266,13 +268,17 @@ class WorkerLink:
         else:
             self._answer(identity, message)
 
+    def _named(self, identity: bytes) -> str:
+        return f"worker {self._names.get(identity, '?')}"
+
     def _hello(self, identity: bytes, hello: Hello) -> None:
         known = self._peers.get(hello.worker)
         if known is None and len(self._peers) >= MAX_WORKERS:
             self._forget_lost()
         if len(hello.worker) > MAX_NAME or hello.slots < 1 or (known is None and len(self._peers) >= MAX_WORKERS):
-            log.warning("refused a worker: name %.40r, %d slots", hello.worker, hello.slots)
-            self._malformed += 1
+            self._malformed.dropped(
+                self._named(identity), f"a worker of {hello.slots} slots that calls itself {hello.worker[:40]!r}"
+            )
             return
         if known is not None and known.hello == hello and known.identity == identity and not known.lost:
             known.heard_ns = self._clock()  # the same process once more: its first Welcome was a new epoch to it

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
-from runtime.node.metrics import ADMISSION_TIME, EMBED_TIME, PREFILL_TIME, QUEUE_TIME, RETRIEVAL_TIME
+from runtime.node.metrics import (
+    ADMISSION_TIME,
+    EMBED_TIME,
+    MALFORMED_MESSAGES,
+    PREFILL_TIME,
+    QUEUE_TIME,
+    RETRIEVAL_TIME,
+)
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.retriever import Found, Library, Retriever
@@ -310,6 +317,7 @@ class PrefillWorker:
             ("trinity_prefill_prefix_query_tokens_total", found.lookup_tokens),
             ("trinity_prefill_prefix_hit_tokens_total", found.hit_tokens),
             ("trinity_prefill_kv_evictions_total", found.evictions),
+            (MALFORMED_MESSAGES.name, self._link.malformed.count + self._source.statistics().malformed),
         ):
             table.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value
