@@ -104,6 +104,12 @@ class Settings:
                 raise ConfigError(f"API key {position} is empty, or has blanks around it or characters beyond ASCII")
 
 
+def missing_roles(service: Service, settings: Settings) -> list[str]:
+    """The roles without a worker that takes requests; empty when the node is ready."""
+    workers = service.link.missing() if settings.model else []
+    return [*workers, *service.search.missing()]
+
+
 def create_app(
     service: Service,
     settings: Settings,
@@ -278,8 +284,7 @@ class _Routes:
         return Response(to_json(self._service.link.traces.trace(traced)), media_type="application/json")
 
     async def health(self) -> Response:
-        workers = self._service.link.missing() if self._settings.model else []
-        missing = [*workers, *self._service.search.missing()]
+        missing = missing_roles(self._service, self._settings)
         if not missing:
             return _json({"status": "ready", "missing": []})
         problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))

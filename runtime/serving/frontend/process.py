@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -24,7 +25,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Library
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
-from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.http import Service, Settings, create_app, missing_roles
 from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.router import Router
@@ -35,6 +36,7 @@ from runtime.serving.model.model_info import ModelInfo
 log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
+_LOOK_S = 0.01
 _SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
 _OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
@@ -106,7 +108,8 @@ async def _serve(worker: Worker) -> None:
     )
     supervisor = SupervisorMetrics(plan.endpoint("control"))
     new_id = id_source(worker.epoch)
-    app = create_app(Service(link, search or NoSearch(), supervisor, _answers(worker)), settings, new_id)
+    service = Service(link, search or NoSearch(), supervisor, _answers(worker))
+    app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
         MeasuredApp(app, measures),
@@ -116,11 +119,17 @@ async def _serve(worker: Worker) -> None:
         refused=lambda status: measures.responded("", status, 0.0),
     )
     server = _Server(http, worker)
-    serving = asyncio.create_task(server.serve(sockets=[worker.listening_socket()]))
+
+    async def serve() -> None:
+        if worker.epoch > 1:
+            await _wait_for_workers(worker, lambda: missing_roles(service, settings))
+        worker.ready()
+        await server.serve(sockets=[worker.listening_socket()])
+
+    serving = asyncio.create_task(serve())
     loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server))]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
-    worker.ready()
     try:
         # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +140,26 @@ async def _serve(worker: Worker) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         link.close()
+
+
+async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
+    """A frontend that takes another's place accepts nothing before a worker of each role has said Hello to it.
+
+    Until then connections wait in the socket's queue, where they have been since the last one's death. After
+    `restart_wait_s` they are taken as things are, and refused what is still missing.
+    """
+    config = worker.plan.config
+    until = time.monotonic() + min(config.http.restart_wait_s, config.node.start_s / 2)
+    lacking = await until_known(missing, lambda: worker.stopping or time.monotonic() >= until)
+    if lacking:
+        log.warning("takes connections without a worker of each role; missing: %s", ", ".join(lacking))
+
+
+async def until_known(missing: Callable[[], list[str]], given_up: Callable[[], bool]) -> list[str]:
+    """Wait until nothing is missing, or it is given up; what is missing then."""
+    while (lacking := missing()) and not given_up():
+        await asyncio.sleep(_LOOK_S)
+    return lacking
 
 
 def _connection_limits(http: HttpSection) -> ConnectionLimits:
