@@ -21,10 +21,12 @@ _NAME_WIDTH = 17
 _TITLES = 6
 
 
-def fetch_metrics(url: str, timeout_s: float = 5.0) -> str:
-    """A node's /metrics. Raises `Unavailable`."""
+def fetch_metrics(url: str, key: str = "", timeout_s: float = 5.0) -> str:
+    """A node's /metrics, asked for with an API key if there is one. Raises `Unavailable`."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=timeout_s) as answer:
+        request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read().decode())
     except (OSError, ValueError) as error:  # ValueError: not a URL, or not UTF-8
         raise Unavailable(f"no metrics from {url}: {error}") from error

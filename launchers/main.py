@@ -130,13 +130,14 @@ def top(
     node: NodeArgument = "",
     url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 2.0,
+    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if /metrics wants one.")] = "",
 ) -> None:
     """Watch a node in the terminal: what the Grafana overview shows first. Ends with q."""
     from dashboards.top import Top, fetch_metrics  # textual takes its time to import
 
     address = url or find_node(node).url
-    fetch_metrics(address)  # what is wrong with the address is said in one line, not on a screen
-    Top(lambda: fetch_metrics(address), every).run()
+    fetch_metrics(address, key)  # what is wrong with the address is said in one line, not on a screen
+    Top(lambda: fetch_metrics(address, key), every).run()
 
 
 @app.command()

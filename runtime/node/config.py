@@ -19,6 +19,7 @@ Role = Literal["pool", "prefill", "decode", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
+Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -62,6 +63,8 @@ class HttpSection(_Section, frozen=True):
     closed when it has been without a request for `idle_timeout_s`, or when its client has read nothing of an answer for
     `send_timeout_s`. `max_connections` are open at most, `max_connections_per_peer` of them from one address: a proxy
     is one peer, so behind one both are the same.
+
+    With keys, all but `open_paths` need one. A browser lets pages from `cors_origins` ask; ["*"]: all pages.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +80,8 @@ class HttpSection(_Section, frozen=True):
     send_timeout_s: Seconds = 60.0
     max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
+    open_paths: tuple[Literal["/health", "/metrics"], ...] = ("/health", "/metrics")
+    cors_origins: tuple[Origin, ...] = ()
 
 
 class ModelSection(_Section, frozen=True):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.serving.frontend.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.frontend.http import Settings
+from runtime.serving.frontend.openai_fields import REFUSED
 from tests.frontend.fakes import PASSAGES, WAIT, Cluster
 
 SETTINGS = Settings(
@@ -148,12 +149,54 @@ def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], s
         ("top_logprobs", 3), ("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", -1),
         ("repetition_penalty", 1.1), ("top_k", 5), ("min_p", 0.1), ("tools", [{"type": "function"}]),
         ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
-        ("reasoning_effort", "high"), ("stop_token_ids", [2]), ("prompt_logprobs", 1),
+        ("reasoning_effort", "high"), ("stop_token_ids", [2]), ("prompt_logprobs", 1), ("store", True),
+        ("tool_choice", "auto"), ("tool_choice", {"type": "function"}), ("parallel_tool_calls", True),
+        ("prediction", {"type": "content", "content": "x"}), ("audio", {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", {}), ("service_tier", "flex"), ("functions", [{"name": "f"}]), ("verbosity", "low"),
+        ("moderation", {"model": "m"}), ("prompt_cache_retention", "24h"), ("priority", 1), ("request_id", "mine"),
     ],
 )  # fmt: skip
 def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, field: str, value: Any) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {field: value})
     problem(answer, 400, "invalid_request", field, f"{field} is not supported")
+    assert answer.json()["error"]["message"].endswith(f": {REFUSED[field].why}")
+
+
+@pytest.mark.parametrize("field", sorted(name for name in REFUSED if "." not in name))
+def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_with_no_other(field: str) -> None:
+    for value in (None, *REFUSED[field].neutral):
+        parse(ChatBody, json.dumps(CHAT | {field: value}).encode())
+    with pytest.raises(InvalidRequest, match=f"^{field} is not supported"):
+        parse(ChatBody, json.dumps(CHAT | {field: ["something", "else"]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"include_obfuscation": True}, "stream_options.include_obfuscation is not supported other than false"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats is not supported other than false"),
+        ({"include_usages": True}, "unknown field 'include_usages'; did you mean 'include_usage'?"),
+        (["include_usage"], "must be an object, not an array"),
+    ],
+)
+def test_stream_options_that_nobody_heeds_are_refused(http: httpx.Client, options: Any, says: str) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION | {"stream": True, "stream_options": options})
+    problem(answer, 400, "invalid_request", "stream_options", says)
+
+
+def test_stream_options_that_ask_for_nothing_pass(http: httpx.Client) -> None:
+    options = {"include_usage": None, "include_obfuscation": False, "continuous_usage_stats": False}
+    body = COMPLETION | {"stream": True, "stream_options": options}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_content_part_says_text_and_hints_alone(http: httpx.Client) -> None:
+    part = {"type": "text", "text": "say=1", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "name": "me", "content": [part]}
+    assert http.post("/v1/chat/completions", json=CHAT | {"messages": [message]}).status_code == 200
+    message["content"] = [part | {"annotations": [1]}]
+    answer = http.post("/v1/chat/completions", json=CHAT | {"messages": [message]})
+    problem(answer, 400, "invalid_request", "messages[0].content", "content parts with 'annotations'")
 
 
 def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
@@ -170,11 +213,14 @@ def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
         "repetition_penalty": 1.0,
         "top_k": -1,
         "tools": [],
-        "tool_choice": "auto",
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
         "response_format": {"type": "text"},
         "user": "me",
         "metadata": {"a": "b"},
-        "store": True,
+        "safety_identifier": "me",
+        "prompt_cache_key": "mine",
+        "store": False,
         "service_tier": "auto",
     }
     answer = http.post("/v1/completions", json=COMPLETION | harmless)

@@ -1,11 +1,10 @@
 """What the HTTP interface takes: bodies as pydantic models, strict, and how they become the workers' messages.
 
-A field that is null counts as absent. OpenAI's fields that Trinity does not have are ignored where they cannot change
-the answer and refused where they would; a field that nobody has is refused with the name of the nearest one.
+A field that is null counts as absent. What becomes of OpenAI's fields that Trinity does not have stands in
+`openai_fields.py`; a field that nobody has is refused with the name of the nearest one.
 """
 
 import difflib
-import json
 import math
 from collections.abc import Iterable
 from typing import Annotated, TypeVar
@@ -14,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidRequest
+from runtime.serving.frontend import openai_fields
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
 MAX_STOPS = 4
@@ -23,47 +23,6 @@ MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _OURS = "trinity"
 FLOAT32_MAX = 3.4028234663852886e38
-
-# Fields that would change the answer, and the values with which they do not.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
-}
-_HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction", "moderation"),
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        *("request_id", "priority"),
-    }
-)
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -88,18 +47,13 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def _refuse_or_ignore(name: str, value: object, fields: Iterable[str]) -> None:
-    if name in _HARMLESS:
-        return
-    if name not in _NEUTRAL:
-        near = difflib.get_close_matches(name, fields, n=1)
-        raise InvalidRequest(
-            f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name[:64]
-        )
-    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]):
-        allowed = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
-        raise InvalidRequest(
-            f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + "; leave it out", name
-        )
+    if not openai_fields.check(name, value):
+        raise InvalidRequest(_unknown(name, fields), name[:64])
+
+
+def _unknown(name: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, fields, n=1)
+    return f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _param(location: tuple[int | str, ...]) -> str:
@@ -169,6 +123,9 @@ def _content(value: object) -> object:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _wrong('content parts must be {"type": "text", "text": ...}; others are not supported')
+        for name in part.keys() - {"type", "text"}:
+            if f"messages[].content[].{name}" not in openai_fields.HINTS:
+                raise _wrong(f"content parts with {name[:64]!r} are not supported")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -188,6 +145,19 @@ def _chat_message(value: object) -> object:
         if name not in ("role", "content", "name") and entry not in (None, [], {}, ""):
             raise _wrong(f"messages with {name[:64]!r} are not supported")
     return {name: entry for name, entry in value.items() if name in ("role", "content")}
+
+
+def _stream_options(value: object) -> object:
+    if not isinstance(value, dict):
+        raise _wrong(f"stream_options must be an object, not {_json_name(value)}")
+    for name in value.keys() - StreamOptions.model_fields:
+        try:
+            known = value[name] is None or openai_fields.check(f"stream_options.{name}", value[name])
+        except InvalidRequest as error:
+            raise _wrong(error.message) from None
+        if not known:
+            raise _wrong(f"stream_options: {_unknown(name, StreamOptions.model_fields)}")
+    return value
 
 
 def _retrieval(value: object) -> object:
@@ -223,7 +193,7 @@ class _Model(BaseModel):
 
 
 class StreamOptions(_Model):
-    """`include_usage` adds a last chunk with the usage. Other options change nothing and are ignored."""
+    """`include_usage` adds a last chunk with the usage."""
 
     include_usage: bool | None = None
 
@@ -254,7 +224,7 @@ class GenerateBody(_Model):
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -39,6 +39,10 @@ class NotJson(InvalidRequest):
     status = 415
 
 
+class Encoded(NotJson):
+    """The body is compressed: its size would be known too late."""
+
+
 class RequestTooSlow(InvalidRequest):
     """A request's head or body did not arrive in time."""
 
@@ -49,8 +53,11 @@ class RequestTooSlow(InvalidRequest):
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body, of at most `limit` bytes.
 
-    Raises NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
+    Raises Encoded, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise Encoded(f"the body is encoded as {encoding[:64]!r}: send it as it is")
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         # Not only for order's sake: a browser sends any other type to us from any web page, without asking first.
@@ -76,18 +83,19 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 class Guard:
-    """ASGI middleware: paths under /v1 need one of the keys as a bearer token. Without keys everything is open.
+    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token. Without keys everything is open.
 
     An exception that no route foresaw is logged here and answered without its traceback. (The framework's own handler
     would raise on, and the server would close the connection under a client that means to go on using it.)
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str]) -> None:
         self._app = app
+        self._open_paths = frozenset(open_paths)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
             problem = self._problem(scope)
             if problem is not None:
                 response = error_response(problem, {"WWW-Authenticate": "Bearer"})

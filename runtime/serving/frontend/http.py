@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -45,8 +46,8 @@ from runtime.serving.frontend.api_types import (
     RetrievalBody,
     parse,
 )
-from runtime.serving.frontend.guard import Guard, error_response, read_body
-from runtime.serving.frontend.request_ids import RequestIds, id_source, request_id, sent_id
+from runtime.serving.frontend.guard import Encoded, Guard, error_response, read_body
+from runtime.serving.frontend.request_ids import HEADER, RequestIds, id_source, request_id, sent_id
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.frontend.searches import Searches, SearchSource
@@ -80,13 +81,16 @@ class Settings:
     """The HTTP interface's own settings: names, keys, limits, default deadlines.
 
     `model` is "" on a node that only searches; `collections` gives each collection's dimension. A prompt's bytes count
-    its text as UTF-8. A body that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    its text as UTF-8. `open_paths` need no key; browsers let pages from `cors_origins` ask. A body that names no limit
+    gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
     Raises ConfigError for a key that no header could carry, or that an empty one would.
     """
 
     model: str = ""
     collections: Mapping[str, int] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
+    open_paths: tuple[str, ...] = ("/health", "/metrics")
+    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
@@ -121,7 +125,15 @@ def create_app(
     """The application. `new_id` gives ids (the server around it has the same), `now` the `created` times, `seeds` the
     seeds of requests that bring none."""
     app = FastAPI(title="Trinity", openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, keys=settings.api_keys)
+    app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths)
+    if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(HEADER, "retry-after", "x-trinity-cache"),
+        )
     new_id = new_id or id_source(service.link.epoch)
     app.add_middleware(RequestIds, new_id=new_id)  # around the guard: what it refuses has an id
     app.add_exception_handler(TrinityError, _trinity_error)
@@ -130,11 +142,14 @@ def create_app(
     app.post("/v1/chat/completions")(routes.chat)
     app.post("/v1/completions")(routes.complete)
     app.post("/v1/retrieval")(routes.retrieve)
-    app.get("/v1/models")(routes.models)
-    app.get("/v1/models/{model:path}")(routes.one_model)
-    app.get("/v1/traces/{traced:path}")(routes.trace)
-    app.get("/health")(routes.health)
-    app.get("/metrics")(routes.metrics)
+    for path, route in (
+        ("/v1/models", routes.models),
+        ("/v1/models/{model:path}", routes.one_model),
+        ("/v1/traces/{traced:path}", routes.trace),
+        ("/health", routes.health),
+        ("/metrics", routes.metrics),
+    ):
+        app.api_route(path, methods=["GET", "HEAD"])(route)
     return app
 
 
@@ -363,6 +378,8 @@ async def _trinity_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, TrinityError), "registered for this family"
     if error.status == 500:
         log.error("%s: %s", error.code, error.message, extra={"request": request_id(http)})
+    if isinstance(error, Encoded):
+        return error_response(error, {"Accept-Encoding": "identity"})
     return error_response(error, {"Retry-After": "1"} if error.status == 503 else {})
 
 

@@ -100,6 +100,8 @@ async def _serve(worker: Worker) -> None:
         model=ModelInfo.read(config.model.name).name if config.model else "",
         collections=library.dims,
         api_keys=read_api_keys(config),
+        open_paths=config.http.open_paths,
+        cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
         max_probe_tokens=config.decode.probe_tokens,
         default_max_tokens=min(256, config.model.context_tokens // 4) if config.model else 256,

@@ -1,0 +1,118 @@
+"""What stands before the routes: encodings, keys and the paths that need none, HEAD, and pages of other origins."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from dashboards.top import fetch_metrics
+from runtime.errors import ConfigError, Unavailable
+from runtime.node.config import parse_config
+from runtime.serving.frontend.http import Settings
+from tests.frontend.fakes import Cluster
+
+PAGE = "https://app.example"
+COMPLETION = {"model": "tiny", "prompt": "say=1"}
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with Cluster() as cluster, cluster.http() as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Cluster]:
+    settings = Settings("tiny", {"docs": 4}, api_keys=("secret",), open_paths=("/health",), cors_origins=(PAGE,))
+    with Cluster(settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip", "GZIP"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
+def test_a_compressed_body_is_refused_with_what_may_be_sent(http: httpx.Client, path: str, encoding: str) -> None:
+    answer = http.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert answer.json()["error"]["message"] == f"the body is encoded as {encoding!r}: send it as it is"
+    assert answer.headers["accept-encoding"] == "identity"
+
+
+def test_a_body_that_says_it_is_not_compressed_is_taken(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json=COMPLETION, headers={"content-encoding": "Identity"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny"])
+def test_head_answers_as_get_does_without_the_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content, get.status_code) == (200, b"", 200)
+    assert head.headers["content-length"] == get.headers["content-length"]
+    assert head.headers["x-request-id"]
+    assert http.get(path).status_code == 200  # over the same connection
+
+
+def test_head_tells_that_a_node_is_not_ready() -> None:
+    with Cluster(decodes=0) as cluster, cluster.http() as http:
+        assert http.head("/health").status_code == 503
+
+
+def test_with_keys_all_but_the_open_paths_need_one(guarded: Cluster) -> None:
+    with guarded.http() as http:
+        assert http.get("/health").status_code == 200
+        for path in ("/metrics", "/v1/models", "/v1", "/nothing", "//health", "/health/"):
+            answer = http.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert http.get("/metrics", headers=KEY).status_code == 200
+        assert http.get("/nothing", headers=KEY).status_code == 404
+
+
+def test_top_reads_metrics_that_need_a_key(guarded: Cluster) -> None:
+    assert "trinity_up 1" in fetch_metrics(guarded.url, "secret")
+    with pytest.raises(Unavailable, match="401"):
+        fetch_metrics(guarded.url)
+
+
+def test_a_browser_lets_the_pages_of_named_origins_ask(guarded: Cluster) -> None:
+    with guarded.http() as http:
+        asked = http.options("/v1/chat/completions", headers=PREFLIGHT)  # without the key: that is what it asks for
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+        assert asked.headers["x-request-id"]
+        answer = http.post("/v1/completions", json=COMPLETION, headers=KEY | {"Origin": PAGE})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        refused = http.post("/v1/completions", json=COMPLETION, headers={"Origin": PAGE})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+def test_a_browser_lets_no_other_page_ask(guarded: Cluster, http: httpx.Client) -> None:
+    with guarded.http() as asking:
+        answer = asking.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"})
+        assert answer.status_code == 400
+        assert "access-control-allow-origin" not in answer.headers
+    answer = http.options("/v1/chat/completions", headers=PREFLIGHT)  # nobody is named: the default
+    assert answer.status_code == 405
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://", "ftp://x", "https://a b", ""])
+def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"^http\.cors_origins"):
+        parse_config({"http": {"cors_origins": [origin]}})
+
+
+def test_only_paths_that_may_be_open_can_be_opened() -> None:
+    assert parse_config({"http": {"open_paths": []}}).http.open_paths == ()
+    with pytest.raises(ConfigError, match=r"^http\.open_paths"):
+        parse_config({"http": {"open_paths": ["/v1"]}})
+
+
+@pytest.mark.parametrize("origin", ["*", "https://app.example", "http://localhost:3000", "http://[::1]:3000"])
+def test_origins_that_are_some_are_taken(origin: str) -> None:
+    assert parse_config({"http": {"cors_origins": [origin]}}).http.cors_origins == (origin,)

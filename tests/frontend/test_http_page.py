@@ -1,0 +1,100 @@
+"""docs/http.md says what the code does: its tables are compared with the code's own."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+import openai.types.chat.completion_create_params as chat_params
+import openai.types.completion_create_params as completion_params
+import pytest
+from pydantic import BaseModel
+
+import runtime.serving.frontend.connections
+from runtime.errors import CANNOT_RUN, InternalError, TrinityError
+from runtime.node.config import HttpSection
+from runtime.serving.frontend.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
+from runtime.serving.frontend.openai_fields import HINTS, REFUSED, hints_table, refused_table
+from runtime.serving.frontend.requests import ClientGone
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+
+
+def cells(title: str) -> Iterator[list[str]]:
+    """The rows of the first table under a title."""
+    section = re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    for row in rows[2:]:
+        yield [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def named(title: str) -> set[str]:
+    """What the first column names."""
+    return {name for row in cells(title) for name in re.findall(r"`([^`]+)`", row[0])}
+
+
+@pytest.mark.parametrize("table", [refused_table, hints_table])
+def test_the_page_has_the_tables_of_the_code(table: object) -> None:
+    assert callable(table)
+    assert table() in PAGE, f"put this into docs/http.md:\n{table()}"
+
+
+@pytest.mark.parametrize(
+    ("title", "fields"),
+    [
+        ("Both completions", set(GenerateBody.model_fields)),
+        ("Chat alone", set(ChatBody.model_fields) - set(GenerateBody.model_fields)),
+        ("Completions alone", set(CompletionBody.model_fields) - set(GenerateBody.model_fields)),
+        ("Search", set(RetrievalBody.model_fields)),
+    ],
+)
+def test_every_field_that_is_taken_is_on_the_page(title: str, fields: set[str]) -> None:
+    assert named(title) == fields
+
+
+@pytest.mark.parametrize(
+    ("module", "body"), [(chat_params, ChatBody), (completion_params, CompletionBody)], ids=["chat", "completions"]
+)
+def test_openais_own_client_has_no_field_of_which_nothing_is_said(module: object, body: type[BaseModel]) -> None:
+    theirs = get_type_hints(module.CompletionCreateParamsBase)  # type: ignore[attr-defined]
+    assert {"model", "n", "user"} <= set(theirs)
+    assert set(theirs) - set(body.model_fields) - set(REFUSED) - set(HINTS) == set()
+
+
+def test_every_error_a_client_can_meet_is_on_the_page() -> None:
+    said = dict[str, int]()
+    for codes, statuses, _ in cells("Errors"):
+        names, numbers = re.findall(r"`([^`]+)`", codes), [int(number) for number in statuses.split(", ")]
+        said |= dict(zip(names, numbers if len(numbers) > 1 else numbers * len(names), strict=True))
+    kinds = _family(TrinityError) - {kind for root in CANNOT_RUN for kind in _family(root)} - {ClientGone}
+    of_the_server = {431: "header_too_large", 501: "not_implemented"}
+    assert of_the_server == runtime.serving.frontend.connections._CODES
+    by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}
+    assert said == {kind.code: kind.status for kind in kinds} | by_hand
+    assert InternalError in kinds
+
+
+def _family(root: type[TrinityError]) -> set[type[TrinityError]]:
+    """All of `runtime`'s own (tests may have some that live in this process too)."""
+    found = {root} if root.__module__.startswith("runtime.") else set()
+    return found.union(*(_family(kind) for kind in root.__subclasses__()))
+
+
+def test_the_defaults_of_connections_are_on_the_page() -> None:
+    for key, default, _ in cells("Connections"):
+        if key.startswith("`"):
+            assert getattr(HttpSection(), key.strip("`")) == float(default), key
+
+
+def test_every_endpoint_is_on_the_page() -> None:
+    from runtime.serving.frontend.http import Service, Settings, create_app
+    from tests.frontend.fakes import Metrics, Search
+    from tests.frontend.links import Stand
+
+    stand = Stand()
+    try:
+        app = create_app(Service(stand.link, Search(), Metrics()), Settings())
+    finally:
+        stand.link.close()
+    paths = {route.path.replace(":path", "").replace("{traced}", "{id}") for route in app.routes}  # type: ignore[attr-defined]
+    assert {name.removeprefix("POST ").removeprefix("GET ") for name in named("Endpoints")} == paths
