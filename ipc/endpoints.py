@@ -39,8 +39,10 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
-    """A bound socket that refuses other users' connections and messages over `max_message_bytes`.
+    """A bound socket that closes other users' connections unread, and refuses messages over `max_message_bytes`.
 
+    The kernel asks no permission for abstract names, so another user's connect succeeds; ZeroMQ then looks at the user
+    id that the kernel vouches for (SO_PEERCRED) and closes.
     `queue` bounds the messages held in each direction and per peer. Raises `InvalidArgument` if the name is taken.
     """
     socket = _socket(kind, max_message_bytes, queue)
