@@ -154,7 +154,7 @@ class BoundedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls it where it handles h11's error, which knows more."""
         error = sys.exception()
-        refusal = InvalidRequest(f"this is not valid HTTP: {str(error) or msg}")
+        refusal = InvalidRequest(f"this is not valid HTTP: {str(error)[:128] or msg}")
         if isinstance(error, h11.RemoteProtocolError):
             refusal.status = error.error_status_hint
             refusal.code = _CODES.get(refusal.status, refusal.code)
