@@ -1,8 +1,9 @@
 """Vector search on one device: the index, building it, and the engine that searches it by the extend."""
 
-from gpu.backends import check_device, is_device_name, open_engine
-from gpu.cpu.engine import CpuEngine
-from gpu.engine import Engine
+import importlib
+from typing import TYPE_CHECKING
+
+from gpu.devices import check_device, is_device_name
 from gpu.errors import (
     DeviceError,
     DeviceUnavailable,
@@ -15,8 +16,16 @@ from gpu.errors import (
     OutOfDeviceMemory,
     UnknownCollection,
 )
-from gpu.index import GraphIndex
 from gpu.params import SearchParams
+
+if TYPE_CHECKING:
+    from gpu.backends import open_engine
+    from gpu.cpu.engine import CpuEngine
+    from gpu.engine import Engine
+    from gpu.index import GraphIndex
+
+# Loaded on first use: an engine is compiled code, which only a pool worker runs.
+_HOME = {"CpuEngine": "cpu.engine", "Engine": "engine", "GraphIndex": "index", "open_engine": "backends"}
 
 __all__ = [
     "CpuEngine",
@@ -37,3 +46,10 @@ __all__ = [
     "is_device_name",
     "open_engine",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return found

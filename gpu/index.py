@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import rows, storage
-from gpu.build.graph import build_graph, neighbor_pairs
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -60,6 +59,8 @@ class GraphIndex:
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
+        from gpu.build.graph import build_graph, neighbor_pairs  # compiled code, which opening an index does without
+
         graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
         report("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype, neighbor_pairs(graph, seed), seed)
