@@ -1,10 +1,11 @@
 """The `trinity` command."""
 
+import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,9 @@ from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
-from launchers.dashboard_commands import dashboards_app
-from launchers.demo import demo
-from launchers.doctor import doctor
-from launchers.index_commands import index_app, search
-from launchers.logs_command import logs
 from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
-from launchers.simulate_command import calibrate_machine, simulate_node
 from launchers.status import show_status
-from launchers.trace_command import trace
-from launchers.workers_commands import workers_app
 from runtime import preflight
 from runtime.errors import CANNOT_RUN, OutputRefused, TrinityError
 from runtime.needs import needed_bytes
@@ -39,21 +32,19 @@ from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
 from runtime.node.worker import EXIT_CONFIG, die_with
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-app.add_typer(index_app, name="index")
-app.add_typer(dashboards_app, name="dashboards")
-app.add_typer(workers_app, name="workers")
-app.command()(search)
-app.command()(demo)
-app.command()(doctor)
-app.command()(trace)
-app.command()(logs)
-app.command("simulate")(simulate_node)
-app.command("calibrate")(calibrate_machine)
+# Commands and groups of commands that have a module of their own: module and name by command.
+_ELSEWHERE = {
+    "index": ("index_commands", "index_app"),
+    "dashboards": ("dashboard_commands", "dashboards_app"),
+    "workers": ("workers_commands", "workers_app"),
+    "search": ("index_commands", "search"),
+    "demo": ("demo", "demo"),
+    "doctor": ("doctor", "doctor"),
+    "trace": ("trace_command", "trace"),
+    "logs": ("logs_command", "logs"),
+    "simulate": ("simulate_command", "simulate_node"),
+    "calibrate": ("simulate_command", "calibrate_machine"),
+}
 
 EXIT_USAGE = 2  # as typer's own for an option that is wrong
 
@@ -64,7 +55,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
@@ -73,7 +63,6 @@ def options(
     """Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own."""
 
 
-@app.command()
 def serve(
     config: Annotated[Path, typer.Option(help="The node's TOML file.")],
     quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
@@ -119,13 +108,11 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
     return progress
 
 
-@app.command()
 def status(node: NodeArgument = "") -> None:
     """Show a running node's workers. Exits with 1 if one of them is not ready."""
     raise typer.Exit(show_status(find_node(node), Console()))
 
 
-@app.command()
 def top(
     node: NodeArgument = "",
     url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
@@ -140,7 +127,6 @@ def top(
     Top(lambda: fetch_metrics(address, key), every).run()
 
 
-@app.command()
 def restart(
     node: NodeArgument = "",
     worker: Annotated[str, typer.Option(help="Restart this worker alone, such as prefill-0.")] = "",
@@ -151,7 +137,6 @@ def restart(
     print(f"{worker or 'every worker'} restarted")
 
 
-@app.command()
 def stop(
     node: NodeArgument = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,
@@ -162,6 +147,29 @@ def stop(
     print(f"node {info.name!r} stopped")
 
 
+def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command line, with the one command that `arguments` name, or with all (for --help).
+
+    A command's module is imported where that command runs and nowhere else: `serve` begins so much earlier.
+    """
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    app.callback()(options)
+    own = {function.__name__: function for function in (serve, status, top, restart, stop)}
+    named = next((word for word in arguments if not word.startswith("-")), "")
+    for name, function in own.items():
+        app.command(name)(function)
+    for name in [named] if named in own | _ELSEWHERE else _ELSEWHERE:
+        if name in _ELSEWHERE:
+            module, attribute = _ELSEWHERE[name]
+            found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
+            app.add_typer(found, name=name) if isinstance(found, typer.Typer) else app.command(name)(found)
+    return app
+
+
 def main() -> None:
     """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
 
@@ -169,7 +177,7 @@ def main() -> None:
     option where --out names what must not be replaced, else 1.
     """
     try:
-        app(prog_name="trinity")
+        command_line(sys.argv[1:])(prog_name="trinity")
     except (TrinityError, GpuError, IpcError) as error:
         print(f"trinity: error: {error}", file=sys.stderr)
         usage = isinstance(error, OutputRefused)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer.main
 
-from launchers.main import app
+from launchers.main import command_line
 from runtime.node.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def test_its_configuration_loads_and_names_no_unknown_key(tmp_path: Path) -> Non
 
 
 def test_its_commands_exist() -> None:
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(command_line())
     known = set(command.commands)  # type: ignore[attr-defined]
     used = set(re.findall(r"^trinity (\w+)", README, re.MULTILINE))
     assert {"serve", "status", "stop", "index", "search"} <= used <= known
@@ -40,7 +40,7 @@ def test_its_commands_exist() -> None:
 
 
 def test_the_runbooks_commands_exist() -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    known = set(typer.main.get_command(command_line()).commands)  # type: ignore[attr-defined]
     text = (ROOT / "dashboards/RUNBOOK.md").read_text(encoding="utf-8")
     used = set(re.findall(r"`trinity (\w+)", text))
     assert {"status", "top", "restart"} <= used <= known

@@ -25,6 +25,7 @@ from runtime.node.log import log_to_file, log_to_stderr
 from runtime.node.metrics import LOG_LINES_LOST, metrics_of
 from runtime.node.numa import prefer_memory_of
 from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.start_times import StartTimes, process_age_s
 from runtime.node.table import State, WorkerTable
 
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again would not help
@@ -66,6 +67,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
+        self.start = StartTimes(age_s=process_age_s())
         self.stopping = False
         self.awaits_release = False
         self._listen_fd = spec.listen_fd
@@ -106,7 +108,7 @@ class Worker:
                 raise SystemExit(0)
         if not (line := sys.stdin.buffer.readline()):
             raise SystemExit(0)  # nobody is there any more who could give it a place
-        former = self.table
+        self.start, former = StartTimes(), self.table
         self._become(msgspec.json.decode(line, type=WorkerSpec))
         former.close()
         self.open_logs()
@@ -116,9 +118,11 @@ class Worker:
         """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again."""
         gc.collect()
         gc.freeze()
+        gc.enable()
+        self.start.part("rest")
         self.table.beat()
         self.table.state = State.READY
-        self.log.info("ready")
+        self.log.info("ready after %s", self.start)
 
     def stop(self) -> None:
         """Finish what there is and end; the frontend is gone, or goes before."""
@@ -153,6 +157,7 @@ def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def main() -> int:
+    gc.disable()  # until `Worker.ready`: while modules are imported it finds nothing, and takes a fifth of the time
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
     die_with(spec.supervisor_pid)
     worker = Worker(spec)
@@ -182,7 +187,9 @@ def _run(worker: Worker) -> int:
     if node is not None and not prefer_memory_of(node, platform.machine()):
         worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
     try:
-        importlib.import_module(_LOOPS[worker.place.role]).run(worker)
+        loop = importlib.import_module(_LOOPS[worker.place.role])
+        worker.start.part("imports")
+        loop.run(worker)
     except CANNOT_RUN as error:
         worker.log.error("%s", error.message)
         worker.table.note = error.message

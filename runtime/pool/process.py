@@ -43,9 +43,11 @@ class Pool:
         self._worker, self._table = worker, worker.table
         self._targeted = policy.prefill_target_ns > 0
         served, indexes = _open_collections(config.collections, worker.place.index)
+        worker.start.part("collections")
         self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
         self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
+        worker.start.part("first searches")
         self._slots: list[Entry[Request] | None] = [None] * policy.engine_slots  # who has the engine's slot
         self._begin_ns = [0] * policy.engine_slots  # since when
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)

@@ -58,6 +58,13 @@ class Library:
                 embedders[name] = load_embedder(name, threads=threads)
         self._embedders = embedders
 
+    @classmethod
+    def warm(cls, plan: NodePlan, threads: int = 1) -> "Library":
+        """One whose embedders have all been used once."""
+        library = cls(plan, threads)
+        library.warm_up()
+        return library
+
     def reopened(self) -> "Library":
         """The collections as they are on the disk by now: they may have been built anew. Close to no time is lost."""
         for collection in self._collections.values():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import dashboards.push as module
 from dashboards.files import all_dashboards
 from dashboards.push import FOLDER_UID, SOURCE_UID, Pusher
-from launchers.main import app
+from launchers.main import command_line
 from runtime.errors import ConfigError, Unavailable
 from tests.dashboards.grafana_server import TOKEN, GrafanaServer
 
@@ -121,12 +121,12 @@ def test_the_command_checks_and_rehearses_without_writing(
 ) -> None:
     monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
     push = ["dashboards", "push", "--url", grafana.url]
-    rehearsed = CliRunner().invoke(app, [*push, "--dry-run"])
+    rehearsed = CliRunner().invoke(command_line(), [*push, "--dry-run"])
     assert (rehearsed.exit_code, rehearsed.output.count("create")) == (0, 2)
-    assert CliRunner().invoke(app, [*push, "--check"]).exit_code == 1
+    assert CliRunner().invoke(command_line(), [*push, "--check"]).exit_code == 1
     assert grafana.writes == []
-    assert CliRunner().invoke(app, push).exit_code == 0
-    assert CliRunner().invoke(app, [*push, "--check"]).exit_code == 0
+    assert CliRunner().invoke(command_line(), push).exit_code == 0
+    assert CliRunner().invoke(command_line(), [*push, "--check"]).exit_code == 0
 
 
 @pytest.mark.skipif(not os.environ.get("GRAFANA_URL"), reason="GRAFANA_URL names no Grafana to try")

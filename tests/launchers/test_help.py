@@ -9,7 +9,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from launchers import main
-from launchers.main import app
+from launchers.main import command_line
 
 
 def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -21,19 +21,21 @@ def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
         yield from helps(below, f"{name} {below.name}")
 
 
-@pytest.mark.parametrize(("where", "text"), [pytest.param(*pair, id=pair[0]) for pair in helps(get_command(app), "")])
+@pytest.mark.parametrize(
+    ("where", "text"), [pytest.param(*pair, id=pair[0]) for pair in helps(get_command(command_line()), "")]
+)
 def test_no_word_in_brackets_is_taken_for_markup(where: str, text: str) -> None:
     assert Text.from_markup(text).plain == text.replace("\\[", "["), where
 
 
 def test_the_extra_that_a_gpu_build_needs_is_named() -> None:
-    shown = CliRunner().invoke(app, ["index", "build", "--help"], env={"COLUMNS": "200"}).stdout
+    shown = CliRunner().invoke(command_line(), ["index", "build", "--help"], env={"COLUMNS": "200"}).stdout
     assert "of the extra [cuvs]." in shown
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "node_version", lambda: "1.2.3")
-    told = CliRunner().invoke(app, ["--version"])
+    told = CliRunner().invoke(command_line(), ["--version"])
     assert (told.exit_code, told.stdout) == (0, "trinity 1.2.3\n")
     monkeypatch.setattr(main, "node_version", lambda: "")
-    assert CliRunner().invoke(app, ["--version"]).stdout == "trinity of a checkout that is not installed\n"
+    assert CliRunner().invoke(command_line(), ["--version"]).stdout == "trinity of a checkout that is not installed\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launchers.main import app
+from launchers.main import command_line
 from runtime.errors import InvalidRequest
 from runtime.node.run_dir import NodeInfo, RunDir
 
@@ -35,7 +35,7 @@ def only(home: Path) -> Iterator[RunDir]:
 def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str], only: RunDir, home: Path) -> None:
     other = RunDir.acquire(home / "trinity" / "other")
     other.write(NodeInfo("other", 1, "http://127.0.0.1:1", NOWHERE, (), ()))
-    refused = CliRunner().invoke(app, list(words)).exception
+    refused = CliRunner().invoke(command_line(), list(words)).exception
     other.release()
     assert isinstance(refused, InvalidRequest)
     assert "2 nodes run: 'only' in" in refused.message
@@ -43,8 +43,8 @@ def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str
 
 @pytest.mark.parametrize("words", [["trace", "an-id"], ["top"]], ids=["trace", "top"])
 def test_the_only_node_is_asked_whatever_its_name(words: Sequence[str], only: RunDir) -> None:
-    assert "http://127.0.0.1:1" in str(CliRunner().invoke(app, list(words)).exception)
+    assert "http://127.0.0.1:1" in str(CliRunner().invoke(command_line(), list(words)).exception)
 
 
 def test_the_logs_of_the_only_node_are_read(only: RunDir, home: Path) -> None:
-    assert CliRunner().invoke(app, ["logs"]).exit_code == 0
+    assert CliRunner().invoke(command_line(), ["logs"]).exit_code == 0

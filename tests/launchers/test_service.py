@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from launchers.main import app
+from launchers.main import command_line
 from runtime.node.config import NodeSection
 from runtime.node.worker import EXIT_CONFIG
 
@@ -27,7 +27,7 @@ def service() -> configparser.SectionProxy:
 
 
 def test_its_commands_are_commands(service: configparser.SectionProxy) -> None:
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = typer.main.get_command(command_line()).commands  # type: ignore[attr-defined]
     for key in ("ExecStartPre", "ExecStart"):
         program, command, *options = shlex.split(service[key].lstrip("-"))
         assert program == INSTALLED

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers import simulate_command
-from launchers.main import app
+from launchers.main import command_line
 from runtime.simulator.service import ServiceTimes
 
 
@@ -38,7 +38,7 @@ def simulated(tmp_path: Path) -> Callable[..., str]:
         rows = [f"2023-11-16 18:00:{second:02}.0000000,500,20" for second in range(0, 40, 2)]
         (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
         words = ["simulate", "--config", str(tmp_path / "node.toml"), "--trace", str(tmp_path / "trace.csv")]
-        shown = CliRunner().invoke(app, [*words, *options], env={"COLUMNS": "200"}, catch_exceptions=False)
+        shown = CliRunner().invoke(command_line(), [*words, *options], env={"COLUMNS": "200"}, catch_exceptions=False)
         return " ".join(shown.stdout.split())
 
     return run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launchers.main import app
+from launchers.main import command_line
 from runtime.diagnosis import Finding, Probe, TorchProbe, cuda_ipc, diagnose, torch_works
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.gpus import Gpu, Gpus
@@ -114,11 +114,11 @@ def test_a_port_in_use_and_a_missing_index_are_errors(tmp_path: Path) -> None:
 
 
 def test_the_command_exits_with_1_only_for_errors(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["doctor"])
+    run = CliRunner().invoke(command_line(), ["doctor"])
     assert run.exit_code == 0, run.output
     assert "open files" in run.output
     config = tmp_path / "node.toml"
     config.write_text('[http]\nport = 0\n[[collections]]\nname = "d"\npath = "none"\n')
-    run = CliRunner().invoke(app, ["doctor", "--config", str(config)])
+    run = CliRunner().invoke(command_line(), ["doctor", "--config", str(config)])
     assert run.exit_code == 1
     assert "error" in run.output

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.logs_command import shown
-from launchers.main import app
+from launchers.main import command_line
 from runtime.node.log import LogFile
 from runtime.node.log_format import Line
 from runtime.node.log_reader import read
@@ -128,7 +128,7 @@ def test_a_traceback_is_shown_below_its_line() -> None:
 
 
 def trinity_logs(*arguments: str) -> str:
-    run = CliRunner().invoke(app, ["logs", *arguments])
+    run = CliRunner().invoke(command_line(), ["logs", *arguments])
     if run.exception is not None:
         raise run.exception
     return run.stdout

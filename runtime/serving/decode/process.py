@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
+from runtime.node.beside import beside
 from runtime.node.metrics import (
     DECODE_TIME,
     E2E_TIME,
@@ -57,6 +58,7 @@ class DecodeWorker:
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(config.model), config.model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
+        loading = beside(lambda: Library.warm(worker.plan, threads=config.decode.threads))
         self._model = LanguageModel.load(
             config.model.name,
             blocks=blocks,
@@ -65,15 +67,18 @@ class DecodeWorker:
             threads=config.decode.threads,
             device=transport.device,
             kernels=transport.kernels,
+            stamp=worker.start.part,
         )
         self._model.forward([Chunk([0], 0, [0])])  # the first pass allocates; a user shall not wait for that
-        library = Library(worker.plan, threads=config.decode.threads)
-        library.warm_up()
+        worker.start.part("first pass")
+        library = loading()
+        worker.start.part("embedder")
         if worker.take_place():
             library = library.reopened()
         self._table, self._log = worker.table, worker.log
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
+        worker.start.part("first search")
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

@@ -95,6 +95,7 @@ async def _serve(worker: Worker) -> None:
         keep_traces=config.http.traces,
     )
     library = Library(plan)
+    worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None
     settings = Settings(
         model=ModelInfo.read(config.model.name).name if config.model else "",

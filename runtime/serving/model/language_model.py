@@ -5,14 +5,17 @@ torch is imported when a model is loaded, not before: processes without a model 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from runtime.node.beside import beside
 from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
@@ -82,36 +85,39 @@ class LanguageModel:
         buffer: memoryview | CudaArray | None = None,
         device: str = "cpu",
         kernels: Kernels | None = None,
+        stamp: Callable[[str], None] = lambda part: None,
     ) -> LanguageModel:
         """Load a model in float32 on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
 
         No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory
         (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it. `kernels`: how attention is
-        computed, by default as suits the device. Raises `ModelError` for a missing package, file or model,
-        `ConfigError` for impossible sizes, and for a device that torch does not have or that is too small.
+        computed, by default as suits the device. `stamp` is called with the name of each part of the loading at its
+        end. Raises `ModelError` for a missing package, file or model, `ConfigError` for impossible sizes, and for a
+        device that torch does not have or that is too small.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
         require_packages("torch", "safetensors")
+        shape, directory = info.kv_shape(blocks, block_tokens), model_directory(name_or_dir)
+        host_kv = beside(lambda: _host_kv(shape, buffer)) if device == "cpu" else None
         import torch
 
         from runtime.serving.model.llama import Llama
         from runtime.serving.model.weight_files import WeightFiles
 
+        stamp("torch")
         torch.set_num_threads(threads)
         _check_device(device)
-        directory = model_directory(name_or_dir)
+        tokenizer = beside(lambda: Tokenizer.load(directory))
         try:
-            kv = _kv_tensor(info.kv_shape(blocks, block_tokens), buffer, device)
-            network, tokenizer = (
-                Llama.load(read_config(directory), info, WeightFiles(directory), device),
-                Tokenizer.load(directory),
-            )
+            network = Llama.load(read_config(directory), info, WeightFiles(directory), device)
+            kv = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(shape, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
+        stamp("weights")
         identity = model_identity(directory, block_tokens)
         kernels = kernels or ("cpu" if device == "cpu" else "torch")
-        return cls(network, tokenizer, info, kv, context_tokens, identity, kernels)
+        return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences together; prompts' chunks and single decode tokens may be mixed.
@@ -180,18 +186,26 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"a model on {device!r}: torch sees {there} here")
 
 
-def _kv_tensor(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
+def _host_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None) -> npt.NDArray[np.float32]:
+    """Zeros in the buffer, or in memory of our own. Written, so that the pages are there before the first prompt is."""
+    size = 4 * int(np.prod(shape))
+    if buffer is None:
+        buffer = memoryview(mmap.mmap(-1, size))  # begins with a page, where numpy's own begins somewhere in it
+    elif not isinstance(buffer, memoryview) or buffer.readonly or buffer.nbytes < size:
+        held = buffer.nbytes if isinstance(buffer, memoryview) else 0
+        raise ConfigError(f"the KV buffer has {held} bytes, must be writable and have {size}")
+    kv = np.frombuffer(buffer, np.float32, size // 4).reshape(shape)
+    kv.fill(0.0)
+    return kv
+
+
+def _device_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
     import torch
 
     if buffer is None:
-        # Written: the pages are there before the first prompt is.
-        return torch.empty(shape, dtype=torch.float32, device=device).zero_()
-    count = int(np.prod(shape))
-    if not isinstance(buffer, memoryview):
-        there = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
-        if there.nbytes < 4 * count:
-            raise ConfigError(f"the KV buffer has {there.nbytes} bytes on {device}, must have {4 * count}")
-        return there[: 4 * count].view(torch.float32).view(shape)
-    if buffer.readonly or buffer.nbytes < 4 * count:
-        raise ConfigError(f"the KV buffer has {buffer.nbytes} bytes, must be writable and have {4 * count}")
-    return torch.frombuffer(buffer, dtype=torch.float32, count=count).view(shape).zero_()
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    size = 4 * int(np.prod(shape))
+    there = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
+    if there.nbytes < size:
+        raise ConfigError(f"the KV buffer has {there.nbytes} bytes on {device}, must have {size}")
+    return there[:size].view(torch.float32).view(shape)

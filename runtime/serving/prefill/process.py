@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
+from runtime.node.beside import beside
 from runtime.node.metrics import (
     ADMISSION_TIME,
     EMBED_TIME,
@@ -61,6 +62,7 @@ class PrefillWorker:
         self._context_tokens = config.model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.model), config.model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
+        loading = beside(lambda: Library.warm(worker.plan, threads=config.prefill.threads))
         self._source = transport.source(
             worker.name,
             leases=config.prefill.slots,
@@ -77,19 +79,22 @@ class PrefillWorker:
             buffer=self._source.memory,
             device=transport.device,
             kernels=transport.kernels,
+            stamp=worker.start.part,
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
         self._chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
+        worker.start.part("first pass")
         worker.log.info("chunks of %d tokens", self._chunk_tokens)
-        library = Library(worker.plan, threads=config.prefill.threads)
-        library.warm_up()
+        library = loading()
+        worker.start.part("embedder")
         if worker.take_place():
             library = library.reopened()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
+        worker.start.part("first search")
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run

@@ -1,0 +1,33 @@
+"""Where a worker's start went, in seconds by part: what it logs when it is ready."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to a hundredth: the interpreter's own start is part of it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19])  # proc(5) starttime, the 22nd field: since the machine's start
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class StartTimes:
+    """The parts of a start, one after the other. `clock` in seconds; `age_s`: how long it has gone on already."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, age_s: float = 0.0) -> None:
+        self._clock = clock
+        self._begin = self._last = clock() - age_s
+        self._parts: list[tuple[str, float]] = []
+
+    def part(self, name: str) -> None:
+        """All since the last part was `name`."""
+        now = self._clock()
+        self._parts.append((name, now - self._last))
+        self._last = now
+
+    def __str__(self) -> str:
+        """As "2.31 s: imports 0.42, model 1.60, session 0.29"."""
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._parts)
+        return f"{self._last - self._begin:.2f} s" + (f": {parts}" if parts else "")
