@@ -97,10 +97,10 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
 
 
 def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: RunningNode) -> None:
-    retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": "prefetch", "probe_tokens": 64}
-    status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 64, "retrieval": retrieval})
+    retrieval = {"collection": "docs", "k": 2, "every_tokens": 32, "probe_mode": "prefetch", "probe_tokens": 64}
+    status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 384, "retrieval": retrieval})
     assert status == 200
-    assert answer["usage"]["completion_tokens"] == 64
+    assert answer["usage"]["completion_tokens"] == 384
     assert any(passage["at_token"] > 0 for passage in answer["retrieval"]["passages"])
     trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
     assert trace["state"] == "length"
