@@ -36,11 +36,11 @@ class Tokenizer:
         added = tokens.get_added_tokens_decoder().items()
         self._control = {token.content: number for number, token in added if token.special}
         longest_first = sorted(map(re.escape, self._control), key=len, reverse=True)
-        self._control_ids = frozenset(self._control.values())
         self._marker = re.compile("|".join(longest_first) or "(?!)")
         self._seal = _seal(self._control)
         self._unseal = {ord(stand_in): code for code, stand_in in self._seal.items()}
-        self._unknown = self._control.get(getattr(tokens.model, "unk_token", None) or "")
+        unknown = getattr(tokens.model, "unk_token", None)  # what no token is for becomes this one: no marker
+        self._control_ids = frozenset(number for content, number in self._control.items() if content != unknown)
         self._begin, self._end = self._ends()
         self.eos_ids = eos_ids
         self.vocabulary: int = tokens.get_vocab_size()
@@ -119,13 +119,15 @@ class Tokenizer:
         `sealed` is the same text with others' parts sealed, `ordinary` whether these are known to hold no marker. If
         they do not make one with what is around them either, the text is tokenized in one piece, as transformers does.
         """
-        if ordinary and self._marker.findall(text) == self._marker.findall(sealed):
-            self._tokens.encode_special_tokens = False
-            try:
-                ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
-                return ids
-            finally:
-                self._tokens.encode_special_tokens = True
+        markers = self._marker.findall(sealed)
+        if ordinary and self._marker.findall(text) == markers:
+            whole = self._parsed(text)
+            # Some tokenizers look for markers in normalized text, where there can be more of them.
+            named = [self._control[name] for name in markers]
+            if [token for token in whole if token in self._control_ids] == [
+                token for token in named if token in self._control_ids
+            ]:
+                return whole
         tokens: list[int] = []
         at = 0
         for marker in self._marker.finditer(sealed):
@@ -134,15 +136,26 @@ class Tokenizer:
             at = marker.end()
         return tokens + self.encode(sealed[at:].translate(self._unseal))
 
+    def _parsed(self, text: str) -> list[int]:
+        """Token ids of a text whose markers all count."""
+        self._tokens.encode_special_tokens = False
+        try:
+            ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
+            return ids
+        finally:
+            self._tokens.encode_special_tokens = True
+
     def _cut(self, text: str, encoding: tokenizers.Encoding) -> list[str] | None:
         """`text` cut in the middle of every marker that the vocabulary itself spells; None if there is none."""
+        if self._control_ids.isdisjoint(encoding.ids):
+            return None
         parts: list[str] = []
         at = 0
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self._control_ids and token != self._unknown:
+            if token in self._control_ids:
                 parts.append(text[at : begin + 1] if end - begin > 1 else text[at:begin])
                 at = begin + 1
-        return [*parts, text[at:]] if at else None
+        return [*parts, text[at:]]
 
     def _ends(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and behind a whole text."""
