@@ -89,8 +89,8 @@ class GraphIndex:
         """Raise IndexFormatError if an edge of a loaded index leads out of it. Reads the graph, and nothing else."""
         storage.check_graph(self.data, self._directory or Path())
 
-    def files(self) -> dict[str, str]:
-        """The files of a loaded index and their SHA-256 in hexadecimal, as its description has them."""
+    def files(self) -> dict[str, tuple[int, str]]:
+        """The files of a loaded index, their bytes and their SHA-256 in hexadecimal, as its description has them."""
         if self._directory is None:
             raise InvalidParams("this index was built, not loaded: it has no files")
         return storage.files(self._directory)

@@ -140,9 +140,9 @@ def verify(directory: Path) -> None:
     check_graph(data, directory)
 
 
-def files(directory: Path) -> dict[str, str]:
-    """An index's files and their SHA-256 in hexadecimal. Raises IndexFormatError."""
-    return {name: str(facts["sha256"]) for name, facts in _read_meta(directory)["files"].items()}
+def files(directory: Path) -> dict[str, tuple[int, str]]:
+    """An index's files: bytes, and SHA-256 in hexadecimal. Raises IndexFormatError."""
+    return {name: (facts["bytes"], facts["sha256"]) for name, facts in _read_meta(directory)["files"].items()}
 
 
 def check_graph(data: IndexData, directory: Path) -> None:

@@ -15,6 +15,9 @@ import typer
 
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError
+from runtime.node.control import reload_collections
+from runtime.node.placement import nodes_dir
+from runtime.node.run_dir import find_node, running_nodes
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import DEFAULT_EMBEDDER
 from runtime.retrieval.recall import recall
@@ -77,6 +80,33 @@ def build(
         )
     built = Collection.info(out)
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
+    for line in _served(out):
+        print(line)
+
+
+def _served(out: Path) -> list[str]:
+    """A line for every running node that serves what was at `out` before."""
+    lines = []
+    for directory, node in running_nodes().items():
+        name = node.name if directory.parent == nodes_dir() else str(directory)
+        for collection, path in zip(node.collections, node.paths, strict=False):
+            if Path(path).resolve() == out.resolve():
+                lines.append(
+                    f"node {node.name!r} goes on serving what was there before as {collection!r}, until "
+                    f"`trinity index reload {name} {collection}`"
+                )
+    return lines
+
+
+@index_app.command()
+def reload(
+    node: Annotated[str, typer.Argument(help="The node's name, or its run directory.")],
+    collection: Annotated[str, typer.Argument(help="The collection's name in the node; without, all of them.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for all pool workers to serve it.")] = 1800.0,
+) -> None:
+    """Have a running node serve a collection that was rebuilt, without a pause; what is damaged is not taken."""
+    done = reload_collections(find_node(node), collection, timeout)
+    print(f"{collection or 'every collection'} reloaded by {', '.join(done) or 'no worker: none runs'}")
 
 
 @index_app.command()

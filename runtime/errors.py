@@ -88,6 +88,12 @@ class Unavailable(TrinityError):
     status = 503
 
 
+class CollectionReplaced(Unavailable):
+    """The build of a collection that was asked for is not served any more; another one is. Ask anew."""
+
+    code = "collection_replaced"
+
+
 class CollectionError(TrinityError):
     """A collection's directory is missing, foreign or damaged."""
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from runtime.node.config import ModelSection
+from runtime.errors import CollectionError
+from runtime.node.config import CollectionSection, ModelSection
 from runtime.node.placement import NodePlan
 from runtime.retrieval.collection import Collection
 from runtime.serving.model import smollm
@@ -15,7 +16,7 @@ def needed_bytes(plan: NodePlan) -> dict[str, int]:
     Swap space counts on a CPU; that of a worker on a GPU is in the host's memory. The frontend's bytes are few.
     """
     config = plan.config
-    indexes = sum(Collection.info(Path(collection.path)).index_bytes for collection in config.collections)
+    indexes = sum(_index_bytes(collection) for collection in config.collections)
     needed = {worker.name: indexes for worker in plan.of_role("pool")}
     if (model := config.model) is not None:
         weights = _weights_bytes(model)
@@ -27,6 +28,16 @@ def needed_bytes(plan: NodePlan) -> dict[str, int]:
                 blocks += config.decode.swap_blocks
             needed[worker.name] = weights + info.kv_bytes(blocks, model.kv_block_tokens)
     return needed
+
+
+def _index_bytes(collection: CollectionSection) -> int:
+    """None for a collection that the node can do without and that is not there. Raises `CollectionError`."""
+    try:
+        return Collection.info(Path(collection.path)).index_bytes
+    except CollectionError:
+        if collection.required:
+            raise
+        return 0
 
 
 def _weights_bytes(model: ModelSection) -> int:

@@ -1,11 +1,12 @@
 """What a node needs, looked for before anything of it starts: devices, collections, embedders, the model and its KV."""
 
+import logging
 from pathlib import Path
 
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.errors import ConfigError, ModelError
+from runtime.errors import CollectionError, ConfigError, ModelError
 from runtime.needs import needed_bytes
 from runtime.node.machine import Machine
 from runtime.node.placement import NodePlan
@@ -15,9 +16,13 @@ from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda
 
+log = logging.getLogger("supervisor")
+
 
 def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Machine | None = None) -> None:
     """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing or does not fit.
+
+    A collection that is not required may be missing or damaged: that is logged.
 
     A packaged model that was never used before is converted here, once, and not by every worker's start. `machine`:
     the one that the plan was laid out on, by default this one as it is now.
@@ -30,13 +35,19 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
                 f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: {error}"
             ) from error
     for collection in plan.config.collections:
-        info = Collection.info(Path(collection.path))
+        try:
+            info = Collection.info(Path(collection.path))
+            Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
+        except CollectionError as error:
+            if collection.required:
+                raise
+            log.warning("collection %s is not served: %s", collection.name, error.message)
+            continue
         if info.shards != collection.shards:
             raise ConfigError(
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
                 f"{info.shards}: say so here, or build it with `trinity index build --shards {collection.shards}`"
             )
-        Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
         if info.embedder_name:
             check_embedder(info.embedder_name)
     if plan.config.model is not None:

@@ -64,6 +64,7 @@ class Child:
     due: float = 0.0
     was_ready: bool = False  # in any of its lives
     exit_code: int | None = None
+    last_exit: int = 0  # how the life before this one ended
     failed_starts: int = 0
     failure: str = ""
     stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal

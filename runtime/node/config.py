@@ -254,12 +254,17 @@ class AnswerCacheSection(_Section, frozen=True):
 class CollectionSection(_Section, frozen=True):
     """A collection that the pool loads: its name in requests, its directory, and into how many shards it was built.
 
-    Of a split collection each pool worker serves one shard: worker i has shard i mod `shards`.
+    Of a split collection each pool worker serves one shard: worker i has shard i mod `shards`. A collection that is
+    missing or damaged when the node starts is an error of the start if it is `required`, else unavailable until it can
+    be opened; later it is unavailable either way, and the others are served. `verify`: when its checksums are compared,
+    before it is served ("start"), while it is ("background"), or never.
     """
 
     name: Name
     path: Annotated[str, Meta(min_length=1)]
     shards: Annotated[int, Meta(ge=1, le=8)] = 1
+    required: bool = True
+    verify: Literal["start", "background", "never"] = "background"
 
 
 class NodeConfig(_Section, frozen=True):

@@ -13,8 +13,9 @@ import msgspec
 import zmq
 
 from ipc.endpoints import bind, connect
-from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
 from runtime.node.changes import Verb
+from runtime.node.reloading import Reload
 from runtime.node.run_dir import NodeInfo
 
 _MAX_QUESTION_BYTES = 128
@@ -81,11 +82,13 @@ class ControlServer:
         stop: Callable[[], None],
         restart: Callable[[str], str],
         change: Callable[[Verb, str], tuple[str, ...]],
+        reload: Callable[[str], Reload],
+        reloaded: Callable[[], Reload],
     ) -> None:
         """Answer every question that waits; what is not a question is dropped.
 
         `restart` is given a worker's name, or "" for all, and returns what is wrong with that; `change` (see
-        `Changes.ask`) raises it.
+        `Changes.ask`) raises it; `reload` is given a collection's name, or "" for all, and says so as `reloaded` does.
         """
         while self.pending():
             frames = self._socket.recv_multipart()
@@ -103,6 +106,10 @@ class ControlServer:
                     answer = b"{}"
                 case b"restart":
                     answer = restart(name.decode(errors="replace")).encode()
+                case b"reload":
+                    answer = msgspec.json.encode(reload(name.decode(errors="replace")))
+                case b"reloaded":
+                    answer = msgspec.json.encode(reloaded())
                 case b"add" | b"drain" | b"flip":
                     answer = msgspec.json.encode(_changed(change, what.decode(), name.decode(errors="replace")))
                 case _:
@@ -125,8 +132,9 @@ def _changed(change: Callable[[Verb, str], tuple[str, ...]], verb: str, what: st
 
 
 def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
-    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart", "restart WORKER",
-    or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker, the first two also of a GPU.
+    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart", "restart WORKER", "reload",
+    "reload COLLECTION", "reloaded", or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker,
+    the first two also of a GPU.
 
     Raises `Unavailable` if it does not answer in time.
     """
@@ -179,6 +187,31 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[
             left = ", ".join(found.name for found in wanted if found.epoch == before.get(found.name, 0))
             raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {left or 'the last one is not ready'}")
         select.select([], [], [], _LOOK_S)
+
+
+def reload_collections(
+    info: NodeInfo, collection: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[str, ...]:
+    """Have a node serve what lies in a collection's directory now, or with "" in those of all; the workers that do.
+
+    Returns when all pool workers do, one after the other. Raises `InvalidRequest` for a collection that does not exist,
+    `CollectionError` if a worker refuses what lies there (it, and who was to follow, go on with what they had),
+    `DeadlineExceeded` after `timeout_s` seconds.
+    """
+    found = msgspec.json.decode(ask(info.control, f"reload {collection}".strip()), type=Reload)
+    if found.trouble:
+        raise InvalidRequest(found.trouble)
+    end, number = clock() + timeout_s, found.number
+    while not found.over:
+        if clock() > end:
+            raise DeadlineExceeded(f"not reloaded within {timeout_s:.0f} s, but by {', '.join(found.done) or 'nobody'}")
+        select.select([], [], [], _LOOK_S)
+        found = msgspec.json.decode(ask(info.control, "reloaded"), type=Reload)
+        if found.number != number:
+            raise InvalidRequest("another reload has taken the place of this one")
+    if found.trouble:
+        raise CollectionError(found.trouble)
+    return found.done
 
 
 def change_worker(

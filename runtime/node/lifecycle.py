@@ -43,7 +43,7 @@ class Lifecycle:
                 continue
             kill_group(child.process.pid)  # what it started and left behind
             close_input(child.process)
-            child.process, child.exit_code = None, code
+            child.process, child.exit_code, child.last_exit = None, code, code
             if stacks := child.take_stacks():
                 log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
             match child.desired:

@@ -112,8 +112,13 @@ E2E_TIME = Histogram("trinity_e2e_request_latency_seconds", "From the frontend t
 PROBE_STALL = Histogram("trinity_decode_probe_stall_seconds", "How long a probe held its row", WAIT)
 SEARCH_TIME = Histogram("trinity_search_request_seconds", "Answered requests for a search alone", WAIT)
 
+WITHOUT_DOCUMENTS = Gauge(
+    "trinity_collections_without_documents",
+    "Collections of which no pool is asked: the documents of the build that they serve are not there",
+)
 LOG_LINES_LOST = Counter("trinity_log_lines_lost_total", "Lines that the log file of a worker has not got")
 MALFORMED_MESSAGES = Counter("trinity_malformed_messages_total", "Messages that were dropped: none of the protocol's")
+_OF_ALL = (LOG_LINES_LOST, MALFORMED_MESSAGES)
 
 
 def _by(
@@ -164,6 +169,10 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         Gauge("trinity_pool_reserve_ratio", "Share of the slots owed to prefill queries now, 0 to 1"),
         Gauge("trinity_pool_flush_prefill_seconds", "How long a prefill query waits for company now"),
         Gauge("trinity_pool_clients", "Attached clients"),
+        Gauge("trinity_pool_collections_unavailable", "Collections that this worker cannot serve"),
+        Gauge("trinity_pool_checksums_compared_ratio", "Share of the bytes to be checked that were, 0 to 1"),
+        Gauge("trinity_pool_reload", "The last reload of collections that is over, by its number"),
+        Gauge("trinity_pool_reload_refused", "1 if a collection was not replaced by it: what lies there is damaged"),
         POOL_WAIT_PREFILL,
         POOL_WAIT_DECODE,
         POOL_LATENCY,
@@ -261,6 +270,8 @@ KNOBS: dict[Role, tuple[str, ...]] = {
     "pool": (
         "reserve",  # share of the slots owed to prefill queries, 0 to 1
         "flush_prefill_s",  # how long a prefill query may wait for company in an idle pool
+        "reload_of",  # which collection by its place in the configuration, or -1 for all,
+        "reload",  # is to be reloaded; another number asks once more
     ),
     "prefill": (),
     "decode": (),
@@ -281,5 +292,5 @@ def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
         dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, limits[metric.name]})))
         if isinstance(metric, Histogram) and metric.name in limits
         else metric
-        for metric in (*METRICS[role], LOG_LINES_LOST, MALFORMED_MESSAGES)
+        for metric in (*METRICS[role], *_OF_ALL, *(() if role == "pool" else (WITHOUT_DOCUMENTS,)))
     )

@@ -206,7 +206,7 @@ def _check_collections(config: NodeConfig) -> None:
         if collection.name in seen:
             raise ConfigError(f"collections: the name {collection.name!r} is used twice")
         seen.add(collection.name)
-        if not Path(collection.path).is_dir():
+        if collection.required and not Path(collection.path).is_dir():
             raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
         if config.pool.workers % collection.shards:
             raise ConfigError(

@@ -26,7 +26,8 @@ _TRIES = 300  # to have the lock: each fails only while somebody else's look at 
 class NodeInfo(msgspec.Struct, frozen=True):
     """What other processes of the user need to talk to a node, and to read its logs.
 
-    `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs.
+    `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs, `paths` are those of its
+    collections, in their order.
     """
 
     name: str
@@ -36,6 +37,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     pools: tuple[str, ...]
     collections: tuple[str, ...]
     logs: str = ""
+    paths: tuple[str, ...] = ()
 
 
 class RunDir:

@@ -30,6 +30,7 @@ from runtime.node.listen import listen
 from runtime.node.log import log_directory, log_to_file
 from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.reloading import Reloading
 from runtime.node.rolling import Rolling
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.standby import Standbys
@@ -69,6 +70,7 @@ class Supervisor:
         self._gpus = Gpus()
         self._rolling = Rolling(self._children)
         self._changes = Changes(self._children, plan, begin=self._begin, end=self._end)
+        self._reloading = Reloading(self._children, [collection.name for collection in plan.config.collections])
         self._stop_signals = 0
         self._announced = False
 
@@ -111,6 +113,7 @@ class Supervisor:
                 return 0
             self._rolling.step(self._clock())
             self._changes.step()
+            self._reloading.step()
             spares = self._standbys.step(may_start=self._announced)
             self._lifecycle.reconcile((*self._children, *spares))
             self._control_loop.step(self._clock())
@@ -149,6 +152,8 @@ class Supervisor:
             stop=self._request_drain,
             restart=self._restart,
             change=self._changes.ask,
+            reload=self._reloading.ask,
+            reloaded=self._reloading.state,
         )
 
     def _restart(self, name: str) -> str:
@@ -176,6 +181,8 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             listen_fd=self._listener.fileno() if child.place.role == "frontend" else -1,
             stack_fd=child.stack_fd,
+            node_ready=self._announced,
+            last_exit=child.last_exit,
         )
 
     def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
@@ -273,6 +280,7 @@ class Supervisor:
             control=self._plan.endpoint("control"),
             pools=tuple(self._plan.endpoint(pool.name) for pool in self._plan.of_role("pool")),
             collections=tuple(collection.name for collection in self._plan.config.collections),
+            paths=tuple(collection.path for collection in self._plan.config.collections),
             logs=str(log_directory(self._plan)),
         )
 

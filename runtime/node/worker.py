@@ -44,6 +44,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """What a worker is told: the plan, its name in it, its epoch, its table, and two file descriptors (or -1).
 
     `listen_fd` is the listening socket, `stack_fd` the file for its threads' stacks if it ends by a fatal signal.
+    `node_ready`: the node was ready once, so that others may be serving. `last_exit`: how the life before this ended.
     """
 
     plan: NodePlan
@@ -53,6 +54,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     supervisor_pid: int
     listen_fd: int = -1
     stack_fd: int = -1
+    node_ready: bool = False
+    last_exit: int = 0
 
 
 class Worker:
@@ -64,6 +67,8 @@ class Worker:
     epoch: int
     table: WorkerTable
     log: logging.Logger
+    node_ready: bool
+    faulted: bool
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
@@ -83,6 +88,8 @@ class Worker:
         self.table = WorkerTable.open(spec.table, self.place.role, metrics_of(self.place.role, spec.plan.config.slo))
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
+        self.node_ready = spec.node_ready
+        self.faulted = -spec.last_exit in (signal.SIGBUS, signal.SIGSEGV)  # the last life, in reading or writing memory
 
     def open_logs(self) -> None:
         """Have what is said go where the node's configuration has it, under the worker's name of now."""

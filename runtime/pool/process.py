@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -10,18 +9,20 @@ from numpy.typing import NDArray
 
 from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
 from gpu.slots import MAX_SLOTS
-from ipc import Catalogue, IpcError, Memo, Parameters, Request, RingServer, Served, Stage
+from ipc import IpcError, Memo, Parameters, Request, RingServer, Stage
 from ipc.device_arena import DeviceArena, arena_bytes
-from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Overloaded
-from runtime.node.config import CollectionSection, PoolSection
+from runtime.errors import ConfigError, DeadlineExceeded, Overloaded
+from runtime.node.config import PoolSection
 from runtime.node.metrics import MALFORMED_MESSAGES, POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
+from runtime.pool.catalogue import PoolCatalogue
 from runtime.pool.estimate import Kind
 from runtime.pool.pace import NEWS_NS, ends_round, round_ns
 from runtime.pool.policy import Policy
 from runtime.pool.queues import NEVER_NS, Entry
+from runtime.pool.replacing import Replacing
 from runtime.pool.scheduler import Scheduler
-from runtime.retrieval.collection import Collection
+from runtime.pool.shard import key_of, open_shard
 
 _IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
 _TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
@@ -42,7 +43,15 @@ class Pool:
         policy = policy_of(limits)
         self._worker, self._table = worker, worker.table
         self._targeted = policy.prefill_target_ns > 0
-        served, indexes = _open_collections(config.collections, worker.place.index)
+        catalogue = PoolCatalogue(
+            config.collections,
+            worker.place.index,
+            worker.log,
+            strict=not worker.node_ready,
+            suspicious=worker.faulted,
+            opener=open_shard,
+        )
+        indexes = {shard.key: shard.index for shard in catalogue.served}
         worker.start.part("collections")
         self._engine = _open(worker, indexes, policy.engine_slots)
         self._scheduler = scheduler(policy)
@@ -53,10 +62,10 @@ class Pool:
         self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
         self._table_ns = 0  # when gauges are written next
         self._extends_ns = 0  # what this round's extends took
-        self._arena = _arena(worker, max(self._engine.dims.values()))
+        self._arena = _arena(worker, catalogue.offer.max_dim)
         self._server = RingServer(
             worker.plan.endpoint(worker.name),
-            Catalogue(served),
+            catalogue.offer,
             epoch=worker.epoch,
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
@@ -65,6 +74,7 @@ class Pool:
             arena=self._arena,
         )
         self._engine.interrupt_when(self._server.has_news)
+        self._replacing = Replacing(catalogue, self._engine, self._server, worker.table)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set("trinity_pool_slots", limits.slots)
@@ -120,6 +130,7 @@ class Pool:
         if now >= self._table_ns:
             self._table_ns = now + _TABLE_NS
             self._turn_knobs()
+            self._replacing.step(now)
             self._write_gauges()
 
     def _turn_knobs(self) -> None:
@@ -200,8 +211,8 @@ class Pool:
     def _admit(self, entry: Entry[Request], now: int) -> None:
         request = entry.query
         try:
-            _, params = self._known[request.parameters]
-            slot = self._engine.admit(request.vector, params, request.parameters.collection)
+            kind, params = self._known[request.parameters]
+            slot = self._engine.admit(request.vector, params, kind.collection)
         except GpuError:
             self._scheduler.left(entry)
             self._refuse(request, "invalid_request")
@@ -283,6 +294,7 @@ class Pool:
         self._server.drain()
 
     def close(self) -> None:
+        self._replacing.close()
         self._server.close()
         if self._arena is not None:
             self._arena.close()
@@ -327,25 +339,10 @@ def _direction(dim: int, number: int) -> NDArray[np.float32]:
     return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
 
 
-def _open_collections(
-    sections: tuple[CollectionSection, ...], number: int
-) -> tuple[tuple[Served, ...], dict[str, GraphIndex]]:
-    """What the worker of this number serves: of a collection that is split, one shard. Raises `CollectionError`."""
-    served, indexes = [], {}
-    for section in sections:
-        found = Collection.open(Path(section.path))
-        if len(found.shards) != section.shards:
-            raise CollectionError(f"{section.path} was built with {len(found.shards)} shards, not {section.shards}")
-        shard = number % section.shards
-        indexes[section.name] = index = found.shards[shard]
-        served.append(Served(section.name, index.dim, shard, section.shards, found.identity))
-    return tuple(served), indexes
-
-
 def _known(asked: Parameters) -> tuple[Kind, SearchParams]:
     """What scheduler and engine make of a query's parameters. Raises `GpuError`."""
     params = SearchParams(asked.k, asked.top_m, asked.search_width, asked.patience)
-    return Kind(asked.collection, asked.top_m, asked.search_width, asked.patience), params
+    return Kind(key_of(asked.collection, asked.identity), asked.top_m, asked.search_width, asked.patience), params
 
 
 def policy_of(limits: PoolSection) -> Policy:

@@ -14,6 +14,7 @@ from runtime.errors import TrinityError, Unavailable
 from runtime.retrieval.arguments import deadline_of
 from runtime.retrieval.batch import BatchRun
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.pool_session import Accept
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
@@ -58,12 +59,14 @@ class AsyncSearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        accept: Accept | None = None,
     ) -> SearchResult:
-        """As `SearchClient.search`; what the rings have no room for waits, 1,024 at most, then raises `Overloaded`."""
+        """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
+        `Overloaded`."""
         self._check_open()
         ticket = self._client.submit(
             vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
-            top_m=top_m, search_width=search_width, patience=patience, wait_for_room=True,
+            top_m=top_m, search_width=search_width, patience=patience, wait_for_room=True, accept=accept,
         )  # fmt: skip
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
@@ -104,6 +107,15 @@ class AsyncSearchClient:
     def _check_open(self) -> None:
         if self._ended:  # nobody would bring the result
             raise Unavailable("the search client was closed")
+
+    def identities(self, collection: str) -> tuple[str, ...]:
+        """See `SearchClient.identities`."""
+        return self._client.identities(collection)
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """See `SearchClient.unavailable`."""
+        return self._client.unavailable
 
     def statistics(self) -> SearchStatistics:
         """What was asked of each pool, and how it went."""

@@ -1,29 +1,39 @@
 """Retrieval inside an event loop: what the frontend answers `/v1/retrieval` with."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from runtime.errors import CollectionReplaced
+from runtime.retrieval.arguments import deadline_of
 from runtime.retrieval.async_client import AsyncSearchClient
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.embedder import Vectors
+from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Library
+
+_MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
+
+
+def _once_is_enough() -> None:
+    """The first vector's time is the one that counts."""
 
 
 class AsyncSearch:
     """Searches for many callers of one event loop. Embedding runs in a thread of its own, so the loop goes on."""
 
     def __init__(self, library: Library, client: SearchClient, timeout_s: float) -> None:
-        self._library = library
-        self._client = AsyncSearchClient(client)
+        self.library = library
+        self.client = AsyncSearchClient(client)
         self._timeout_ms = timeout_s * 1e3
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed")
 
     def missing(self) -> list[str]:
         """["pool"] while no pool is attached."""
-        return [] if self._client.live else ["pool"]
+        return [] if self.client.live else ["pool"]
 
     async def search(
         self,
@@ -38,18 +48,40 @@ class AsyncSearch:
 
         `embedded` is called when the query's vector is there.
         """
-        if query is not None:
-            loop = asyncio.get_running_loop()
-            array = (await loop.run_in_executor(self._embedding, self._library.embed, collection, [query]))[0]
-        else:
-            array = np.asarray(vector, dtype=np.float32)
-        embedded()
-        result = await self._client.search(array, k, collection=collection, deadline_ms=self._timeout_ms)
-        return list(self._library.passages(collection, result))
+        deadline_ns, attempts, told = deadline_of(self._timeout_ms), _MAX_ATTEMPTS, embedded
+        while True:
+            attempts -= 1
+            try:
+                embedder = ""
+                if query is not None:
+                    embedder, array = await self._embed(collection, query)
+                else:
+                    array = np.asarray(vector, dtype=np.float32)
+                told()
+                told = _once_is_enough
+                result = await self.client.search(
+                    array, k, collection=collection, accept=self.library.accept(collection, embedder),
+                    deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
+                )  # fmt: skip
+                return list(self.library.passages(collection, result))
+            except CollectionReplaced:
+                if not attempts:
+                    raise
+
+    async def _embed(self, collection: str, text: str) -> tuple[str, Vectors]:
+        """A text's vector [dim], and the embedder that made it: that of the build that the pools serve now."""
+        self.library.follow(collection, self.client.identities(collection))
+        embedder = self.library.embedder(collection)
+        loop = asyncio.get_running_loop()
+        return embedder.name, (await loop.run_in_executor(self._embedding, embedder.embed, [text]))[0]
+
+    def unavailable(self) -> dict[str, str]:
+        """The collections that cannot be searched, and why."""
+        return {**self.library.troubles, **self.client.unavailable}
 
     async def run(self) -> None:
         """Bring results to their callers until cancelled."""
         try:
-            await self._client.run()
+            await self.client.run()
         finally:
             self._embedding.shutdown(wait=False, cancel_futures=True)

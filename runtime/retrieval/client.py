@@ -22,10 +22,12 @@ from runtime.retrieval.arguments import Wanted, check_finite, deadline_of, wante
 from runtime.retrieval.batch import BatchRun
 from runtime.retrieval.device_vectors import DeviceVectors, Vectors
 from runtime.retrieval.dispatch import Dispatcher
-from runtime.retrieval.pool_session import Question
+from runtime.retrieval.pool_session import Accept, Question
 from runtime.retrieval.replicas import ReplicaPolicy
 from runtime.retrieval.results import SearchBatch, SearchResult, SearchStatistics
 from runtime.retrieval.vectors import as_vectors
+
+_LOOK_MS = 5  # how often pools are looked for while queries wait for one
 
 
 class SearchClient:
@@ -97,6 +99,7 @@ class SearchClient:
         search_width: int | None = None,
         patience: int | None = None,
         wait_for_room: bool = False,
+        accept: Accept | None = None,
     ) -> int:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
@@ -104,8 +107,11 @@ class SearchClient:
         `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
         One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
         that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
-        `wait_for_room`: is kept, within bounds, while the rings are full. Raises `InvalidRequest` (wrong size, a limit
-        passed), `Overloaded`, or `Unavailable` (the client was closed); nothing was accepted then.
+        `wait_for_room`: is kept, within bounds, while the rings are full. `accept`: told the identity of a build of the
+        collection, whether an answer from it is of use; without, any is. The result names the one it came from. Raises
+        `InvalidRequest` (wrong size, a limit passed), `Overloaded`, or `Unavailable` (the client was closed, the
+        collection cannot be served, `CollectionReplaced` if no build that is served is accepted); nothing was accepted
+        then.
         """
         asked = self._wanted(k, collection, stage, deadline_ns, top_m, search_width, patience)
         row = as_vectors(vector)
@@ -114,6 +120,7 @@ class SearchClient:
         if not isinstance(row, DeviceVectors):  # the pool looks at those
             check_finite(row)
         question = self._question(row, self._named(asked))
+        question.accept = accept
         self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
@@ -226,6 +233,15 @@ class SearchClient:
         self._kept.clear()
         return results
 
+    def identities(self, collection: str) -> tuple[str, ...]:
+        """Of the builds of a collection that are served now, as far as was noticed."""
+        return self._dispatcher.routes.identities(collection)
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """The collections that the pools cannot serve, and why."""
+        return self._dispatcher.routes.unavailable
+
     def statistics(self) -> SearchStatistics:
         """What was asked of each pool, and how it went."""
         return self._dispatcher.statistics()
@@ -239,7 +255,7 @@ class SearchClient:
                 poller = zmq.Poller()
                 for source in (*sockets, *self.filenos()):
                     poller.register(source, zmq.POLLIN)
-                poller.poll(timeout_ms)
+                poller.poll(min(timeout_ms, _LOOK_MS) if self._dispatcher.waiting else timeout_ms)
         finally:
             self.disarm()
 

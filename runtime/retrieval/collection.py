@@ -41,6 +41,7 @@ from runtime.retrieval.manifest import (
     write_manifest,
 )
 from runtime.retrieval.sources import DOCUMENT_SUFFIXES, Progress, no_progress, read_documents, read_vectors
+from runtime.retrieval.unchanged import open_unchanged
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
@@ -86,8 +87,11 @@ class Collection:
 
         Raises `CollectionError` that names what is missing, foreign or damaged.
         """
-        manifest = read_manifest(directory)
-        with _index_errors():
+        return open_unchanged(directory, lambda manifest: cls._open(directory, manifest))
+
+    @classmethod
+    def _open(cls, directory: Path, manifest: Manifest) -> Self:
+        with index_errors():
             indexes = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
         size = sum(index.size for index in indexes)
         if size != manifest.size or {(i.dim, i.metric) for i in indexes} != {(manifest.dim, manifest.metric)}:
@@ -123,7 +127,7 @@ class Collection:
         threads: int = 1,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As `GraphIndex.search`, over all shards."""
-        with _index_errors():
+        with index_errors():
             found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
         return found[0] if len(found) == 1 else merge_nearest(found, k)
 
@@ -167,7 +171,7 @@ class Collection:
         for name, facts in manifest.files.items():
             if facts_of(directory / name) != facts:
                 raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
-        with _index_errors():
+        with index_errors():
             for folder in manifest.indexes:
                 GraphIndex.load(directory / folder).verify()
         Collection.open(directory).close()
@@ -228,7 +232,7 @@ class Collection:
             if own_ids is not None and own_ids.shape != (len(matrix),):
                 raise CollectionError(f"ids have shape {own_ids.shape}; [{len(matrix)}] are needed")
             for shard, folder in enumerate(index_folders(shards)):
-                with _index_errors():
+                with index_errors():
                     index = GraphIndex.build(
                         matrix[shard::shards],
                         metric=metric,
@@ -299,7 +303,7 @@ def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: s
 
 
 @contextmanager
-def _index_errors() -> Iterator[None]:
+def index_errors() -> Iterator[None]:
     """The index's complaints, in this package's words."""
     try:
         yield

@@ -1,7 +1,8 @@
 """Where a client's queries go and how they end: to replicas and shards, again elsewhere, or to a typed error.
 
 A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
-shards, whose answers are merged; `replicas.py` says to which. When a pool dies, its questions are asked again
+shards, whose answers are merged; `replicas.py` says to which. All answers of one question come from one build of the
+collection, which its result names. When a pool dies, its questions are asked again
 elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. Every
 question that was taken ends once, whole or with an error. One without a deadline waits for as long as its collection
 is answered at all, and ten seconds more.
@@ -9,7 +10,8 @@ is answered at all, and ten seconds more.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -29,6 +31,7 @@ from runtime.retrieval.gather import Gather
 from runtime.retrieval.pool_session import RETRY_NS, PoolSession, Question
 from runtime.retrieval.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.results import SearchResult, SearchStatistics, failed
+from runtime.retrieval.routes import Routes
 
 _MAX_PARKED = 1024
 _MAX_ATTEMPTS = 3
@@ -50,11 +53,10 @@ class Dispatcher:
     ) -> None:
         self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
         self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
-        self._up = [False] * len(self.pools)  # as far as was noticed
+        self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
         self._replicas = Replicas(len(self.pools), policy)
-        self._routes: dict[tuple[str, int], tuple[int, ...]] = {}  # (collection, shard) → live pools
-        self._splits: dict[str, int] = {}  # collection → number of shards
+        self.routes = Routes()
         self._parked: deque[Question] = deque()  # waiting for any pool
         self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
         self._ended: list[SearchResult] = []
@@ -72,7 +74,7 @@ class Dispatcher:
 
     def _find_again(self, now_ns: int) -> None:
         """All pools are lost: a node that was started again has others, where its run directory says."""
-        if self._find is None or now_ns < self._find_ns or any(pool.asked for pool in self.pools):
+        if self._find is None or now_ns < self._find_ns or any(pool.asks for pool in self.pools):
             return
         self._find_ns = now_ns + RETRY_NS
         try:
@@ -88,7 +90,7 @@ class Dispatcher:
         kept = self.pools[: len(endpoints)]
         new = [PoolSession(endpoint, self._name, self._top_m) for endpoint in endpoints[len(kept) :]]
         self.pools = [*kept, *new]
-        self._up = [False] * len(self.pools)
+        self._up = [0] * len(self.pools)
         self._replicas = Replicas(len(self.pools), self._policy)
 
     @property
@@ -96,45 +98,37 @@ class Dispatcher:
         """Whether a pool is being looked for at this moment."""
         return any(pool.seeking for pool in self.pools)
 
-    def _note(self, number: int, up: bool) -> None:
+    def _note(self, number: int, live: bool) -> None:
+        up = self.pools[number].opened if live else 0
         if up == self._up[number]:
             return
-        self._up[number] = up
-        if up:
+        if up and not self._up[number]:
             self._replicas.lost(number)  # what was known is of its last life
-        self._find_routes()
+        self._up[number] = up
+        offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
+        self.routes = Routes(
+            [(number, offer) for number, offer, live in offers if live and offer is not None],
+            [offer for _, offer, live in offers if not live and offer is not None],
+        )
 
     @property
     def collections(self) -> tuple[str, ...]:
         """The names of what the live pools serve."""
-        return tuple(self._splits)
+        return self.routes.collections
 
     def clients(self) -> list[RingClient]:
         """The live sessions."""
-        return [pool.client for pool in self.pools if pool.live and pool.client is not None]
+        return [client for pool in self.pools for client in pool.clients()]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a question waits for a pool."""
+        return bool(self._parked)
 
     def only_busy(self) -> RingClient | None:
         """The one session that everything outstanding waits for, if there is just one."""
-        busy = [pool.client for pool in self.pools if pool.client is not None and pool.asked]
+        busy = [client for pool in self.pools for client in pool.clients(busy=True)]
         return busy[0] if len(busy) == 1 and not self._parked else None
-
-    def _find_routes(self) -> None:
-        self._routes, self._splits = {}, {}
-        for number, pool in enumerate(self.pools):
-            if pool.live and pool.client is not None:
-                for one in pool.client.catalogue.served:
-                    self._splits[one.name] = one.shards
-                    self._routes[one.name, one.shard] = (*self._routes.get((one.name, one.shard), ()), number)
-
-    def _shards(self, collection: str) -> int:
-        """Into how many shards a collection is split; 0 as long as no pool is up that could tell.
-
-        Raises `InvalidRequest` if it is none of the node's.
-        """
-        shards = self._splits.get(collection)
-        if shards is None and self._splits:
-            raise InvalidRequest(f"no collection {collection!r}; there are {sorted(self._splits)}")
-        return shards or 0
 
     # ---- questions
 
@@ -179,10 +173,11 @@ class Dispatcher:
         `Unavailable` (closed).
         """
         self.check_open()
-        if self._shards(questions[0].wanted.collection) != 1:
+        collection = questions[0].wanted.collection
+        if self.routes.shards(collection) != 1:
             return self._ask_each(questions)
         now, sent = time.monotonic_ns(), 0
-        for number in self._replicas.choose(self._routes.get((questions[0].wanted.collection, 0), ()), now):
+        for number in self._replicas.choose(self.routes.choose(collection, questions[0].accept), now):
             try:
                 sent = self.pools[number].submit_many(rows, questions)
             except (RingFull, PeerLost, Draining):
@@ -206,10 +201,14 @@ class Dispatcher:
         return len(questions)
 
     def _parts(self, question: Question) -> list[Question]:
-        """The question itself, or what each shard is asked of it."""
-        if question.gather is not None or (shards := self._shards(question.wanted.collection)) <= 1:
+        """The question itself, or what each shard is asked of it, once every shard of one build is there."""
+        collection = question.wanted.collection
+        if question.gather is not None or (shards := self.routes.shards(collection)) <= 1:
             return [question]
-        gather = Gather(question.ticket, question.wanted.k, shards)
+        identity = self.routes.whole_build(collection, question.accept)
+        if identity is None:
+            return [question]
+        gather = Gather(question, identity, question.wanted.k, shards)
         return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
 
     def _send_or_park(self, question: Question) -> bool:
@@ -222,8 +221,11 @@ class Dispatcher:
         return False
 
     def _try(self, question: Question) -> bool:
-        """Give a question to a pool that has its shard; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
-        route = self._routes.get((question.wanted.collection, question.shard), ())
+        """Give a question to a pool that has its shard; False if none is up.
+
+        Raises `Overloaded`, `InvalidRequest`, `Unavailable`.
+        """
+        route = self._route(question)
         now = time.monotonic_ns()
         full: RingFull | None = None
         for number in self._replicas.choose(route, now):
@@ -242,6 +244,14 @@ class Dispatcher:
         if full is not None:
             raise Overloaded(str(full)) from full
         return False
+
+    def _route(self, question: Question) -> Sequence[int]:
+        collection, gather = question.wanted.collection, question.gather
+        if gather is not None:
+            return self.routes.pools(collection, gather.identity, question.shard)
+        if self.routes.shards(collection) > 1:
+            return ()  # it is split once all shards are there
+        return self.routes.choose(collection, question.accept)
 
     def cancel(self, ticket: int) -> None:
         """A question's result is not wanted any more; it comes as an error, or not at all."""
@@ -269,11 +279,13 @@ class Dispatcher:
         return ended
 
     def _unpark(self, now: int) -> None:
-        full: set[tuple[str, int]] = set()  # shards of which no pool is up, or none has room
+        full: set[tuple[str, str, int]] = set()  # builds' shards of which no pool is up, or none has room
         for _ in range(len(self._parked)):
             question = self._parked.popleft()
-            if question.gather is not None and question.gather.ended:
-                continue
+            if question.gather is not None:
+                if question.gather.ended:
+                    continue
+                question = self._of_a_whole_build(question, question.gather)
             end = self.unserved(question, question.parked_ns, now)
             if end is not None:
                 self._fail(question, end)
@@ -281,12 +293,27 @@ class Dispatcher:
             try:
                 parts = self._parts(question)
                 for part in parts:
-                    if (part.wanted.collection, part.shard) in full:
+                    place = part.wanted.collection, part.gather.identity if part.gather else "", part.shard
+                    if place in full:
                         self._parked.append(part)
-                    elif not self._send_or_park(part):
-                        full.add((part.wanted.collection, part.shard))
+                    elif not self._send_or_park(part) and part.accept is None:
+                        full.add(place)
             except TrinityError as error:
                 self._fail(question, error)
+
+    def _of_a_whole_build(self, part: Question, gather: "Gather[Question]") -> Question:
+        """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
+        collection = gather.whole.wanted.collection
+        if self.routes.is_whole(collection, gather.identity):
+            return part
+        with suppress(TrinityError):  # it ends when it is sent
+            if self.routes.whole_build(collection, gather.whole.accept) is None:
+                return part
+        gather.ended = True  # never a part of an answer
+        for pool in self.pools:
+            pool.cancel(part.ticket, _MAX_ATTEMPTS)
+        gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
+        return gather.whole
 
     def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
@@ -295,12 +322,21 @@ class Dispatcher:
             return DeadlineExceeded("no pool took the query before its deadline") if late else None
         if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + _WAIT_NS:
             return None
-        shards = self._splits.get(question.wanted.collection, 1)
-        for shard in range(shards) if question.gather is None else (question.shard,):
-            if (question.wanted.collection, shard) not in self._routes:
-                of = f"shard {shard} of " if shards > 1 else ""
-                return Unavailable(f"no pool with {of}{question.wanted.collection!r} is up")
-        return Unavailable(f"no pool with {question.wanted.collection!r} had room for {_WAIT_NS / 1e9:g} s")
+        collection = question.wanted.collection
+        try:
+            shards = self.routes.shards(collection)
+            if question.gather is not None:
+                up = {question.shard: bool(self._route(question))}
+            elif shards > 1:
+                up = {shard: self.routes.has_shard(collection, shard) for shard in range(shards)}
+            else:
+                up = {0: bool(self._route(question))}
+        except TrinityError as error:
+            return error
+        for shard in (shard for shard, there in up.items() if not there):
+            of = f"shard {shard} of " if shards > 1 else ""
+            return Unavailable(f"no pool with {of}{collection!r} is up")
+        return Unavailable(f"no pool with {collection!r} had room for {_WAIT_NS / 1e9:g} s")
 
     def _end(self, question: Question, result: Result, now: int) -> None:
         gather = question.gather
@@ -308,7 +344,10 @@ class Dispatcher:
             return  # its query has ended without it
         if result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
-            found = SearchResult(question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns)
+            found = SearchResult(
+                question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,
+                identity=question.identity,
+            )  # fmt: skip
             whole = found if gather is None else gather.add(found)
             if whole is not None:
                 self._answered[question.wanted.collection] = now

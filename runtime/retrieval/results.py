@@ -18,7 +18,7 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
     """How a query ended. `ids` int64 and `distances` float32 [≤ k], nearest first, are empty unless it was answered.
 
     `extends` is the number of engine steps; `wait_ns` the time until it had a slot, `search_ns` the time in it; of a
-    split collection, those of the slowest shard.
+    split collection, those of the slowest shard. `identity` names the build of the collection that the ids are of.
     """
 
     ticket: int
@@ -28,6 +28,7 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
     wait_ns: int = 0
     search_ns: int = 0
     error: TrinityError | None = None
+    identity: str = ""
 
     def checked(self) -> "SearchResult":
         """Itself. Raises its error if it ended with one."""

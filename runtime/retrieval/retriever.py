@@ -1,10 +1,10 @@
 """From a text to the nearest passages: embed it, ask the pool, fetch the documents."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,20 +12,16 @@ import numpy.typing as npt
 
 from ipc import IpcError, Stage
 from runtime.errors import (
+    CollectionReplaced,
     DeadlineExceeded,
-    InvalidRequest,
     ModelError,
     TrinityError,
     Unavailable,
-    UnknownCollection,
 )
-from runtime.node.placement import NodePlan
 from runtime.retrieval.client import SearchClient
-from runtime.retrieval.collection import Collection
 from runtime.retrieval.embed_thread import EmbedThread
-from runtime.retrieval.embedder import Embedder, load_embedder
+from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.results import SearchResult
 
 if TYPE_CHECKING:
     import zmq
@@ -44,75 +40,7 @@ class Found:
     embedded_ns: int = 0
 
 
-class Library:
-    """The collections of a node as its clients see them: documents and embedders, but no search."""
-
-    def __init__(self, plan: NodePlan, threads: int = 1, embedders: Mapping[str, Embedder] | None = None) -> None:
-        """`embedders`: those that are loaded already, by name."""
-        self._plan, self._threads = plan, threads
-        self._collections = {c.name: Collection.open(Path(c.path)) for c in plan.config.collections}
-        embedders = dict(embedders or {})
-        for collection in self._collections.values():
-            name = collection.embedder_name
-            if name and name not in embedders:
-                embedders[name] = load_embedder(name, threads=threads)
-        self._embedders = embedders
-
-    @classmethod
-    def warm(cls, plan: NodePlan, threads: int = 1) -> "Library":
-        """One whose embedders have all been used once."""
-        library = cls(plan, threads)
-        library.warm_up()
-        return library
-
-    def reopened(self) -> "Library":
-        """The collections as they are on the disk by now: they may have been built anew. Close to no time is lost."""
-        for collection in self._collections.values():
-            collection.close()
-        return Library(self._plan, self._threads, self._embedders)
-
-    def embedder(self, collection: str) -> Embedder:
-        """The collection's own. Raises `InvalidRequest` if it has none."""
-        name = self._named(collection).embedder_name
-        if not name:
-            raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
-        return self._embedders[name]
-
-    def embed(self, collection: str, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Query vectors [n, d] in the collection's own embedding. Raises `InvalidRequest` if it has none."""
-        return self.embedder(collection).embed(list(texts))
-
-    def warm_up(self) -> None:
-        """Use every embedder once."""
-        for embedder in self._embedders.values():
-            embedder.embed(["a first text"])
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """Vector length by collection."""
-        return {name: collection.dim for name, collection in self._collections.items()}
-
-    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
-        """The documents of a search result; of a collection of bare vectors, passages without title and text."""
-        rows = [int(row) for row in result.ids if row >= 0]
-        documents = self._named(collection).documents
-        if documents is None:
-            texts = [(str(row), "", "") for row in rows]
-        else:
-            texts = [(found.id, found.title, found.text) for found in documents.get(rows)]
-        return tuple(
-            Passage(id, title, float(distance), text)
-            for (id, title, text), distance in zip(texts, result.distances, strict=False)
-        )
-
-    def _named(self, collection: str) -> Collection:
-        try:
-            return self._collections[collection]
-        except KeyError:
-            known = ", ".join(sorted(self._collections)) or "none"
-            raise UnknownCollection(
-                f"no collection {collection!r} on this node; known: {known}", "collection"
-            ) from None
+_MAX_ATTEMPTS = 4  # to find a build that stays until it is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +50,9 @@ class _Query:
     k: int
     stage: Stage
     deadline_ns: int
+    text: str = ""
+    embedder: str = ""
+    attempts: int = 0
     embedded_ns: int = 0
 
 
@@ -151,8 +82,9 @@ class Retriever:
         waiting = set()
         for name, dim in self.library.dims.items():
             query = _Query(next(self._tickets), name, 1, "decode", end)
-            self._search(query, np.ones(dim, np.float32))
-            waiting.add(query.ticket)
+            with suppress(TrinityError):  # what cannot be searched now may be later
+                self._search(query, np.ones(max(dim, 1), np.float32))
+                waiting.add(query.ticket)
         while waiting and self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
             self.sleep((), 10)
@@ -161,11 +93,17 @@ class Retriever:
 
     def ask(self, text: str, collection: str, k: int, stage: Stage, deadline_ns: int) -> int:
         """Have a text embedded and the pool asked for it. Raises `Overloaded` when too many wait to be embedded,
-        `UnknownCollection`, and `InvalidRequest` for a collection without texts."""
-        query = _Query(next(self._tickets), collection, k, stage, deadline_ns)
-        self._embedding.put(query.ticket, self.library.embedder(collection), text)
-        self._texts[query.ticket] = query
+        `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
+        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text)
+        self._embed(query)
         return query.ticket
+
+    def _embed(self, query: _Query) -> None:
+        """With the embedder of the build that the pools serve now. Raises as `ask` does."""
+        self.library.follow(query.collection, self.client.identities(query.collection))
+        embedder = self.library.embedder(query.collection)
+        self._embedding.put(query.ticket, embedder, query.text)
+        self._texts[query.ticket] = replace(query, embedder=embedder.name, attempts=query.attempts + 1)
 
     def poll(self) -> list[Found]:
         """What has come back since the last call; every ticket comes exactly once, unless it was cancelled."""
@@ -178,8 +116,18 @@ class Retriever:
                 passages = self.library.passages(query.collection, result.checked())
                 found.append(Found(query.ticket, passages, embedded_ns=query.embedded_ns))
             except TrinityError as error:
-                found.append(Found(query.ticket, error=error))
+                found += self._again(query, error)
         return found
+
+    def _again(self, query: _Query, error: TrinityError) -> list[Found]:
+        """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
+        if isinstance(error, CollectionReplaced) and query.text and query.attempts < _MAX_ATTEMPTS:
+            try:
+                self._embed(query)
+                return []
+            except TrinityError as refusal:
+                error = refusal
+        return [Found(query.ticket, error=error)]
 
     def _take_vectors(self) -> list[Found]:
         """Pass on to the pool what is embedded; what ended before that."""
@@ -191,7 +139,7 @@ class Retriever:
                     raise embedded.error or ModelError("the embedder said nothing")
                 self._search(query, embedded.vector)
             except TrinityError as error:
-                ended.append(Found(query.ticket, error=error))
+                ended += self._again(query, error)
             except IpcError as error:
                 ended.append(Found(query.ticket, error=Unavailable(str(error))))
         now = self._clock()
@@ -203,8 +151,9 @@ class Retriever:
     def _search(self, query: _Query, vector: npt.NDArray[np.float32]) -> None:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
         ticket = self.client.submit(
-            vector, query.k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection
-        )
+            vector, query.k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
+            accept=self.library.accept(query.collection, query.embedder),
+        )  # fmt: skip
         self._searches[ticket] = query
 
     def cancel(self, ticket: int) -> None:

@@ -241,6 +241,7 @@ class Search:
         self.calls: list[dict[str, Any]] = []
         self.error: Exception | None = None
         self.lacking: list[str] = []
+        self.unserved: dict[str, str] = {}
         self.hangs = False
 
     async def search(self, **call: Any) -> list[Passage]:
@@ -254,6 +255,9 @@ class Search:
 
     def missing(self) -> list[str]:
         return self.lacking
+
+    def unavailable(self) -> dict[str, str]:
+        return self.unserved
 
 
 class Metrics:

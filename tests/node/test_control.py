@@ -11,8 +11,18 @@ import pytest
 import zmq
 
 from ipc.endpoints import connect, new_token, private_endpoint
-from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.node.control import ControlServer, NodeStatus, WorkerStatus, ask, change_worker, node_status, stop_node
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.node.control import (
+    ControlServer,
+    NodeStatus,
+    WorkerStatus,
+    ask,
+    change_worker,
+    node_status,
+    reload_collections,
+    stop_node,
+)
+from runtime.node.reloading import Reload
 from runtime.node.run_dir import NodeInfo
 
 
@@ -31,6 +41,7 @@ class Node:
         self.endpoint = endpoint
         self.stops = 0
         self.status = NodeStatus(info(endpoint), False, (worker("ready"),))
+        self.reloads = [Reload(1, False)]
         self._done = threading.Event()
         self._server = ControlServer(endpoint)
         self._thread = threading.Thread(target=self._serve)
@@ -40,7 +51,17 @@ class Node:
         with self._server as server:
             while not self._done.is_set():
                 server._socket.poll(10)
-                server.serve(lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "", self._change)
+                server.serve(
+                    lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "", self._change,
+                    self._reload, self._reloaded,
+                )  # fmt: skip
+
+    def _reload(self, collection: str) -> Reload:
+        return Reload(0, True, trouble="no such collection") if collection == "none" else self.reloads[0]
+
+    def _reloaded(self) -> Reload:
+        self.reloads = self.reloads[1:] or self.reloads
+        return self.reloads[0]
 
     def _change(self, verb: str, what: str) -> tuple[str, ...]:
         if what == "pool":
@@ -142,3 +163,26 @@ def test_stopping_what_is_gone_already_is_no_error(process: "subprocess.Popen[by
     process.kill()
     process.wait(timeout=60)
     stop_node(gone, timeout_s=1)
+
+
+def test_a_reload_returns_when_every_pool_worker_serves_what_is_there_now(node: Node) -> None:
+    node.reloads = [Reload(1, False), Reload(1, False, ("pool-0",)), Reload(1, True, ("pool-0", "pool-1"))]
+    assert reload_collections(info(node.endpoint), "docs", timeout_s=60) == ("pool-0", "pool-1")
+
+
+def test_a_reload_that_a_worker_refuses_is_an_error_with_its_reason(node: Node) -> None:
+    refused = "pool-0: collection docs: not reloaded: codes.npy is damaged"
+    node.reloads = [Reload(1, False), Reload(1, True, (), refused)]
+    with pytest.raises(CollectionError, match=r"pool-0: .*codes\.npy is damaged"):
+        reload_collections(info(node.endpoint), "docs", timeout_s=60)
+
+
+def test_a_reload_of_what_does_not_exist_or_takes_for_ever_or_is_overtaken_ends(node: Node) -> None:
+    with pytest.raises(InvalidRequest, match="no such collection"):
+        reload_collections(info(node.endpoint), "none", timeout_s=60)
+    times = iter((0.0, 1.0, 61.0))
+    with pytest.raises(DeadlineExceeded, match="not reloaded within 60 s, but by nobody"):
+        reload_collections(info(node.endpoint), "", timeout_s=60, clock=lambda: next(times))
+    node.reloads = [Reload(1, False), Reload(2, False)]
+    with pytest.raises(InvalidRequest, match="another reload has taken the place of this one"):
+        reload_collections(info(node.endpoint), "", timeout_s=60)

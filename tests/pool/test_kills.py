@@ -68,6 +68,8 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
     made = make_pool(slots=4, ring_slots=16)
     steady = made.attach()
     free = made.pool._engine.free_slots
+    # Until then the collection's files are open.
+    until(lambda: made.metric("trinity_pool_checksums_compared_ratio") == 1 and not made.table.note, made.step)
     before = descriptors()
     for _ in range(CLIENT_ROUNDS):
         lost = made.pool._server.statistics().lost
@@ -93,7 +95,8 @@ def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queri
     assert taken_slots(made.pool, free) == 1
     until(lambda: not made.pool.busy, made.step)
     assert taken_slots(made.pool, free) == 0
-    slot = made.pool._engine.admit(queries[0], SearchParams(1), "docs")  # and never released
+    (name,) = made.pool._engine.dims
+    slot = made.pool._engine.admit(queries[0], SearchParams(1), name)  # and never released
     assert taken_slots(made.pool, free) == 1
     made.pool._engine.release(slot)
     client.close()

@@ -8,8 +8,9 @@ from runtime.node.config import parse_config
 from runtime.node.placement import resolve
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.documents import Document
+from runtime.retrieval.library import Library
+from runtime.retrieval.manifest import read_manifest
 from runtime.retrieval.results import SearchResult
-from runtime.retrieval.retriever import Library
 
 
 def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:
@@ -22,7 +23,8 @@ def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: P
     library = Library(plan)
     embedder = library.embedder("docs")
     build("new")
-    library = library.reopened()
+    library.look_again()
     assert library.embedder("docs") is embedder  # which takes long to load
-    result = SearchResult(1, np.array([7]), np.array([0.5], np.float32))
+    identity = read_manifest(tmp_path / "docs").identity
+    result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
     assert [passage.text for passage in library.passages("docs", result)] == ["new 7"]

@@ -44,6 +44,12 @@ class Library:
     def __init__(self) -> None:
         self.lengths = Embedder()
 
+    def follow(self, collection: str, offered: Sequence[str]) -> None:
+        self.followed = tuple(offered)
+
+    def accept(self, collection: str, embedder: str) -> Any:
+        return lambda identity: embedder == "lengths"
+
     def embedder(self, collection: str) -> Embedder:
         return self.lengths
 
@@ -67,6 +73,9 @@ class Client:
         ticket = 100 + len(self.submitted)
         self.results.append(SearchResult(ticket, np.array([int(vector[0])]), np.zeros(1, np.float32)))
         return ticket
+
+    def identities(self, collection: str) -> tuple[str, ...]:
+        return ("first",)
 
     def poll(self) -> list[SearchResult]:
         results, self.results = self.results, []

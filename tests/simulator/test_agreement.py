@@ -19,6 +19,8 @@ from runtime.node.placement import resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool import process
+from runtime.pool.shard import Shard
+from runtime.retrieval.checksums import Checksums
 from runtime.simulator.pool_alone import Fate, Query, run_pool
 from runtime.simulator.service import ServiceTimes
 
@@ -137,8 +139,8 @@ def real_loop(
     queries: list[Query], limits: dict[str, Any], table: WorkerTable, patch: pytest.MonkeyPatch
 ) -> list[Fate]:
     machine = Machine(queries, limits["slots"] + limits["spare_slots"])
-    index = SimpleNamespace(dim=1)
-    patch.setattr(process, "_open_collections", lambda *a: ((Served("docs", 1),), {"docs": index}))
+    index: Any = SimpleNamespace(dim=1)
+    patch.setattr(process, "open_shard", lambda *a: Shard(Served("docs", 1), index, Checksums({})))
     patch.setattr(process, "_open", lambda *a: machine)
     patch.setattr(process, "RingServer", lambda *a, **k: machine)
     patch.setattr(process, "_direction", lambda dim, number: np.full(1, -1.0))

@@ -26,7 +26,9 @@ from runtime.node.metrics import (
 )
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
-from runtime.retrieval.retriever import Library, Retriever
+from runtime.retrieval.follower import Follower
+from runtime.retrieval.library import Library
+from runtime.retrieval.retriever import Retriever
 from runtime.serving import stages
 from runtime.serving.decode.batch import Batch
 from runtime.serving.decode.bridge import Bridge
@@ -74,11 +76,12 @@ class DecodeWorker:
         library = loading()
         worker.start.part("embedder")
         if worker.take_place():
-            library = library.reopened()
+            library.look_again()
         self._table, self._log = worker.table, worker.log
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.start.part("first search")
+        self._follower = Follower(self._retriever.library, self._retriever.client, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)
@@ -266,6 +269,7 @@ class DecodeWorker:
     def _report(self) -> None:
         batch, blocks, table = self._batch, self._blocks.statistics(), self._table
         waiting = self._bridge.waiting + len(batch.rows) - batch.running
+        self._follower.step(time.monotonic_ns())
         table.set("trinity_num_requests_waiting", waiting)
         table.set("trinity_num_requests_running", batch.running)
         table.set("trinity_kv_cache_usage_perc", blocks.held / blocks.total)

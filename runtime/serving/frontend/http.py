@@ -80,9 +80,9 @@ class Service:
 class Settings:
     """The HTTP interface's own settings: names, keys, limits, default deadlines.
 
-    `model` is "" on a node that only searches; `collections` gives each collection's dimension. A prompt's bytes count
-    its text as UTF-8. `open_paths` need no key; browsers let pages from `cors_origins` ask. A body that names no limit
-    gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    `model` is "" on a node that only searches; `collections` gives each collection's dimension, 0 while it is unknown.
+    A prompt's bytes count its text as UTF-8. `open_paths` need no key; browsers let pages from `cors_origins` ask. A
+    body that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
     Raises ConfigError for a key that no header could carry, or that an empty one would.
     """
 
@@ -278,7 +278,7 @@ class _Routes:
         if body.query is not None:
             self._check_prompt_bytes(len(body.query.encode()), "query")
         dim = self._settings.collections[collection]
-        if body.vector is not None and len(body.vector) != dim:
+        if body.vector is not None and dim and len(body.vector) != dim:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
@@ -301,7 +301,7 @@ class _Routes:
     async def health(self) -> Response:
         missing = missing_roles(self._service, self._settings)
         if not missing:
-            return _json({"status": "ready", "missing": []})
+            return _json({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
         problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))
         return _json(problem | {"status": "unavailable", "missing": missing}, status=503)
 

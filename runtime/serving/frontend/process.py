@@ -21,8 +21,9 @@ from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.embedder import load_embedder
+from runtime.retrieval.follower import Follower
+from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Library
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.http import Service, Settings, create_app, missing_roles
@@ -47,6 +48,9 @@ class NoSearch:
 
     def missing(self) -> list[str]:
         return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
 
     async def search(self, **asked: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
@@ -130,7 +134,7 @@ async def _serve(worker: Worker) -> None:
         await server.serve(sockets=[worker.listening_socket()])
 
     serving = asyncio.create_task(serve())
-    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server))]
+    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server, search))]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     try:
@@ -195,14 +199,17 @@ def _answers(worker: Worker) -> PromptAnswers | None:
     return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
 
 
-async def _beat(worker: Worker, link: WorkerLink, server: _Server) -> None:
+async def _beat(worker: Worker, link: WorkerLink, server: _Server, search: AsyncSearch | None) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
     restarts = malformed = 0
+    follower = None if search is None else Follower(search.library, search.client, worker.table)
     while True:
         worker.table.beat()
+        if follower is not None:
+            follower.step(time.monotonic_ns())
         if worker.stopping:
             server.should_exit = True  # a signal that came before the server listened to signals counts too
             stopping_at = stopping_at or time.monotonic()

@@ -34,6 +34,9 @@ class SearchSource(Protocol):
     def missing(self) -> list[str]:
         """What is not there to search with, by name; empty when searches are served."""
 
+    def unavailable(self) -> dict[str, str]:
+        """The collections that cannot be searched though others can, and why."""
+
 
 class Searches:
     """Asks a `SearchSource`. At most `limit` searches are in flight, each for `timeout_s` at most."""

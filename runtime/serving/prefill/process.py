@@ -24,7 +24,9 @@ from runtime.node.metrics import (
 )
 from runtime.node.worker import Worker
 from runtime.retrieval.client import SearchClient
-from runtime.retrieval.retriever import Found, Library, Retriever
+from runtime.retrieval.follower import Follower
+from runtime.retrieval.library import Library
+from runtime.retrieval.retriever import Found, Retriever
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
@@ -89,12 +91,13 @@ class PrefillWorker:
         library = loading()
         worker.start.part("embedder")
         if worker.take_place():
-            library = library.reopened()
+            library.look_again()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.start.part("first search")
+        self._follower = Follower(self._retriever.library, self._retriever.client, worker.table)
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
@@ -313,6 +316,7 @@ class PrefillWorker:
         running = len(self._running) + len(self._offered)
         found = self._blocks.statistics()
         table = self._table
+        self._follower.step(time.monotonic_ns())
         table.set("trinity_prefill_waiting", waiting)
         table.set("trinity_prefill_running", running)
         table.set("trinity_prefill_kv_blocks", found.total)

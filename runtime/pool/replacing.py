@@ -1,0 +1,80 @@
+"""A pool's collections change between two extends: the engine gets the new index, sessions are renewed, the old index
+goes when nobody can ask for it any more."""
+
+from gpu import Engine, GpuError
+from ipc import RingServer
+from runtime.node.table import WorkerTable
+from runtime.pool.catalogue import Change, PoolCatalogue
+from runtime.pool.shard import Shard
+
+
+class Replacing:
+    """Brings what a catalogue finds to a pool's engine and its clients. One thread; `step` never waits.
+
+    A query is answered from the index that its session was offered, however long it waits: what was replaced stays in
+    the engine until no session offers it and no slot searches it.
+    """
+
+    def __init__(self, catalogue: PoolCatalogue, engine: Engine, server: RingServer, table: WorkerTable) -> None:
+        self._catalogue, self._engine, self._server, self._table = catalogue, engine, server, table
+        self._names = catalogue.names
+        self._leaving: dict[str, Shard] = {}
+        self._pending: list[Change] = []
+        table.begin_knob("reload", 0.0)
+        table.begin_knob("reload_of", -1.0)
+        self._reload = table.knob("reload")  # what this process has begun with is what lies there now
+        self._tell()
+
+    def step(self, now_ns: int) -> None:
+        """Do what is to be done now."""
+        self._hear()
+        renewed = False
+        for change in (*self._pending_ones(), *self._catalogue.poll(now_ns)):
+            renewed |= self._apply(change)
+        if renewed:
+            self._server.renew(self._catalogue.offer)
+        for key, shard in tuple(self._leaving.items()):
+            if not self._server.in_use(shard.served.name, shard.served.identity) and self._engine.unload(key):
+                del self._leaving[key]
+        self._tell()
+
+    def _pending_ones(self) -> list[Change]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _hear(self) -> None:
+        """What the supervisor wants reloaded."""
+        wanted = self._table.knob("reload")
+        if wanted != self._reload and not self._catalogue.reloading:
+            self._reload, number = wanted, int(self._table.knob("reload_of"))
+            self._catalogue.reload(self._names if number < 0 else self._names[number : number + 1])
+
+    def _apply(self, change: Change) -> bool:
+        """Whether sessions are to be renewed."""
+        if change.new is not None:
+            if change.new.key in self._leaving:  # the same build, taken out and found whole: not before that has left
+                self._pending.append(change)
+                return False
+            try:
+                self._engine.load(change.new.key, change.new.index)
+            except GpuError as error:
+                self._catalogue.refuse(change, str(error))
+                return False
+            self._catalogue.accept(change)
+        if change.old is not None:
+            self._leaving[change.old.key] = change.old
+        return True
+
+    def _tell(self) -> None:
+        catalogue, table = self._catalogue, self._table
+        table.set("trinity_pool_collections_unavailable", catalogue.unavailable)
+        table.set("trinity_pool_checksums_compared_ratio", catalogue.checked_share)
+        if table.note != (note := catalogue.note):
+            table.note = note
+        if not catalogue.reloading and not self._pending:
+            table.set("trinity_pool_reload_refused", catalogue.refused)
+            table.set("trinity_pool_reload", self._reload)
+
+    def close(self) -> None:
+        """End what is done beside the loop."""
+        self._catalogue.close()

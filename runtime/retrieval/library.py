@@ -1,0 +1,240 @@
+"""The collections of a node as its clients see them: documents and embedders, but no search.
+
+The pools say which build of a collection they serve; the library has the documents of that build open, or says why it
+has not. A result's ids are looked up in the build that the result is from, and in no other.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import (
+    CollectionError,
+    CollectionReplaced,
+    InvalidRequest,
+    Unavailable,
+    UnknownCollection,
+)
+from runtime.node.placement import NodePlan
+from runtime.retrieval.documents import DocumentStore
+from runtime.retrieval.embedder import Embedder, embedder_dim, load_embedder
+from runtime.retrieval.manifest import DOCUMENTS, Manifest
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.pool_session import Accept
+from runtime.retrieval.results import SearchResult
+from runtime.retrieval.unchanged import open_unchanged
+
+_KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
+_RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with."""
+
+    identity: str
+    documents: DocumentStore | None
+    embedder: str
+    dim: int
+
+    def close(self) -> None:
+        if self.documents is not None:
+            self.documents.close()
+
+
+def _open_build(directory: Path) -> _Build:
+    """The build that lies in a directory now. Raises `CollectionError`."""
+
+    def opened(manifest: Manifest) -> _Build:
+        documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
+        if documents is not None and documents.size != manifest.size:
+            documents.close()
+            raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+        return _Build(manifest.identity, documents, manifest.embedder or "", manifest.dim)
+
+    return open_unchanged(directory, opened)
+
+
+class _LazyEmbedder:
+    """Loaded by the thread that embeds with it first: a loop does not wait for that."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name, self._threads = name, threads
+        self._lock = threading.Lock()
+        self._loaded: Embedder | None = None
+
+    @property
+    def dim(self) -> int:
+        return embedder_dim(self.name)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load_embedder(self.name, threads=self._threads)
+        return self._loaded.embed(texts)
+
+
+class _Shelf:
+    """A collection's builds that are open, those used last at the end."""
+
+    def __init__(self, name: str, directory: Path, clock: Callable[[], int]) -> None:
+        self._name, self._directory, self._clock = name, directory, clock
+        self.builds: dict[str, _Build] = {}
+        self.current: _Build | None = None
+        self.trouble = ""
+        self._look_ns = 0
+
+    def has(self, identity: str) -> bool:
+        """Whether this build's documents are open; opens them if they are what lies in the directory now."""
+        if identity in self.builds:
+            return True
+        now = self._clock()
+        if now < self._look_ns:
+            return False
+        self._look_ns = now + _RETRY_NS
+        try:
+            found = self.open()
+        except CollectionError as error:
+            self._complain(error.message)
+            return False
+        if found.identity != identity:
+            self._complain(
+                f"{self._directory} holds another build than the pools serve: `trinity index reload` has them serve it"
+            )
+            return False
+        return True
+
+    def open(self) -> _Build:
+        """Open what lies in the directory now. Raises `CollectionError`."""
+        found = _open_build(self._directory)
+        if found.identity in self.builds:
+            found.close()
+        return self.builds.setdefault(found.identity, found)
+
+    def follow(self, offered: Sequence[str]) -> None:
+        """The pools offer these builds: answers are from them, but for some that are on their way."""
+        had = [identity for identity in offered if self.has(identity)]
+        if not offered:
+            return
+        if not had:
+            self.current = None
+            return
+        self.trouble = ""
+        if self.current is None or self.current.identity not in had:
+            self.current = self.builds[had[-1]]
+        for identity in had:
+            self.builds[identity] = self.builds.pop(identity)
+        for identity in list(self.builds)[: -len(had) - _KEPT]:
+            self.builds.pop(identity).close()
+
+    def _complain(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            log.error("collection %s: its documents cannot be used: %s", self._name, trouble)
+        self.trouble = trouble
+
+
+class Library:
+    """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 where it is unknown.
+
+    Made whatever state the collections are in. `follow` it with what the pools offer.
+    """
+
+    def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Raises `ModelError` for an embedder that is not there."""
+        self._threads = threads
+        self._shelves = {c.name: _Shelf(c.name, Path(c.path), clock) for c in plan.config.collections}
+        self._embedders: dict[str, Embedder] = {}
+        self._dims = dict.fromkeys(self._shelves, 0)
+        self.dims: Mapping[str, int] = MappingProxyType(self._dims)
+        self.look_again()
+
+    @classmethod
+    def warm(cls, plan: NodePlan, threads: int = 1) -> "Library":
+        """One whose embedders have all been used once."""
+        library = cls(plan, threads)
+        library.warm_up()
+        return library
+
+    def look_again(self) -> None:
+        """Have what lies in the directories now, which may have been built anew. Raises `ModelError`."""
+        for name, shelf in self._shelves.items():
+            try:
+                shelf.current = shelf.open()
+            except CollectionError as error:
+                log.error("collection %s: its documents cannot be used: %s", name, error.message)
+                continue
+            self._dims[name], embedder = shelf.current.dim, shelf.current.embedder
+            if embedder and embedder not in self._embedders:
+                self._embedders[embedder] = load_embedder(embedder, threads=self._threads)
+
+    # ---- which build
+
+    def follow(self, collection: str, offered: Iterable[str]) -> None:
+        """The pools serve these builds of a collection. Raises `UnknownCollection`."""
+        shelf = self._shelf(collection)
+        shelf.follow(tuple(offered))
+        if shelf.current is not None:
+            self._dims[collection] = shelf.current.dim
+
+    def accept(self, collection: str, embedder: str = "") -> Accept:
+        """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its."""
+        shelf = self._shelf(collection)
+        return lambda identity: shelf.has(identity) and embedder in ("", shelf.builds[identity].embedder)
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """The collections of which no pool can be asked, for the documents of what they serve are not here; and why."""
+        return {name: shelf.trouble for name, shelf in self._shelves.items() if shelf.trouble}
+
+    # ---- what is in it
+
+    def embedder(self, collection: str) -> Embedder:
+        """The collection's own. Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not here."""
+        shelf = self._shelf(collection)
+        if shelf.current is None:
+            raise Unavailable(f"collection {collection!r} is unavailable: {shelf.trouble or 'it cannot be read'}")
+        name = shelf.current.embedder
+        if not name:
+            raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
+        return self._embedders.setdefault(name, _LazyEmbedder(name, self._threads))
+
+    def warm_up(self) -> None:
+        """Use every embedder once."""
+        for embedder in self._embedders.values():
+            embedder.embed(["a first text"])
+
+    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
+        """The documents of a search result; of a collection of bare vectors, passages without title and text.
+
+        Raises `CollectionReplaced` for a result from a build that is not here any more.
+        """
+        build = self._shelf(collection).builds.get(result.identity)
+        if build is None:
+            raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
+        rows = [int(row) for row in result.ids if row >= 0]
+        if build.documents is None:
+            texts = [(str(row), "", "") for row in rows]
+        else:
+            texts = [(found.id, found.title, found.text) for found in build.documents.get(rows)]
+        return tuple(
+            Passage(id, title, float(distance), text)
+            for (id, title, text), distance in zip(texts, result.distances, strict=False)
+        )
+
+    def _shelf(self, collection: str) -> _Shelf:
+        try:
+            return self._shelves[collection]
+        except KeyError:
+            known = ", ".join(sorted(self._shelves)) or "none"
+            raise UnknownCollection(
+                f"no collection {collection!r} on this node; known: {known}", "collection"
+            ) from None

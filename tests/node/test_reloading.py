@@ -1,0 +1,100 @@
+"""A reload goes from one pool worker to the next, and no further than to the first that refuses what lies there."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.node.backoff import Backoff
+from runtime.node.child import Child, Phase
+from runtime.node.config import SloSection, parse_config
+from runtime.node.metrics import metrics_of
+from runtime.node.placement import resolve
+from runtime.node.reloading import Reload, Reloading
+from runtime.node.table import WorkerTable
+
+
+class Stand:
+    def __init__(self) -> None:
+        collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
+        plan = resolve(parse_config({"pool": {"workers": 2}, "collections": collections}))
+        metrics = metrics_of("pool", SloSection())
+        self.children = [
+            Child(place, WorkerTable.create("pool", place.name, metrics), Backoff(random.Random(0)), phase=Phase.READY)
+            for place in plan.of_role("pool")
+        ]
+        self.reloading = Reloading(self.children, ["docs", "code"])
+
+    def asked(self, worker: int) -> tuple[float, float]:
+        """Which reload a worker was asked for, and of which collection."""
+        table = self.children[worker].table
+        return table.knob("reload"), table.knob("reload_of")
+
+    def answer(self, worker: int, number: int, refused: str = "") -> None:
+        table = self.children[worker].table
+        table.set("trinity_pool_reload", number)
+        table.set("trinity_pool_reload_refused", bool(refused))
+        table.note = refused
+
+    def steps(self) -> Reload:
+        for _ in range(4):
+            self.reloading.step()
+        return self.reloading.state()
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    made = Stand()
+    yield made
+    for child in made.children:
+        child.table.close()
+
+
+def test_the_next_worker_is_asked_when_the_one_before_has_answered(stand: Stand) -> None:
+    assert not stand.reloading.ask("code").over
+    assert stand.steps() == Reload(1, False)
+    assert stand.asked(0) == (1.0, 1.0)
+    assert stand.asked(1)[0] != 1.0
+    stand.answer(0, 1)
+    assert stand.steps() == Reload(1, False, ("pool-0",))
+    assert stand.asked(1) == (1.0, 1.0)
+    stand.answer(1, 1)
+    assert stand.steps() == Reload(1, True, ("pool-0", "pool-1"))
+
+
+def test_after_a_refusal_nobody_else_is_asked_and_the_reason_is_told(stand: Stand) -> None:
+    stand.reloading.ask("")
+    stand.steps()
+    assert stand.asked(0) == (1.0, -1.0)
+    stand.answer(0, 1, "collection docs: not reloaded: damaged")
+    assert stand.steps() == Reload(1, True, (), "pool-0: collection docs: not reloaded: damaged")
+    assert stand.asked(1)[0] != 1.0
+    stand.reloading.ask("")
+    assert stand.steps() == Reload(2, False)
+
+
+def test_a_worker_that_starts_is_asked_when_it_is_ready_and_one_that_does_not_run_is_not_waited_for(
+    stand: Stand,
+) -> None:
+    stand.children[0].phase, stand.children[1].phase = Phase.STARTING, Phase.BACKOFF
+    stand.reloading.ask("")
+    assert stand.steps() == Reload(1, False)
+    stand.children[0].phase = Phase.READY
+    stand.steps()
+    stand.answer(0, 1)
+    assert stand.steps() == Reload(1, True, ("pool-0",))
+
+
+def test_a_worker_that_dies_while_it_reloads_is_heard_when_it_is_back(stand: Stand) -> None:
+    stand.reloading.ask("")
+    stand.steps()
+    stand.children[0].phase = Phase.BACKOFF
+    assert stand.steps() == Reload(1, False)
+    stand.children[0].phase = Phase.READY
+    stand.answer(0, 1)
+    assert stand.steps().done == ("pool-0",)
+
+
+def test_a_collection_that_is_none_of_the_node_s_is_refused(stand: Stand) -> None:
+    assert stand.reloading.ask("other").trouble == "no collection 'other' on this node; known: docs, code"
+    assert stand.steps() == Reload(0, True)

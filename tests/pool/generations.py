@@ -1,0 +1,60 @@
+"""Collections that are rebuilt while they are served: every text says of which build it is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from runtime.node.placement import NodePlan
+from runtime.retrieval.client import SearchClient
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.documents import Document
+from runtime.retrieval.library import Library
+from runtime.retrieval.manifest import read_manifest
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.retriever import Found, Retriever
+from tests.waiting import until
+
+DIM = 16
+EMBEDDER = f"hashing-{DIM}"
+ROWS = 40
+LATER_NS = 1 << 60
+
+
+def build(path: Path, generation: int, *, shards: int = 1, dim: int = DIM, rows: int = ROWS) -> str:
+    """Another build in the place of the one before; its identity. The same row has another text in each."""
+    documents = [Document(f"g{generation}-{row}", "", f"text {row} of generation {generation}") for row in range(rows)]
+    vectors = np.random.default_rng(generation).normal(size=(rows, dim)).astype(np.float32)
+    Collection.build(
+        documents, path, metric="l2", embedder=f"hashing-{dim}", vectors=vectors, degree=8, shards=shards, force=True
+    )
+    return read_manifest(path).identity
+
+
+def generation_of(passages: tuple[Passage, ...]) -> int:
+    """The one build that all of these are of, ids and texts."""
+    found = {int(p.text.rpartition(" ")[2]) for p in passages} | {int(p.id[1:].partition("-")[0]) for p in passages}
+    assert len(found) == 1, f"texts of several builds in one answer: {passages}"
+    return found.pop()
+
+
+@contextmanager
+def retriever(plan: NodePlan) -> Iterator[Retriever]:
+    """A worker's, with a library of its own."""
+    made = Retriever(Library(plan), SearchClient.of_plan(plan, "test"))
+    yield made
+    made.close()
+
+
+def ask(retriever: Retriever, text: str = "what?", k: int = 5) -> Found:
+    """One query, until it has ended."""
+    found: list[Found] = []
+    ticket = retriever.ask(text, "docs", k, "decode", LATER_NS)
+
+    def poll() -> None:
+        found.extend(retriever.poll())
+        retriever.sleep((), 1)
+
+    until(lambda: any(one.ticket == ticket for one in found), poll)
+    return next(one for one in found if one.ticket == ticket)

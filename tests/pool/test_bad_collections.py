@@ -1,0 +1,242 @@
+"""A collection that is moved, cut short, altered or unreadable is that collection's failure: the others are served."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, Unavailable
+from runtime.node.worker import Worker, WorkerSpec
+from runtime.pool import catalogue
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.generations import DIM, build
+from tests.pool.pools import InProcessPool, attached, plan_of
+from tests.waiting import until
+
+QUERY = np.zeros(DIM, np.float32)
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def truncated(path: Path) -> None:
+    codes = path / "index" / "codes.npy"
+    os.truncate(codes, codes.stat().st_size // 2)
+
+
+def altered(path: Path) -> None:
+    """An edge to a row that there is none of; every size is as it was."""
+    graph = np.load(path / "index" / "graph.npy", mmap_mode="r+")
+    graph[7, 2] = (1 << 31) - 1
+    graph.flush()
+
+
+def redescribed(path: Path) -> None:
+    meta = path / "index" / "meta.json"
+    meta.write_text(meta.read_text().replace('"slack": 0.0', '"slack": 9.0'))
+
+
+def unreadable(path: Path) -> None:
+    """As a file whose permissions, or whose disk, do not let it be opened; root may read anything but this."""
+    (path / "index" / "codes.npy").unlink()
+    (path / "index" / "codes.npy").mkdir()
+
+
+def without_documents(path: Path) -> None:
+    (path / "documents.sqlite").unlink()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    damage.__name__: damage for damage in (moved, truncated, altered, redescribed, unreadable, without_documents)
+}
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> tuple[Path, Path]:
+    build(tmp_path / "docs", 1)
+    build(tmp_path / "code", 2)
+    return tmp_path / "docs", tmp_path / "code"
+
+
+def plan_with(both: tuple[Path, Path], **options: Any) -> Any:
+    return plan_of(both[0], {"name": "code", "path": str(both[1]), "required": False, **options})
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_bad_collection_is_unavailable_with_its_reason_and_the_other_is_served(
+    damage: Callable[[Path], None], both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = plan_with(both)
+    damage(both[1])
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
+    with pytest.raises(Unavailable, match=r"collection 'code' is unavailable: .*code"):
+        client.search(QUERY, 3, collection="code")
+    assert list(client.unavailable) == ["code"]
+    assert pool.metric("trinity_pool_collections_unavailable") == 1
+    assert pool.table.note.startswith("collection code: unavailable: ")
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_required_collection_that_is_bad_is_an_error_of_the_start(
+    damage: Callable[[Path], None], both: tuple[Path, Path]
+) -> None:
+    plan = plan_with(both)
+    damage(both[0])
+    with pytest.raises(CollectionError, match="docs"):
+        InProcessPool(plan)
+
+
+def test_in_a_node_that_was_ready_even_a_required_one_keeps_no_worker_from_serving_the_others(
+    both: tuple[Path, Path], make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_with(both)
+    moved(both[0])
+    pool = pool_of(plan, monkeypatch, node_ready=True)
+    client = attached(make_client(pool.worker.plan))
+    assert len(client.search(QUERY, 3, collection="code").ids) == 3
+    with pytest.raises(Unavailable, match="no collection at"):
+        client.search(QUERY, 3, collection="docs")
+    pool.close()
+
+
+def pool_of(plan: Any, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> InProcessPool:
+    """A pool worker that is told this by its supervisor."""
+
+    def worker(plan: Any, name: str, epoch: int, table: Any, pid: int) -> Worker:
+        return Worker(WorkerSpec(plan, name, epoch, table, pid, **spec))
+
+    monkeypatch.setattr("tests.pool.pools.Worker", lambda made: made)
+    monkeypatch.setattr("tests.pool.pools.WorkerSpec", worker)
+    return InProcessPool(plan).start()
+
+
+def spoil_a_vector(path: Path) -> None:
+    """What no check but the checksum's can see."""
+    codes = np.load(path / "index" / "codes.npy", mmap_mode="r+")
+    codes[3, 0] += 1
+    codes.flush()
+
+
+@pytest.mark.parametrize(("verify", "served"), [("start", False), ("never", True)])
+def test_checksums_are_compared_before_the_start_or_never_as_configured(
+    verify: str, served: bool, both: tuple[Path, Path], make_pool: MakePool
+) -> None:
+    spoil_a_vector(both[1])
+    pool = make_pool(plan_with(both, verify=verify))
+    assert [served.name for served in pool.pool._replacing._catalogue.offer.served] == ["docs", "code"][: 1 + served]
+    if not served:
+        assert "codes.npy is damaged: its checksum" in pool.table.note
+
+
+def test_a_collection_that_is_found_altered_in_the_background_is_taken_out_and_no_query_is_lost(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    spoil_a_vector(both[1])
+    plan = plan_with(both)
+    pool = make_pool(plan)
+    until(lambda: pool.metric("trinity_pool_collections_unavailable") == 1, pool.step)
+    pool.start()
+    client = attached(make_client(plan))
+    until(lambda: list(client.unavailable) == ["code"], lambda: client.poll())
+    with pytest.raises(Unavailable, match=r"codes\.npy is damaged: its checksum is not the one it was built with"):
+        client.search(QUERY, 3, collection="code")
+    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
+
+
+def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue.PoolCatalogue, "_check_next", lambda self: None)
+    plan = plan_with(both)
+    pool = make_pool(plan)
+    with pool.attach() as client:
+        asked = client.submit(QUERY, collection="code", stage="decode", k=3)
+        pool.pool._receive()
+        damaged = pool.pool._replacing._catalogue
+        entry = damaged._entries["code"]
+        old = entry.shard
+        damaged._take_out(entry, "altered", None)
+        monkeypatch.setattr(damaged, "poll", lambda now: [catalogue.Change("code", old, None)])
+        pool.pool._replacing.step(0)
+        monkeypatch.undo()
+        found: list[Any] = []
+
+        def step() -> None:
+            pool.step()
+            found.extend(client.poll())
+
+        until(lambda: bool(found), step)
+    assert [(result.request_id, result.status) for result in found] == [(asked, "ok")]
+
+
+def test_all_checksums_are_compared_in_the_end_and_the_metric_says_how_far_that_is(
+    both: tuple[Path, Path], make_pool: MakePool
+) -> None:
+    pool = make_pool(plan_with(both))
+    until(lambda: pool.metric("trinity_pool_checksums_compared_ratio") == 1.0, pool.step)
+    until(lambda: pool.table.note == "", pool.step)
+
+
+def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_anything_is_served(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_a_vector(both[1])
+    plan = plan_with(both, verify="never")
+    pool = pool_of(plan, monkeypatch, node_ready=True, last_exit=-signal.SIGBUS)
+    assert [one.name for one in pool.pool._replacing._catalogue.offer.unserved] == ["code"]
+    pool.close()
+
+
+def test_a_collection_that_is_put_back_is_served_again(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "LOOK_NS", 0)
+    plan = plan_with(both)
+    shutil.copytree(both[1], both[1].with_name("kept"))
+    truncated(both[1])
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    with pytest.raises(Unavailable):
+        client.search(QUERY, 3, collection="code")
+    shutil.rmtree(both[1])
+    both[1].with_name("kept").rename(both[1])
+    until(lambda: not client.unavailable and bool(client.identities("code")), lambda: client.poll())
+    assert len(client.search(QUERY, 3, collection="code").ids) == 3
+    assert pool.metric("trinity_pool_collections_unavailable") == 0
+
+
+def test_a_pool_without_any_collection_says_why_and_waits(
+    tmp_path: Path, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    moved(tmp_path / "docs")
+    monkeypatch.setattr(catalogue, "LOOK_NS", 0)
+    pool = pool_of(plan, monkeypatch, node_ready=True)
+    client = attached(make_client(plan))
+    with pytest.raises(Unavailable, match="no collection at"):
+        client.search(QUERY, 3, collection="docs")
+    (tmp_path / "elsewhere").rename(tmp_path / "docs")
+    until(lambda: bool(client.identities("docs")), lambda: client.poll())
+    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
+    pool.close()
+
+
+def test_a_query_goes_to_the_replica_that_can_serve_its_collection(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = plan_of(both[0], {"name": "code", "path": str(both[1]), "required": False}, workers=2)
+    make_pool(plan, "pool-0").start()
+    moved(both[1])
+    make_pool(plan, "pool-1").start()
+    client = attached(make_client(plan))
+    assert client.unavailable == {}
+    assert all(len(client.search(QUERY, 3, collection="code").ids) == 3 for _ in range(6))

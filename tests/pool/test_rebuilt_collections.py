@@ -1,0 +1,101 @@
+"""A collection that is rebuilt while it is served: no answer has an id of one build and a text of another."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import Unavailable
+from runtime.retrieval import library
+from tests.pool.conftest import MakePool
+from tests.pool.generations import LATER_NS, ask, build, generation_of, retriever
+from tests.pool.pools import attached, plan_of
+
+
+def test_two_replicas_of_different_builds_give_texts_of_the_build_that_was_searched(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs", workers=2)
+    first = make_pool(plan, "pool-0").start()
+    make_pool(plan, "pool-1").start()
+    with retriever(plan) as asking:
+        attached(asking.client)
+        assert {generation_of(ask(asking).passages) for _ in range(4)} == {1}
+        build(tmp_path / "docs", 2)
+        first.close()
+        make_pool(plan, "pool-0", epoch=2).start()
+        attached(asking.client)
+        seen = Counter(generation_of(ask(asking).passages) for _ in range(20))
+    assert set(seen) == {1, 2}
+
+
+def test_pools_of_a_build_whose_documents_are_gone_are_not_asked_and_the_library_says_why(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    make_pool(plan).start()
+    build(tmp_path / "docs", 2)
+    with retriever(plan) as asking:  # of a worker that was started after the rebuild
+        attached(asking.client)
+        with pytest.raises(Unavailable, match="holds another build than the pools serve: `trinity index reload`"):
+            ask(asking)
+        assert list(asking.library.troubles) == ["docs"]
+
+
+def test_documents_that_come_back_are_used_again(
+    tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_RETRY_NS", 0)
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    make_pool(plan).start()
+    (tmp_path / "docs").rename(tmp_path / "moved")
+    with retriever(plan) as asking:
+        attached(asking.client)
+        with pytest.raises(Unavailable, match="no collection at"):
+            ask(asking)
+        (tmp_path / "moved").rename(tmp_path / "docs")
+        assert generation_of(ask(asking).passages) == 1
+        assert asking.library.troubles == {}
+
+
+def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: MakePool) -> None:
+    build(tmp_path / "docs", 1, shards=2)
+    plan = plan_of(tmp_path / "docs", shards=2, workers=2)
+    first, second = make_pool(plan, "pool-0").start(), make_pool(plan, "pool-1").start()
+    with retriever(plan) as asking:
+        attached(asking.client)
+        assert generation_of(ask(asking).passages) == 1
+        build(tmp_path / "docs", 2, shards=2)
+        first.close()
+        make_pool(plan, "pool-0", epoch=2).start()
+        attached(asking.client)
+        ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)  # waits: no build has both shards
+        assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
+        second.close()
+        make_pool(plan, "pool-1", epoch=2).start()
+        attached(asking.client)
+        assert generation_of(ask(asking).passages) == 2
+
+
+def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_embedder(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    first = make_pool(plan).start()
+    with retriever(plan) as asking:
+        attached(asking.client)
+        ask(asking)
+        build(tmp_path / "docs", 2, dim=24)
+        with first.held():
+            ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)
+        first.close()
+        make_pool(plan, epoch=2).start()
+        attached(asking.client)
+        found = ask(asking)
+        assert generation_of(found.passages) == 2
+        assert asking.library.dims["docs"] == 24
+        assert ticket != found.ticket
