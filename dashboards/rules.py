@@ -96,6 +96,13 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             "{{ $labels.worker }} of {{ $labels.node }} cannot run; the others go on without it",
         ),
         Alert(
+            "TrinityCollectionUnavailable",
+            [Condition("trinity_pool_collections_unavailable or trinity_collections_without_documents", ">", 0)],
+            30 * scale,
+            "page",
+            "{{ $labels.worker }} of {{ $labels.node }} cannot serve a collection",
+        ),
+        Alert(
             "TrinityWorkerRestarts",
             [Condition(f"increase(trinity_worker_restarts_total[{window(900)}])", ">", 3)],
             0,

@@ -77,6 +77,11 @@ CASES: dict[str, Case] = {
         quiet={f"trinity_worker_failed_starts{{{WORKER}}}": constant(2)},
         labels={"node": "n", "worker": "decode-0"},
     ),
+    "TrinityCollectionUnavailable": Case(
+        fires={f"trinity_pool_collections_unavailable{{{WORKER}}}": constant(1)},
+        quiet={f"trinity_pool_collections_unavailable{{{WORKER}}}": constant(0)},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
     "TrinityWorkerRestarts": Case(
         fires={f"trinity_worker_restarts_total{{{WORKER}}}": grows(1)},
         quiet={f"trinity_worker_restarts_total{{{WORKER}}}": grows(0.1)},

@@ -3,17 +3,17 @@
 import tempfile
 from pathlib import Path
 
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control_loop import ControlLoop
 from runtime.node.figures import NodeFigures
 from runtime.node.gpus import Gpus
-from runtime.node.metrics import METRICS, Histogram
+from runtime.node.metrics import METRICS, Histogram, metrics_of
 from tests.node.fake_nvml import Card, FakeNvml
 
 
 def exported_names() -> set[str]:
     names: set[str] = set()
-    for metric in (metric for metrics in METRICS.values() for metric in metrics):
+    for metric in (metric for role in METRICS for metric in metrics_of(role, SloSection())):
         if isinstance(metric, Histogram):
             names |= {f"{metric.exported}_{part}" for part in ("bucket", "sum", "count")}
         else:
