@@ -303,6 +303,8 @@ def kills(home: Path, count: int, seed: int) -> Json:
                 killer.wait(source.uniform(0.5, 1.5) * GAP_S * len(names))
                 if killer.done // 20 > (killer.done - len(names)) // 20:
                     print(f"{killer.done} of {count}: {_counted(known, load.outcomes, killer)}", flush=True)
+                    for example in _examples(known, load.outcomes, killer)[:3]:
+                        print(f"    {example}", flush=True)
             killer.settle()
         seconds = time.monotonic() - begin
         after = [ask(node.info.url, question) for question in asked]

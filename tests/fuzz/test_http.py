@@ -269,6 +269,8 @@ def expect_http(data: bytes, received: bytes) -> None:
             raise AssertionError(f"the answer is not whole: {received!r}")
     event(str(status))
     assert status != 500, received
+    if status >= 400:
+        assert kind.startswith("application/json"), received
     if kind.startswith("application/json") and not head:
         expect_well_formed(status, bytes(content), kind)
 

@@ -58,7 +58,7 @@ def messages(draw: st.DrawFn, good: list[Any]) -> list[bytes]:
 
 
 @fuzzed(0.5)
-@given(said=st.lists(messages(TO_FRONTEND), min_size=1, max_size=20))
+@given(said=st.lists(messages(TO_FRONTEND), min_size=1, max_size=8))
 def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]) -> None:
     async def saying() -> None:
         async with standing() as stand:
@@ -66,7 +66,6 @@ def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]
             hostile = await stand.worker("prefill", "prefill-0")
             for frames in said:
                 await hostile.say_raw(*frames)
-            prefill.me = msgspec.structs.replace(prefill.me)
             for worker in (prefill, decode):
                 await worker.report(77)
                 await worker.settle()
