@@ -36,7 +36,7 @@ from runtime.retrieval.collection import Collection
 from runtime.retrieval.python_docs import python_documents
 
 REST_S = 31.0  # a little over `Backoff`'s healthy_s
-GAP_S = 3.0  # between two kills, on average
+GAP_S = 2.0  # between two kills, on average
 CLIENTS = 5
 _LOOK_S = 0.1
 _PASSAGES = 400
@@ -57,18 +57,18 @@ name = "{home}/tiny"
 context_tokens = 2048
 
 [prefill]
-workers = 3
+workers = 4
 slots = 3
 chunk_tokens = 128
 passage_tokens = 600
 
 [decode]
-workers = 3
+workers = 4
 slots = 6
 probe_tokens = 128
 
 [pool]
-workers = 3
+workers = 4
 
 [[collections]]
 name = "docs"

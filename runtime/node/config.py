@@ -55,9 +55,9 @@ class HttpSection(_Section, frozen=True):
     """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
 
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
-    no other worker, it waits for one for `restart_wait_s`. For as long at most, a frontend that takes a dead one's
-    place leaves connections waiting until it knows a worker of each role. Traces of the last `traces` requests that
-    ended are kept.
+    no other worker, it waits for one for `restart_wait_s`, and so does a new one, unless `restarts` is 0. For as long
+    at most, a frontend that takes a dead one's place leaves connections waiting until it knows a worker of each role.
+    Traces of the last `traces` requests that ended are kept.
 
     A request's head must be there `header_timeout_s` after its first byte (or the connection's begin); a connection is
     closed when it has been without a request for `idle_timeout_s`, or when its client has read nothing of an answer for

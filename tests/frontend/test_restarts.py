@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from runtime.errors import WorkerLost
+import pytest
+
+from runtime.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, Unavailable, WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import PASSAGES, Worker, run
@@ -177,5 +179,50 @@ def test_an_error_of_the_requests_own_starts_nothing_again() -> None:
             request = stand.submit()
             await workers[request.placement.prefill].say(Failed("r1", "context_length_exceeded", "too long"))
             assert (await ending(request)).code == "context_length_exceeded"
+
+    run(test())
+
+
+def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> None:
+    async def test() -> None:
+        async with standing(restarts=3) as stand:
+            decode = await stand.worker("decode", "d0")
+            request, cancelled = stand.submit(), stand.submit("r2")
+            assert (stand.codes, stand.router.in_flight) == ([], 0)
+            stand.link.cancel(cancelled)
+            prefill = await stand.worker("prefill", "p0")
+            stand.link.tick()
+            told = await prefill.hear_prefill()
+            assert (told.request_id, told.decode_worker) == ("r1", "d0")
+            assert stand.link.statistics().restarts == 0
+            await decode.say(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
+            await request.next()
+            assert stand.codes == ["client_closed_request", "stop"]
+
+    run(test())
+
+
+def test_a_new_request_for_which_no_worker_comes_is_told_so_in_time() -> None:
+    async def test() -> None:
+        async with standing(restarts=3, max_in_flight=2) as stand:
+            prefill = await stand.worker("prefill", "p0")
+            waiting, late = stand.submit(), stand.submit("r2", timeout_s=RESTART_WAIT / 2)
+            with pytest.raises(Overloaded, match="no decode worker is ready; try again later; 2 requests"):
+                stand.submit("r3")
+            stand.clock.forward(RESTART_WAIT / 2 + 1)
+            await prefill.report(77)
+            await prefill.settle()
+            stand.link.tick()
+            assert isinstance(await ending(late), DeadlineExceeded | Unavailable)
+            long = stand.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
+            stand.clock.forward(RESTART_WAIT / 2)
+            await prefill.report(77)
+            await prefill.settle()
+            stand.link.tick()
+            error = await ending(waiting)
+            assert (type(error), error.message) == (Unavailable, "no decode worker is ready; try again later")
+            await stand.worker("decode", "d0", limit=20)
+            stand.link.tick()
+            assert isinstance(await ending(long), ContextLengthExceeded)
 
     run(test())

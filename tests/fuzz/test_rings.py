@@ -144,7 +144,7 @@ def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
     forged: bytes,
     arena: bool,
 ) -> None:
-    with attach(server, "hostile", arena=arena) as hostile:
+    with attach(server, "hostile", arena=arena, timeout_ms=60_000.0) as hostile:
         left = iter(writes)
 
         def scribble() -> None:
@@ -187,7 +187,7 @@ def test_any_descriptor_is_a_request_a_refusal_or_an_eviction(
     place: tuple[int, int],
     arena: bool,
 ) -> None:
-    with attach(server, "hostile", arena=arena) as hostile:
+    with attach(server, "hostile", arena=arena, timeout_ms=60_000.0) as hostile:
         ring = hostile._session.requests
         offset = ring.header_offsets[ring.loan()]
         ring.view[offset : offset + 48] = struct.pack("<qqqIBBHIIHHI", request_id, deadline, 0, *fields)
@@ -210,7 +210,7 @@ def test_a_pool_that_writes_anything_into_the_rings_costs_its_client_the_session
     device: list[Callable[[memoryview], None]],
 ) -> None:
     """Every word that the client reads may be a lie: it raises its own errors, and ends what it asked once."""
-    with attach(server, "client", arena=arena) as client:
+    with attach(server, "client", arena=arena, timeout_ms=60_000.0) as client:
         ends: list[int] = []
         left = [*writes, *(device if arena else [])]
 
@@ -360,7 +360,7 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
     changes: list[tuple[tuple[Any, ...], Any]],
     cut: tuple[int, int, bytes] | None,
 ) -> None:
-    with attach(server, "template", doorbell="zeromq", arena=True) as template:
+    with attach(server, "template", doorbell="zeromq", arena=True, timeout_ms=60_000.0) as template:
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(template._session.answer))
         for path, value in changes:
             inner = told

@@ -1,5 +1,7 @@
 """Starting requests, and starting them again when a worker of theirs has died.
 
+A new request waits as others do while a role has no worker that is ready: all of them may have died at once.
+
 A request that has given its consumer nothing yet starts as if for the first time. One that has goes on elsewhere from
 the tokens that were told: they run through a prefill worker as a prompt does (whose cached blocks often know most of
 them), and a decode worker draws the next one. While no worker is ready a request waits for one, for a bounded time.
@@ -44,7 +46,7 @@ class Starts:
     ) -> None:
         self._router, self._requests, self._limits = router, requests, limits
         self._clock, self._send, self._lost, self._end = clock, send, lost, end
-        self._waiting: dict[Request, tuple[int, WorkerLost]] = {}  # until when, and why
+        self._waiting: dict[Request, tuple[int, TrinityError]] = {}  # until when, and why
         self.restarts = 0
 
     def start(self, request: Request, avoid: str = "") -> None:
@@ -66,6 +68,17 @@ class Starts:
                 return
             self._router.finished(placement, prefilled=False)
             self._lost(placement.prefill, "its connection is gone")  # so the next round has one worker less to try
+
+    def wait(self, request: Request, error: Unavailable) -> None:
+        """A new request for which `start` had no workers starts when there are some, or ends with the error.
+
+        Raises the error where no request waits, and Overloaded where too many do.
+        """
+        if not self._limits.times or not self._limits.wait_ns:
+            raise error
+        if len(self._requests) >= self._router.max_in_flight:
+            raise Overloaded(f"{error.message}; {len(self._requests)} requests are in flight or wait, the limit")
+        self._waiting[request] = (min(request.deadline_ns, self._clock() + self._limits.wait_ns), error)
 
     def leave(self, request: Request) -> None:
         """The request is not on its workers any more, nor does it wait for others."""
@@ -98,10 +111,13 @@ class Starts:
             self.start(request, avoid)
         except (Unavailable, Overloaded) as reason:
             if self._clock() >= until_ns:
-                self._end(request, WorkerLost(f"{error.message}, and no other has taken it: {reason.message}"))
+                lost = WorkerLost(f"{error.message}, and no other has taken it: {reason.message}")
+                self._end(request, lost if request.attempts else reason)
         except TrinityError as reason:
             self._end(request, reason)
         else:
             del self._waiting[request]
+            if not request.attempts:
+                return
             self.restarts += 1
             log.info("request %s starts again after %d tokens", request.id, len(request.told.tokens))

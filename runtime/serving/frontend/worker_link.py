@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
-from runtime.errors import DeadlineExceeded, TrinityError, WorkerLost, error_of
+from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
 from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
@@ -149,7 +149,8 @@ class WorkerLink:
         client_id: str = "",
     ) -> Request:
         """Place a request and send it off; `messages` (a chat) or `prompt` is set. Ids must be new ones.
-        `client_id` is the client's own name for it, for its trace.
+        `client_id` is the client's own name for it, for its trace. While a role has no worker the request waits for
+        one, as `restarts` bounds it.
 
         Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
         """
@@ -167,7 +168,10 @@ class WorkerLink:
         )
         request = Request(message, Placement("", "", ""))
         try:
-            self._starts.start(request)
+            try:
+                self._starts.start(request)
+            except Unavailable as error:
+                self._starts.wait(request, error)
         except TrinityError as error:
             if self._on_refused is not None:
                 self._on_refused(error)
