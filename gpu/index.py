@@ -38,6 +38,7 @@ class GraphIndex:
         degree: int = 32,
         dtype: rows.Dtype = "float32",
         ids: npt.ArrayLike | None = None,
+        neighbor_codes: bool = False,
         seed: int = 0,
         threads: int = 1,
         device: BuildDevice = "cpu",
@@ -46,26 +47,36 @@ class GraphIndex:
         """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
         degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
-        the last candidates with them. ids: int64 [N], what searches return instead of row numbers. seed: of the random
-        choices; on the CPU the same input and seed give the same index. threads: for the build. device: "cuda" has cuVS
-        build the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
+        the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
+        RaBitQ codes of every node's neighbours beside the graph (`gpu.neighbor_codes`; not with int8): searches on a
+        CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices; on the CPU the
+        same input and seed give the same index. threads: for the build. device: "cuda" has cuVS build the graph (extra
+        [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         if not 2 <= degree <= storage.MAX_DEGREE:
             raise InvalidParams(f"degree is {degree}, outside 2..{storage.MAX_DEGREE}")
         if device not in get_args(BuildDevice):
             raise InvalidParams(f"device {device!r} is none of {', '.join(get_args(BuildDevice))}")
+        if neighbor_codes and dtype == "int8":
+            raise InvalidParams("neighbor_codes want the exact distances of dtype float32 or float16, not int8's")
         _check_threads(threads)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
-        from gpu.build.graph import build_graph, neighbor_pairs  # compiled code, which opening an index does without
+        # Compiled code, which opening an index does without.
+        from gpu.build.graph import build_graph, neighbor_pairs
+        from gpu.build.neighbor_codes import make_codes
 
         graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
         report("encoding", 0.0)
-        encoded = rows.encode(checked, metric, dtype, neighbor_pairs(graph, seed), seed)
+        encoded = rows.encode(checked, metric, dtype, None if neighbor_codes else neighbor_pairs(graph, seed), seed)
+        codes = None
+        if neighbor_codes:
+            scaled = checked * np.float32(encoded.scale)
+            codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads)
         report("encoding", 1.0)
-        return cls(IndexData(encoded, graph, seeds, own_ids))
+        return cls(IndexData(encoded, graph, seeds, own_ids, codes))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the index to a directory, which appears whole or not at all; an index that is there is replaced."""
@@ -139,9 +150,10 @@ class GraphIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of vectors, graph and ids."""
+        """Bytes of vectors, graph, ids and codes of neighbours."""
         ids = 0 if self.data.ids is None else self.data.ids.nbytes
-        return self.data.rows.nbytes + self.data.graph.nbytes + ids
+        codes = 0 if self.data.codes is None else self.data.codes.nbytes
+        return self.data.rows.nbytes + self.data.graph.nbytes + ids + codes
 
     def __repr__(self) -> str:
         return f"GraphIndex({self.size} x {self.dim} {self.dtype}, {self.metric}, degree {self.degree})"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import bits_float, float_bits, move
+from gpu.cpu.simd import bits_float, float_bits, load_u64, move, store_u64
 
 
 @compiled
@@ -37,17 +37,23 @@ def node_of(key: int) -> Any:
 
 @compiled
 def insert(keys, slot, filled, top_m, key):  # type: ignore[no-untyped-def]
-    """Put a key into a sorted top_m. Returns its position, or -1 if it is too far or there already."""
-    if filled == top_m and key >= keys[slot, top_m - 1]:
+    """Put a key into a slot's sorted top_m. Returns its position, or -1 if it is too far or there already."""
+    return insert_at(np.uint64(keys.ctypes.data + slot * keys.strides[0]), filled, top_m, key)
+
+
+@compiled
+def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
+    """`insert` into the top_m at an address."""
+    if filled == top_m and key >= load_u64(keys + np.uint64(8 * (top_m - 1))):
         return -1
     position, length = 0, filled
     while length > 0:
         half = (length + 1) >> 1
-        position += half if keys[slot, position + half - 1] < key else 0
+        position += half if load_u64(keys + np.uint64(8 * (position + half - 1))) < key else 0
         length -= half
-    if position < filled and keys[slot, position] >> np.uint64(1) == key >> np.uint64(1):
+    here = keys + np.uint64(8 * position)
+    if position < filled and load_u64(here) >> np.uint64(1) == key >> np.uint64(1):
         return -1
-    address = keys.ctypes.data + slot * keys.strides[0] + position * 8
-    move(np.uint64(address + 8), np.uint64(address), (min(filled, top_m - 1) - position) * 8)
-    keys[slot, position] = key
+    move(here + np.uint64(8), here, (min(filled, top_m - 1) - position) * 8)
+    store_u64(here, key)
     return position

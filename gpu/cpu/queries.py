@@ -1,9 +1,11 @@
 """Queries made ready for the stages: checked, normalised under cosine, and laid out as the rows need them.
 
-0    float32  constant, margin, step and bias of the sketch, step of the int8 codes
+0    float32  constant, margin, step and bias of the sketch, step of the int8 codes, step and offset of the table
 64   int16    two lanes for each byte of a sketch, in blocks of 32: lower halves, upper halves
 …    int16    one lane for each byte of a row of int8 codes
 …    float32  the query, zero-padded to 16 lanes
+…    uint8    the table that codes of neighbours are looked up in (see `scan.write_table`), from a cache line on
+…    float32  the rotated query
 """
 
 from typing import Any
@@ -13,6 +15,8 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
+from gpu.cpu.rotation import rotate
+from gpu.cpu.scan import write_table
 from gpu.cpu.simd import dot_f16, dot_f32, pointer
 from gpu.cpu.tables import (
     CENTRE,
@@ -22,15 +26,18 @@ from gpu.cpu.tables import (
     FORM_FIELDS,
     NORMALISED,
     PROJECTION,
+    ROTATED_LANES,
     SCALE,
+    SIGNS,
     SKETCH_LANES,
     SLACK,
     SQUARED,
 )
 from gpu.errors import InvalidVector
+from gpu.neighbor_codes import ROUNDS, NeighborCodes
 from gpu.rows import Rows, padded
 
-SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP = 0, 4, 8, 12, 16
+SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
 QUERY_SKETCH = 64
 LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 
@@ -38,7 +45,7 @@ LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 class Form:
     """How the queries of an index are prepared: a line of the table of forms, and what it points to."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, codes: NeighborCodes | None = None) -> None:
         sketch = rows.sketch
         self.dim = rows.dim
         self._centre = np.zeros(padded(rows.dim), np.float32)
@@ -54,6 +61,9 @@ class Form:
         self.line[COMPONENTS] = len(self._projection)
         self.line[SKETCH_LANES] = (code_offset(rows) - QUERY_SKETCH) // 2
         self.line[CODE_LANES] = rows.lanes if rows.dtype == "int8" else 0
+        self._signs = None if codes is None else np.ascontiguousarray(codes.signs)
+        if self._signs is not None:
+            self.line[SIGNS], self.line[ROTATED_LANES] = self._signs.ctypes.data, self._signs.shape[1]
 
 
 def code_offset(rows: Rows) -> int:
@@ -66,9 +76,14 @@ def full_offset(rows: Rows) -> int:
     return code_offset(rows) + (2 * rows.lanes if rows.dtype == "int8" else 0)
 
 
-def prepared_bytes(rows: Rows) -> int:
-    """Bytes of a prepared query, a multiple of 64."""
+def table_offset(rows: Rows) -> int:
+    """Where the table for codes of neighbours begins in a prepared query."""
     return -(-(full_offset(rows) + 4 * padded(rows.dim)) // 64) * 64
+
+
+def prepared_bytes(rows: Rows, codes: NeighborCodes | None = None) -> int:
+    """Bytes of a prepared query, a multiple of 64."""
+    return table_offset(rows) + (0 if codes is None else 8 * codes.dims)
 
 
 def checked(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
@@ -127,6 +142,8 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
+    if form[ROTATED_LANES] > 0:
+        write_rotated(full, form, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
     if form[SKETCH_LANES] == 0 and form[CODE_LANES] == 0:
         return True
     centre = carray(pointer(form[CENTRE]), lanes, np.float32)
@@ -162,6 +179,18 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
         header[3] = np.float32(7.5) * np.float32(total)
         shifted[0] = 0  # numba frees an array after its last mention, and its address was in use until here
     return True
+
+
+@compiled
+def write_rotated(full: Any, form: Any, record: Any, header: Any) -> None:
+    """Rotate a query, float32 [lanes], and write the table of it; `record` begins with the table."""
+    dims, used = form[ROTATED_LANES], min(form[ROTATED_LANES], len(full))
+    rotated = record[4 * dims : 8 * dims].view(np.float32)
+    rotated[:used] = full[:used]
+    rotated[used:] = 0
+    address = np.uint64(rotated.ctypes.data)
+    rotate(ROUNDS, dims, np.uint64(form[SIGNS]), address)
+    header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))
 
 
 @compiled

@@ -7,6 +7,7 @@ from gpu.cpu.distances import row_distance
 from gpu.cpu.keys import distance_of, key_of, node_of
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import (
+    BLOCKS,
     COLLECTION,
     F32_DOT,
     F32_L2,
@@ -20,6 +21,7 @@ from gpu.cpu.tables import (
     OFFSET,
     QUERY,
     QUERY_FULL,
+    SCORED,
     K,
 )
 
@@ -86,8 +88,11 @@ def rescore_limit(k):  # type: ignore[no-untyped-def]
 def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
     """Write a finished slot's k nearest nodes and their distances in the metric; -1 and +inf where there are fewer."""
     filled, collection = batch.slots[slot, FILLED], batch.slots[slot, COLLECTION]
+    keys = batch.keys
+    if batch.collections[collection, BLOCKS] != 0:
+        filled, keys = batch.slots[slot, SCORED], batch.exact
     factor = np.int64(batch.collections[collection, FACTOR]).view(np.float64)
     offset = np.int64(batch.collections[collection, OFFSET]).view(np.float64)
     for i in range(batch.slots[slot, K]):
-        nodes[i] = np.int64(node_of(batch.keys[slot, i])) if i < filled else -1
-        found[i] = np.float64(distance_of(batch.keys[slot, i])) * factor + offset if i < filled else np.inf
+        nodes[i] = np.int64(node_of(keys[slot, i])) if i < filled else -1
+        found[i] = np.float64(distance_of(keys[slot, i])) * factor + offset if i < filled else np.inf

@@ -48,7 +48,7 @@ def advance(handle, count):  # type: ignore[no-untyped-def]
     done = 0
     for part in range(parts):
         begin, end = count * part // parts, count * (part + 1) // parts
-        done += extend(batch, active[begin:end], finished[done:])
+        done += extend(handle, active[begin:end], finished[done:])
     for i in range(done):
         write_result(batch, finished[i], batch.nodes[finished[i]], batch.found[finished[i]])
     kept = following = 0

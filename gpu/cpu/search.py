@@ -13,7 +13,7 @@ from gpu.cpu.results import write_result
 from gpu.cpu.running import INTERLEAVED, reset_slot
 from gpu.cpu.stages import extend
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import QUERY, START
+from gpu.cpu.tables import QUERY, START, batch_at
 from gpu.errors import InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -23,11 +23,13 @@ _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
-def run_queries(batch, line, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
-    """Answer prepared queries, uint8 [q, …], with the slots of `batch`; `line` holds the parameters they share.
+def run_queries(handle, line, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+    """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
 
+    line: the parameters they share.
     starts: the node where each query begins, or -1 for the seeds.
     """
+    batch = batch_at(handle)
     slots = batch.slots
     count, width = len(prepared), len(slots)
     active = batch.active
@@ -42,7 +44,7 @@ def run_queries(batch, line, prepared, starts, nodes, found):  # type: ignore[no
         slots[slot, START] = starts[slot]
         reset_slot(batch, slot)
     while running > 0:
-        done = extend(batch, active[:running], batch.finished)
+        done = extend(handle, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
             write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
@@ -102,8 +104,8 @@ class _Worker:
     def __init__(self, data: IndexData, params: SearchParams, block: int) -> None:
         self._state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
         self._line = self._state.line(0, params)
-        self._form = Form(data.rows)
-        self._prepared = aligned_empty((block, prepared_bytes(data.rows)), np.uint8)
+        self._form = Form(data.rows, data.codes)
+        self._prepared = aligned_empty((block, prepared_bytes(data.rows, data.codes)), np.uint8)
 
     def run(
         self,
@@ -115,4 +117,4 @@ class _Worker:
     ) -> None:
         prepared = self._prepared[: len(queries)]
         prepare(queries, self._form, prepared, first)
-        run_queries(self._state.batch, self._line, prepared, starts, nodes, found)
+        run_queries(self._state.handle, self._line, prepared, starts, nodes, found)

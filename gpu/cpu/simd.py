@@ -228,6 +228,37 @@ def load_f32(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load_u32(typing_context: Any, address: Any) -> Any:
+    """The uint32 at an address, aligned or not."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _i32), align=1)
+
+    return types.uint32(types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_u64(typing_context: Any, address: Any) -> Any:
+    """The uint64 at an address, aligned or not."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _i64), align=1)
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
+    """Write a uint64 to an address, aligned or not."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], _i64), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def float_bits(typing_context: Any, value: Any) -> Any:
     """The bit pattern of a float32, as uint32."""
 

@@ -14,11 +14,13 @@ import numpy as np
 
 from gpu.compiled import compiled
 from gpu.cpu.distances import row_distance
+from gpu.cpu.estimated import extend_estimated
 from gpu.cpu.keys import distance_of, insert, key_of, node_of
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.results import rescore
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
 from gpu.cpu.tables import (
+    BLOCKS,
     COLLECTION,
     CURSOR,
     DEGREE,
@@ -45,6 +47,7 @@ from gpu.cpu.tables import (
     UNCHANGED,
     VISITED_BITS,
     WIDTH,
+    batch_at,
 )
 
 EMPTY = np.uint32(0xFFFFFFFF)
@@ -218,8 +221,30 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend(batch, active, finished):  # type: ignore[no-untyped-def]
-    """One extend of every slot in `active` (int32). Writes those that are done to `finished`; returns how many."""
+def extend(handle, active, finished):  # type: ignore[no-untyped-def]
+    """One extend of every slot in `active` (int32) of the batch that `handle` describes.
+
+    Writes those that are done to `finished`; returns how many.
+    """
+    batch = batch_at(handle)
+    collections, slots = batch.collections, batch.slots
+    done = begin = 0
+    while begin < len(active):  # slots one behind the other whose indexes have codes of neighbours, or have none
+        coded = collections[slots[active[begin], COLLECTION], BLOCKS] != 0
+        end = begin + 1
+        while end < len(active) and (collections[slots[active[end], COLLECTION], BLOCKS] != 0) == coded:
+            end += 1
+        if coded:
+            done += extend_estimated(handle, active[begin:end], finished[done:])
+        else:
+            done += extend_scored(batch, active[begin:end], finished[done:])
+        begin = end
+    return done
+
+
+@compiled
+def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
+    """`extend` of slots whose candidates are all scored."""
     select_parents(batch, active)
     expand_neighbors(batch, active)
     mark_visited(batch, active)

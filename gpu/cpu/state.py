@@ -5,10 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes
+from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes, table_offset
 from gpu.cpu.tables import (
+    BLOCK_BYTES,
+    BLOCKS,
     COLLECTION_FIELDS,
     DEGREE,
+    ENTRY,
     F16_DOT,
     F16_L2,
     F32_DOT,
@@ -27,6 +30,8 @@ from gpu.cpu.tables import (
     QUERY,
     QUERY_FULL,
     QUERY_ROW,
+    QUERY_TABLE,
+    ROTATED,
     ROW_BYTES,
     ROWS,
     SEED_COUNT,
@@ -51,6 +56,7 @@ _KINDS = {
     ("int8", "dot"): I8_DOT,
 }
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
+_PARENTS_A_NODE = 4  # room for parents, for each entry of top_m
 
 
 def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.int64]:
@@ -75,6 +81,10 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
         line[SIZE] = len(data.graph)
         line[FACTOR : OFFSET + 1] = np.array(metric_form(rows), np.float64).view(np.int64)
         line[SEEDS], line[SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
+        if data.codes is not None:
+            line[BLOCKS], line[BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
+            line[ENTRY], line[ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
+            line[QUERY_TABLE] = table_offset(rows)
     return table
 
 
@@ -87,8 +97,8 @@ class BatchState:
     """The arrays of `slots` slots over some indexes, for queries of at most `max_top_m` and `max_width`.
 
     Bytes a slot: 8·max_top_m for top_m, 4·2^visited_bits for the visited table (at most 128 KiB), at most 6 a dimension
-    and 320 more for the query, 8 a task (max_width·degree or the seeds), 8·max_width for parents, 12·max_k for results,
-    and about 130 more.
+    and 320 more for the query (with codes of neighbours 8 a dimension more), 8 a task (max_width·degree or the seeds),
+    8·max_width for parents, 20·max_k for results, and about 150 more.
     """
 
     def __init__(
@@ -100,12 +110,12 @@ class BatchState:
         max_k: int | None = None,
     ) -> None:
         loaded = [data for data in collections if data is not None]
-        forms = [None if data is None else Form(data.rows) for data in collections]
+        forms = [None if data is None else Form(data.rows, data.codes) for data in collections]
         self._keep_alive = (tuple(collections), forms)
         degree = max((data.graph.shape[1] for data in loaded), default=1)
         scored = max((max_width * degree, *(len(data.seeds) for data in loaded)))
         tasks = scored + 1  # a task that is dropped is written first
-        width = max((prepared_bytes(data.rows) for data in loaded), default=64)
+        width = max((prepared_bytes(data.rows, data.codes) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
         lines = [np.zeros(FORM_FIELDS, np.int64) if form is None else form.line for form in forms]
         self.batch = Batch(
@@ -122,6 +132,7 @@ class BatchState:
             finished=np.zeros(slots, np.int32),
             nodes=np.zeros(results, np.int64),
             found=np.zeros(results, np.float32),
+            exact=np.zeros(results, np.uint64),
         )
         self.batch.slots[:, QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
         self.handle = handle_of(self.batch)
@@ -133,7 +144,7 @@ class BatchState:
         """
         ours, theirs = self.batch, other.batch
         arrays = ((ours.queries, theirs.queries), (ours.visited, theirs.visited), (ours.keys, theirs.keys))
-        results = ((ours.nodes, theirs.nodes), (ours.found, theirs.found))
+        results = ((ours.nodes, theirs.nodes), (ours.found, theirs.found), (ours.exact, theirs.exact))
         for slot in slots:
             for mine, its in (*arrays, *results):
                 columns = min(mine.shape[1], its.shape[1])  # what the index of a slot needs is in both
@@ -150,6 +161,8 @@ class BatchState:
 
     def line(self, collection: int, params: SearchParams) -> npt.NDArray[np.int64]:
         """The columns before QUERY of a slot whose query asks this."""
-        bits = visited_bits(params.top_m, int(self.batch.collections[collection, DEGREE]))
+        coded = self.batch.collections[collection, BLOCKS] != 0  # only parents are marked then, not all candidates
+        each = _PARENTS_A_NODE if coded else int(self.batch.collections[collection, DEGREE])
+        bits = visited_bits(params.top_m, each)
         wanted = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
         return np.array(wanted, np.int64)

@@ -13,8 +13,8 @@ from gpu.compiled import compiled
 from gpu.cpu.simd import pointer
 
 # Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
-# QUERY_ROW and QUERY_FULL offsets into a prepared query, FACTOR and OFFSET the bits of float64 that turn a raw distance
-# into the metric's, the rest elements. SKETCHES and FULL may be 0, for none.
+# QUERY_ROW, QUERY_FULL and QUERY_TABLE offsets into a prepared query, FACTOR and OFFSET the bits of float64 that turn a
+# raw distance into the metric's, the rest elements. SKETCHES, FULL and BLOCKS (with what follows) may be 0, for none.
 (
     ROWS,
     ROW_BYTES,
@@ -34,16 +34,36 @@ from gpu.cpu.simd import pointer
     SEED_COUNT,
     FACTOR,
     OFFSET,
-) = range(18)
-COLLECTION_FIELDS = 18
+    BLOCKS,
+    BLOCK_BYTES,
+    ENTRY,
+    ROTATED,
+    QUERY_TABLE,
+) = range(23)
+COLLECTION_FIELDS = 23
 
 # Columns of the table of forms, int64 [collections, FORM_FIELDS]: how the queries of a collection are prepared.
-# SCALE and SLACK are the bits of float64, CENTRE and PROJECTION addresses of float32 and float16.
-(DIM, NORMALISED, SQUARED, SCALE, SLACK, CENTRE, PROJECTION, COMPONENTS, SKETCH_LANES, CODE_LANES) = range(10)
-FORM_FIELDS = 10
+# SCALE and SLACK are the bits of float64, CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32.
+# ROTATED_LANES is 0 where there are no codes of neighbours.
+(
+    DIM,
+    NORMALISED,
+    SQUARED,
+    SCALE,
+    SLACK,
+    CENTRE,
+    PROJECTION,
+    COMPONENTS,
+    SKETCH_LANES,
+    CODE_LANES,
+    SIGNS,
+    ROTATED_LANES,
+) = range(12)
+FORM_FIELDS = 12
 
 # Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
-# START the node where the search begins, or -1 for the seeds.
+# START the node where the search begins, or -1 for the seeds. SCORED counts the entries of `exact`; DISTINCT is set
+# once no node may enter top_m twice.
 (
     COLLECTION,
     K,
@@ -60,8 +80,10 @@ FORM_FIELDS = 10
     PARENTS,
     TASK_BEGIN,
     TASK_END,
-) = range(15)
-SLOT_FIELDS = 15
+    SCORED,
+    DISTINCT,
+) = range(17)
+SLOT_FIELDS = 17
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
@@ -83,6 +105,7 @@ class Batch(NamedTuple):
     finished: npt.NDArray[np.int32]  # [slots]
     nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
     found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
+    exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the nearest that were expanded, where top_m holds estimates
 
 
 def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
@@ -107,4 +130,5 @@ def batch_at(handle: Any) -> Any:
         carray(pointer(handle[10, 0]), handle[10, 1], np.int32),
         carray(pointer(handle[11, 0]), (handle[11, 1], handle[11, 2]), np.int64),
         carray(pointer(handle[12, 0]), (handle[12, 1], handle[12, 2]), np.float32),
+        carray(pointer(handle[13, 0]), (handle[13, 1], handle[13, 2]), np.uint64),
     )

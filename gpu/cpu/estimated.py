@@ -1,0 +1,256 @@
+"""An extend where the index has codes of neighbours: candidates are estimated, parents are scored.
+
+    select_parents → for each slot: compute_distances (the parents') → estimate_neighbors → merge_top_m
+
+top_m holds estimates. A node can be in it several times, once for each parent that led to it: the nearest estimate is
+expanded, the others are passed over then. `visited` has the nodes that were expanded, `exact` the nearest of these with
+their distances: the results. See `gpu.neighbor_codes` for the rule and its source.
+"""
+
+import numpy as np
+
+from gpu.compiled import compiled
+from gpu.cpu.distances import row_distance
+from gpu.cpu.keys import distance_of, insert, insert_at, key_of, node_of
+from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
+from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
+from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
+from gpu.cpu.tables import (
+    BLOCK_BYTES,
+    BLOCKS,
+    CENTRE,
+    COLLECTION,
+    CURSOR,
+    DEGREE,
+    DIM,
+    DISTINCT,
+    ENTRY,
+    EXTENDS,
+    FILLED,
+    GRAPH,
+    KIND,
+    LANES,
+    PARENTS,
+    PATIENCE,
+    QUERY,
+    QUERY_FULL,
+    QUERY_ROW,
+    QUERY_TABLE,
+    ROTATED,
+    ROW_BYTES,
+    ROWS,
+    SCORED,
+    SEED_COUNT,
+    SEEDS,
+    SIZE,
+    START,
+    TOP_M,
+    UNCHANGED,
+    VISITED_BITS,
+    WIDTH,
+    K,
+    batch_at,
+)
+
+GROUP = 32
+_EMPTY = np.uint32(0xFFFFFFFF)
+_HASH = np.uint32(2654435761)
+_INFINITY = np.float32(np.inf)
+
+
+@compiled
+def set_of(visited, bits, node):  # type: ignore[no-untyped-def]
+    """The address of the set of 2^bits entries at address `visited` that a node belongs to."""
+    place = np.int64(np.uint32(np.uint32(node) * _HASH) >> np.uint32(32 - bits)) & ~np.int64(WAYS - 1)
+    return np.uint64(visited + place * 4)
+
+
+@compiled
+def select_parents(handle, active):  # type: ignore[no-untyped-def]
+    """Take the `search_width` nearest nodes of each top_m that have not been parents, and ask memory for them."""
+    batch = batch_at(handle)
+    collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
+    for slot in active:
+        collection = slots[slot, COLLECTION]
+        visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
+        position, count = slots[slot, CURSOR], 0
+        while position < slots[slot, FILLED] and count < slots[slot, WIDTH]:
+            if not keys[slot, position] & np.uint64(1):
+                node = np.int64(node_of(keys[slot, position]))
+                keys[slot, position] |= np.uint64(1)
+                if slots[slot, DISTINCT] or not visit(
+                    set_of(visited, slots[slot, VISITED_BITS], node), np.uint32(node)
+                ):
+                    parents[slot, count] = node
+                    count += 1
+                    fetch(collections[collection, ROWS], collections[collection, ROW_BYTES], node)
+                    fetch(collections[collection, BLOCKS], collections[collection, BLOCK_BYTES], node)
+                    fetch(collections[collection, GRAPH], collections[collection, DEGREE] * 4, node)
+            position += 1
+        slots[slot, CURSOR] = position
+        slots[slot, PARENTS] = count
+
+
+@compiled
+def fetch(start, size, row):  # type: ignore[no-untyped-def]
+    """Prefetch a row of a table."""
+    first = start + row * size
+    for offset in range(0, size, 64):
+        prefetch(np.uint64(first + offset))
+
+
+@compiled
+def extend_estimated(handle, active, finished):  # type: ignore[no-untyped-def]
+    """One extend of every slot in `active`. Writes those that are done to `finished`; returns how many."""
+    batch = batch_at(handle)
+    slots = batch.slots
+    select_parents(handle, active)
+    done = 0
+    for slot in active:
+        if slots[slot, FILLED] == 0:
+            changed = enter(handle, slot)
+        else:
+            changed = False
+            for p in range(slots[slot, PARENTS]):
+                if expand(handle, slot, batch.parents[slot, p]):
+                    changed = True
+        slots[slot, EXTENDS] += 1
+        slots[slot, UNCHANGED] = 0 if changed else slots[slot, UNCHANGED] + 1
+        patience = slots[slot, PATIENCE]
+        if next_parent(handle, slot) and not (patience > 0 and slots[slot, UNCHANGED] >= patience):
+            continue
+        if complete(handle, slot):
+            finished[done] = slot
+            done += 1
+    return done
+
+
+@compiled
+def next_parent(handle, slot):  # type: ignore[no-untyped-def]
+    """Move the cursor to the nearest entry of top_m that may be a parent. Whether there is one."""
+    batch = batch_at(handle)
+    slots, keys = batch.slots, batch.keys
+    visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
+    cursor = slots[slot, CURSOR]
+    while cursor < slots[slot, FILLED]:
+        key = keys[slot, cursor]
+        if not key & np.uint64(1):
+            node = np.uint32(node_of(key))
+            if not was_visited(set_of(visited, slots[slot, VISITED_BITS], node), node) or slots[slot, DISTINCT]:
+                break
+            keys[slot, cursor] = key | np.uint64(1)
+        cursor += 1
+    slots[slot, CURSOR] = cursor
+    return cursor < slots[slot, FILLED]
+
+
+@compiled
+def enter(handle, slot):  # type: ignore[no-untyped-def]
+    """The first extend: the seeds are neighbours of the centre, unless the search begins at a node."""
+    batch = batch_at(handle)
+    collections, slots = batch.collections, batch.slots
+    collection = slots[slot, COLLECTION]
+    if slots[slot, START] >= 0:
+        batch.keys[slot, 0] = key_of(np.float32(0), slots[slot, START])
+        slots[slot, FILLED] = 1
+        return True
+    full = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
+    form = batch.forms[collection]
+    lanes = padded_lanes(form[DIM])
+    l2 = (collections[collection, KIND] & 1) == 0
+    centre = np.uint64(form[CENTRE])
+    base = l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
+    seeds, count = collections[collection, SEEDS], collections[collection, SEED_COUNT]
+    return merge_neighbors(handle, slot, base, collections[collection, ENTRY], seeds, count)
+
+
+@compiled
+def expand(handle, slot, node):  # type: ignore[no-untyped-def]
+    """Score a parent, and estimate its neighbours from there. Whether top_m has changed."""
+    batch = batch_at(handle)
+    collections, slots = batch.collections, batch.slots
+    collection = slots[slot, COLLECTION]
+    base = score(handle, slot, node)
+    block = collections[collection, BLOCKS] + node * collections[collection, BLOCK_BYTES]
+    degree = collections[collection, DEGREE]
+    return merge_neighbors(handle, slot, base, block, collections[collection, GRAPH] + node * degree * 4, degree)
+
+
+@compiled
+def score(handle, slot, node):  # type: ignore[no-untyped-def]
+    """A node's distance, which enters `exact` if it is among the k nearest."""
+    batch = batch_at(handle)
+    collections, slots = batch.collections, batch.slots
+    collection = slots[slot, COLLECTION]
+    row = np.uint64(collections[collection, ROWS] + node * collections[collection, ROW_BYTES])
+    query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_ROW])
+    distance = row_distance(collections[collection, KIND], row, query, collections[collection, LANES], np.float32(1))
+    scored, k = slots[slot, SCORED], slots[slot, K]
+    if insert(batch.exact, slot, scored, k, key_of(distance, node)) >= 0:
+        slots[slot, SCORED] = min(scored + 1, k)
+    return distance
+
+
+@compiled
+def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignore[no-untyped-def]
+    """Estimate `count` neighbours, uint32 at an address, from their block; those near enough enter top_m."""
+    batch = batch_at(handle)
+    collections, slots, distances = batch.collections, batch.slots, batch.distances
+    collection, query = slots[slot, COLLECTION], slots[slot, QUERY]
+    dims, size, distinct = collections[collection, ROTATED], collections[collection, SIZE], slots[slot, DISTINCT]
+    filled, top_m, cursor = slots[slot, FILLED], slots[slot, TOP_M], slots[slot, CURSOR]
+    table = np.uint64(query + collections[collection, QUERY_TABLE])
+    step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
+    keys = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0])
+    visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
+    bits = slots[slot, VISITED_BITS]
+    estimates = np.uint64(distances.ctypes.data)
+    changed = False
+    for begin in range(0, count, GROUP):
+        estimate(np.uint64(block), table, dims, base, step, offset, estimates)
+        limit = distance_of(load_u64(keys + np.uint64(8 * (top_m - 1)))) if filled == top_m else _INFINITY
+        near = below(estimates, limit)
+        while near != 0:
+            lane = lowest_bit(near)
+            near &= near - 1
+            node = load_u32(np.uint64(neighbors + 4 * (begin + lane)))
+            entry = set_of(visited, bits, node)
+            if node >= size or was_visited(entry, node):  # a damaged graph must not lead outside of the rows
+                continue
+            if distinct:
+                visit(entry, node)
+            position = insert_at(keys, filled, top_m, key_of(distances[lane], node))
+            if position >= 0:
+                changed = True
+                filled = min(filled + 1, top_m)
+                cursor = min(cursor, position)
+        block += 4 * dims + 8 * GROUP
+    slots[slot, FILLED], slots[slot, CURSOR] = filled, cursor
+    return changed
+
+
+@compiled
+def complete(handle, slot):  # type: ignore[no-untyped-def]
+    """A slot has no parent left, or no patience. Whether its search is over.
+
+    Where fewer than k nodes were expanded, others are scored for the results. If top_m does not hold enough of them,
+    because the same few nodes fill it, the search begins anew and takes each node in once.
+    """
+    batch = batch_at(handle)
+    slots, keys = batch.slots, batch.keys
+    wanted = min(slots[slot, K], batch.collections[slots[slot, COLLECTION], SIZE])
+    position = 0
+    while slots[slot, SCORED] < wanted and position < slots[slot, FILLED]:
+        if not keys[slot, position] & np.uint64(1):
+            score(handle, slot, np.int64(node_of(keys[slot, position])))
+        position += 1
+    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT]:
+        return True
+    slots[slot, DISTINCT] = 1
+    slots[slot, FILLED] = slots[slot, CURSOR] = slots[slot, UNCHANGED] = slots[slot, PARENTS] = 0
+    bits = 0
+    while 2 << bits <= batch.visited.shape[1]:
+        bits += 1
+    slots[slot, VISITED_BITS] = bits
+    batch.visited[slot, : 1 << bits] = _EMPTY
+    return False

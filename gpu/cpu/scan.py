@@ -1,0 +1,301 @@
+"""Estimates of 32 neighbours at a time from their RaBitQ codes (`gpu.neighbor_codes`), written as LLVM IR.
+
+A query's table has, for each group of four dimensions, the sixteen sums ±q₀±q₁±q₂±q₃ as bytes; a code's four bits look
+one up. Processors look up 16, 32 or 64 bytes in an instruction; where LLVM is told of none, bytes are taken one by one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from gpu.compiled import compiled
+from gpu.cpu.simd import WAYS
+
+_i1, _i8, _i16, _i32, _i64, _f32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
+_GROUP = 32
+_LINE = 64  # bytes: four groups of four dimensions
+_bytes, _words = ir.VectorType(_i8, _LINE), ir.VectorType(_i16, _LINE // 2)
+_floats = ir.VectorType(_f32, 16)
+_FAST = ("contract",)
+_LINES_A_SUM = 64  # of 256 groups: as many bytes of up to 255 as 16 bits can sum
+
+
+def _vector(element: Any, count: int) -> Any:
+    return ir.VectorType(element, count)
+
+
+def _at(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, ir.PointerType(pointee))
+
+
+def _offset(builder: Any, address: Any, count: int) -> Any:
+    return builder.add(address, ir.Constant(_i64, count))
+
+
+def _same(vector: Any, value: int) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def _shuffled(builder: Any, left: Any, right: Any, lanes: Any) -> Any:
+    lanes = list(lanes)
+    return builder.shuffle_vector(left, right, ir.Constant(_vector(_i32, len(lanes)), lanes))
+
+
+def _everywhere(builder: Any, value: Any, count: int) -> Any:
+    single = builder.insert_element(ir.Constant(_vector(value.type, count), ir.Undefined), value, ir.Constant(_i32, 0))
+    return _shuffled(builder, single, single, [0] * count)
+
+
+def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
+    """64 look-ups by an instruction that does `width` of them."""
+    part = _vector(_i8, width)
+
+    def look_up(builder: Any, table: Any, places: Any) -> Any:
+        function = builder.module.declare_intrinsic(name, (), ir.FunctionType(part, [part, part]))
+        parts = []
+        for begin in range(0, _LINE, width):
+            lanes = range(begin, begin + width)
+            both = [_shuffled(builder, vector, vector, lanes) for vector in (table, places)]
+            parts.append(builder.call(function, both))
+        while len(parts) > 1:
+            count = 2 * parts[0].type.count
+            parts = [_shuffled(builder, a, b, range(count)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    return look_up
+
+
+def _look_up_each(builder: Any, table: Any, places: Any) -> Any:
+    found = ir.Constant(_bytes, ir.Undefined)
+    for lane in range(_LINE):
+        here = ir.Constant(_i32, lane)
+        place = builder.add(builder.zext(builder.extract_element(places, here), _i32), ir.Constant(_i32, lane & ~15))
+        found = builder.insert_element(found, builder.extract_element(table, place), here)
+    return found
+
+
+def _best_look_up() -> Callable[[Any, Any, Any], Any]:
+    features = llvm.get_host_cpu_features()
+    for feature, name, width in (
+        ("avx512bw", "llvm.x86.avx512.pshuf.b.512", 64),
+        ("avx2", "llvm.x86.avx2.pshuf.b", 32),
+        ("ssse3", "llvm.x86.ssse3.pshuf.b.128", 16),
+        ("neon", "llvm.aarch64.neon.tbl1.v16i8", 16),
+    ):
+        if features.get(feature):
+            return _look_up(name, width)
+    return _look_up_each
+
+
+def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
+    """The kernel over a way of looking up; see `scan`."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, table, begin, end, sums = args
+
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        line = builder.phi(_i64)
+        line.add_incoming(begin, before)
+        totals = [builder.phi(_words) for _ in range(4)]
+        for total in totals:
+            total.add_incoming(ir.Constant(_words, None), before)
+        builder.cbranch(builder.icmp_signed("<", line, end), body, after)
+
+        builder.position_at_end(body)
+        place = builder.mul(line, ir.Constant(_i64, _LINE))
+        code = builder.load(_at(builder, builder.add(codes, place), _bytes), align=1)
+        entries = builder.load(_at(builder, builder.add(table, place), _bytes), align=1)
+        low = builder.and_(code, _same(_bytes, 15))
+        high = builder.lshr(builder.bitcast(code, _words), _same(_words, 4))
+        high = builder.and_(builder.bitcast(high, _bytes), _same(_bytes, 15))
+        # A word holds two bytes' sums: the whole word's, whose upper byte is too much, and the upper byte's alone.
+        found = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
+        for number, words in enumerate(found):
+            upper = builder.lshr(words, _same(_words, 8))
+            for total, term in ((totals[2 * number], words), (totals[2 * number + 1], upper)):
+                total.add_incoming(builder.add(total, term), body)
+        line.add_incoming(builder.add(line, ir.Constant(_i64, 1)), body)
+        builder.branch(head)
+
+        builder.position_at_end(after)
+        for number in (0, 1):
+            odd = _folded(builder, totals[2 * number + 1])
+            even = builder.sub(_folded(builder, totals[2 * number]), builder.shl(odd, _same(odd.type, 8)))
+            both = _shuffled(builder, even, odd, [lane for pair in range(8) for lane in (pair, 8 + pair)])
+            pointer = _at(builder, _offset(builder, sums, 64 * number), _floats)
+            total = builder.fadd(builder.load(pointer, align=4), builder.uitofp(both, _floats))
+            builder.store(total, pointer, align=4)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _folded(builder: Any, words: Any) -> Any:
+    """The sum of a register's four quarters: each has eight pairs of neighbours, of other groups."""
+    half = builder.add(*(_shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
+    return builder.add(*(_shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
+
+
+def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
+    """The intrinsic over a way of looking up."""
+    codegen = _scan(look_up)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add_sums(typing_context: Any, codes: Any, table: Any, begin: Any, end: Any, sums: Any) -> Any:
+        address = types.uint64
+        return types.void(address, address, types.int64, types.int64, address), codegen
+
+    return add_sums
+
+
+_add_sums = scan_by(_best_look_up())
+"""Add the entries of lines begin..end (64 at most) of `table` that 32 codes look up to float32 [32] at `sums`."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _combine(typing_context: Any, sums: Any, factors: Any, base: Any, step: Any, offset: Any) -> Any:
+    """float32 [32] at `sums` become base + A + F · (offset + step · sum), with A and F float32 [32] at `factors`."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sums, factors = args[:2]
+        base, step, offset = (_everywhere(builder, value, 16) for value in args[2:])
+        for begin in (0, 64):
+            pointer = _at(builder, _offset(builder, sums, begin), _floats)
+            a, f = (
+                builder.load(_at(builder, _offset(builder, factors, begin + skipped), _floats), align=4)
+                for skipped in (0, 4 * _GROUP)
+            )
+            product = builder.fadd(offset, builder.fmul(step, builder.load(pointer, align=4), flags=_FAST), flags=_FAST)
+            estimate = builder.fadd(builder.fadd(base, a), builder.fmul(f, product, flags=_FAST), flags=_FAST)
+            builder.store(estimate, pointer, align=4)
+        return context.get_dummy_value()
+
+    float32 = types.float32
+    return types.void(types.uint64, types.uint64, float32, float32, float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def below(typing_context: Any, values: Any, limit: Any) -> Any:
+    """A bit for each of float32 [32] at an address: whether it is under `limit`."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        loaded = builder.load(_at(builder, args[0], _vector(_f32, _GROUP)), align=4)
+        under = builder.fcmp_ordered("<", loaded, _everywhere(builder, args[1], _GROUP))
+        return builder.zext(builder.bitcast(under, _i32), _i64)
+
+    return types.int64(types.uint64, types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lowest_bit(typing_context: Any, bits: Any) -> Any:
+    """The place of the lowest bit that is set, of at least one."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(_i1, 1))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
+    """Whether `node` is in the 8-entry set (uint32 × 8) at `address`; `simd.visit` enters it."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        entries = builder.load(_at(builder, args[0], _vector(_i32, WAYS)), align=4)
+        same = builder.icmp_unsigned("==", entries, _everywhere(builder, args[1], WAYS))
+        seen = builder.icmp_unsigned("!=", builder.bitcast(same, ir.IntType(WAYS)), ir.Constant(ir.IntType(WAYS), 0))
+        return builder.zext(seen, _i64)
+
+    return types.int64(types.uint64, types.uint32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _write_entries(typing_context: Any, query: Any, inverse: Any, table: Any) -> Any:
+    """Sixteen bytes at `table`: (sum + |q₀|+|q₁|+|q₂|+|q₃|) · inverse of the four float32 at `query`, rounded.
+
+    Returns |q₀|+|q₁|+|q₂|+|q₃|.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        query, inverse, table = args
+        absolute = builder.module.declare_intrinsic("llvm.fabs", [_f32])
+        values = [builder.load(_at(builder, _offset(builder, query, 4 * i), _f32), align=4) for i in range(4)]
+        width = builder.call(absolute, [values[0]])
+        for value in values[1:]:
+            width = builder.fadd(width, builder.call(absolute, [value]))
+        total = _everywhere(builder, width, 16)
+        for i, value in enumerate(values):
+            signs = ir.Constant(_floats, [1.0 if entry >> i & 1 else -1.0 for entry in range(16)])
+            total = builder.fadd(total, builder.fmul(signs, _everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
+        scaled = builder.fmul(total, _everywhere(builder, inverse, 16))
+        rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16))
+        entries = builder.trunc(builder.fptosi(rounded, _vector(_i32, 16)), _vector(_i8, 16))
+        builder.store(entries, _at(builder, table, entries.type), align=1)
+        return width
+
+    return types.float32(types.uint64, types.float32, types.uint64), codegen
+
+
+@compiled
+def write_table(rotated: Any, dims: int, table: Any) -> Any:
+    """Write the table of a rotated query, float32 [D'] at an address: uint8 [4·D'] at `table`.
+
+    Returns (step, offset): Σ ±qᵢ = offset + step · Σ entries.
+    """
+    widest = np.float32(0)
+    for j in range(0, dims, 4):
+        widest = max(widest, _group_width(rotated + np.uint64(4 * j)))
+    step = max(np.float32(2) * widest / np.float32(254.5), np.float32(1e-30))
+    inverse = np.float32(1) / step
+    offset = np.float32(0)
+    for j in range(0, dims, 4):
+        offset -= _write_entries(rotated + np.uint64(4 * j), inverse, table + np.uint64(4 * j))
+    return step, offset
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _group_width(typing_context: Any, query: Any) -> Any:
+    """|q₀|+|q₁|+|q₂|+|q₃| of the four float32 at an address."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        absolute = builder.module.declare_intrinsic("llvm.fabs", [_f32])
+        values = [builder.load(_at(builder, _offset(builder, args[0], 4 * i), _f32), align=4) for i in range(4)]
+        width = builder.call(absolute, [values[0]])
+        for value in values[1:]:
+            width = builder.fadd(width, builder.call(absolute, [value]))
+        return width
+
+    return types.float32(types.uint64), codegen
+
+
+@compiled
+def estimate(codes: Any, table: Any, dims: int, base: Any, step: Any, offset: Any, out: Any) -> None:
+    """Estimated distances of 32 neighbours to float32 [32] at address `out`.
+
+    codes: the address of their part of a node's block. table, step, offset: `write_table`'s. base: the node's distance.
+    """
+    lines = dims // 16
+    _clear(out)
+    for begin in range(0, lines, _LINES_A_SUM):
+        _add_sums(codes, table, begin, min(begin + _LINES_A_SUM, lines), out)
+    _combine(out, codes + np.uint64(4 * dims), base, step, offset)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _clear(typing_context: Any, address: Any) -> Any:
+    """Zeros to float32 [32]."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        whole = _vector(_f32, _GROUP)
+        builder.store(ir.Constant(whole, None), _at(builder, args[0], whole), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen
