@@ -74,7 +74,7 @@ class GraphIndex:
         codes = None
         if neighbor_codes:
             scaled = checked * np.float32(encoded.scale)
-            codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads)
+            codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads, encoded.scale)
         report("encoding", 1.0)
         return cls(IndexData(encoded, graph, seeds, own_ids, codes))
 

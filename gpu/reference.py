@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.index_data import IndexData
+from gpu.neighbor_codes import FACTOR_BYTES, GROUP, ROUNDS, NeighborCodes, window
 from gpu.params import SearchParams
 from gpu.rows import Rows, true_distances
 from gpu.sketch import TAIL, decoded
@@ -115,11 +116,144 @@ class ReferenceSearch:
         return [node for _, node in self.top_m if node not in self.expanded]
 
 
+class EstimatedReference:
+    """`ReferenceSearch` where the index has codes of neighbours: top_m holds estimates, `scored` the parents."""
+
+    def __init__(self, data: IndexData, query: npt.ArrayLike, params: SearchParams) -> None:
+        assert data.codes is not None
+        self._data, self._codes, self._params = data, data.codes, params
+        self._query = fitted_query(np.asarray(query, np.float32), data.rows)
+        self._table = Table(data.codes, self._query)
+        self._distinct = False
+        self.scored: dict[int, float] = {}
+        self.extends = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.top_m: list[Entry] = []
+        self.passed: set[Entry] = set()  # entries that have been parents, or whose node has been one
+        self.visited: set[int] = set()
+        self._unchanged = 0
+
+    def extend(self) -> bool:
+        """One extend. Returns whether the search is done."""
+        before = self.top_m
+        if not before:
+            base = float(raw_distances(self._data.rows.centre[None], self._query, self._data.rows.metric)[0])
+            self._merge(self._data.seeds, self._codes.entry[0], base)
+        else:
+            for parent in self._parents():
+                self._merge(self._data.graph[parent], self._codes.blocks[parent], self._score(parent))
+        self.extends += 1
+        self._unchanged = self._unchanged + 1 if self.top_m == before else 0
+        patience = self._params.patience
+        if self._open() and (patience is None or self._unchanged < patience):
+            return False
+        return self._complete()
+
+    def _parents(self) -> list[int]:
+        parents: list[int] = []
+        for entry in self._open():
+            if len(parents) == self._params.search_width:
+                break
+            self.passed.add(entry)
+            if self._distinct or entry[1] not in self.visited:
+                parents.append(entry[1])
+                self.visited.add(entry[1])
+        return parents
+
+    def _open(self) -> list[Entry]:
+        """Entries whose node has not been a parent."""
+        entries = [entry for entry in self.top_m if entry not in self.passed]
+        return entries if self._distinct else [entry for entry in entries if entry[1] not in self.visited]
+
+    def _score(self, node: int) -> float:
+        distance = float(stored_distances(self._data.rows, self._query, np.array([node]))[0])
+        self.scored[node] = distance
+        return distance
+
+    def _merge(self, neighbors: npt.NDArray[np.uint32], block: npt.NDArray[np.uint8], base: float) -> None:
+        estimates = self._table.estimates(block, len(neighbors), base)
+        for node, distance in zip(neighbors.tolist(), estimates.tolist(), strict=True):
+            if node >= len(self._data.graph) or node in self.visited or (distance, node) in self.top_m:
+                continue
+            if len(self.top_m) == self._params.top_m and (distance, node) >= self.top_m[-1]:
+                continue
+            if self._distinct:
+                self.visited.add(node)
+            self.top_m = sorted([*self.top_m, (distance, node)])[: self._params.top_m]
+
+    def _complete(self) -> bool:
+        wanted = min(self._params.k, len(self._data.graph))
+        for entry in self.top_m:
+            if len(self.scored) < wanted and entry not in self.passed:
+                self._score(entry[1])
+        if len(self.scored) >= wanted or self._distinct:
+            return True
+        self._distinct = True
+        self._begin()
+        return False
+
+    def result(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
+        """Ids and distances of the k nearest that were scored."""
+        k = self._params.k
+        best = sorted((distance, node) for node, distance in self.scored.items())[:k]
+        found, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
+        found[: len(best)] = [node for _, node in best]
+        distances[: len(best)] = [distance for distance, _ in best]
+        return self._data.ids_of(found), true_distances(distances, self._data.rows)
+
+
+class Table:
+    """A query's table for codes of neighbours: for each four dimensions of it, rotated, sixteen sums as bytes."""
+
+    def __init__(self, codes: NeighborCodes, query: FloatArray) -> None:
+        groups = rotated(query, codes.signs).reshape(-1, 4)
+        widths = np.abs(groups).sum(axis=1, dtype=np.float32)
+        signs = np.array([[1 if entry >> i & 1 else -1 for i in range(4)] for entry in range(16)], np.float32)
+        self._step = np.float32(max(2 * widths.max() / np.float32(254.5), np.float32(1e-30)))
+        self._offset = np.float32(-widths.sum())
+        self._entries = ((groups @ signs.T + widths[:, None]) / self._step + np.float32(0.5)).astype(np.int64)
+
+    def estimates(self, block: npt.NDArray[np.uint8], count: int, base: float) -> FloatArray:
+        """Estimated distances of a block's neighbours, float32 [count]."""
+        found = []
+        size = 16 * len(self._entries)
+        for part in block.reshape(-1, size + FACTOR_BYTES):
+            code = part[:size].reshape(-1, 16)
+            places = np.concatenate([code & 15, code >> 4], axis=1)  # [groups, neighbours]
+            sums = np.take_along_axis(self._entries, places.astype(np.int64), axis=1).sum(axis=0)
+            added, factor = part[size:].view(np.float32).reshape(2, GROUP)
+            found.append(np.float32(base) + added + factor * (self._offset + self._step * sums.astype(np.float32)))
+        return np.concatenate(found)[:count].astype(np.float32)
+
+
+def rotated(vector: FloatArray, signs: FloatArray) -> FloatArray:
+    """A vector [d] in the rotation that float32 [ROUNDS, D'] describes."""
+    dims = signs.shape[1]
+    size = window(dims)
+    out = np.zeros(dims)
+    out[: len(vector)] = vector
+    for number in range(ROUNDS):
+        out *= signs[number]
+        begin = 0 if number % 2 == 0 else dims - size
+        part, half = out[begin : begin + size], 1
+        while half < size:
+            pairs = part.reshape(-1, 2, half)
+            part[:] = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+            half *= 2
+        if size < dims:
+            halves = out.reshape(2, -1)
+            out = np.concatenate([halves[0] + halves[1], halves[0] - halves[1]])
+    return out.astype(np.float32)
+
+
 def search_reference(
     data: IndexData, query: npt.ArrayLike, params: SearchParams
 ) -> tuple[npt.NDArray[np.int64], FloatArray, int]:
     """Ids [k], distances [k] and the number of extends of one query."""
-    search = ReferenceSearch(data, query, params)
+    kind = ReferenceSearch if data.codes is None else EstimatedReference
+    search = kind(data, query, params)
     while not search.extend():
         pass
     return (*search.result(), search.extends)

@@ -1,6 +1,6 @@
 """An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
 
-    meta.json      {"format": "trinity-index", "version": 2, "metric", "dtype", "dim", "size", "degree",
+    meta.json      {"format": "trinity-index", "version": 3, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.rows`)
     full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
@@ -10,6 +10,11 @@
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
     ids.npy        int64 [N]                                     (only if the caller gave ids)
+    neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.neighbor_codes`; only with neighbor_codes)
+    entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
+    rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
+
+Version 2 had no codes of neighbours; its indexes are read as they are.
 
 The directory appears whole or not at all: it is written beside its place and renamed. Nothing in it is executed or
 unpickled.
@@ -31,10 +36,11 @@ import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
 from gpu.index_data import IndexData
+from gpu.neighbor_codes import ROUNDS, NeighborCodes, block_bytes, code_dims
 from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
 from gpu.sketch import LINE, MAX_LINES, Sketch, components
 
-FORMAT, VERSION = "trinity-index", 2
+FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 3, 2
 MAX_DEGREE = 512
 MAX_SEEDS = 4096  # every slot of a batch has room for all of them
 _META = "meta.json"
@@ -62,6 +68,8 @@ def save(data: IndexData, directory: Path) -> None:
         arrays["full.npy"] = data.rows.full
     if data.ids is not None:
         arrays["ids.npy"] = data.ids
+    if data.codes is not None:
+        arrays |= {"neighbors.npy": data.codes.blocks, "entry.npy": data.codes.entry, "rotation.npy": data.codes.signs}
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.parent / f".{directory.name}.{uuid4().hex}"
     fresh.mkdir()
@@ -111,6 +119,10 @@ def load(directory: Path) -> IndexData:
         shapes["projection.npy"] = ((components(lines), padded(dim)), np.float16)
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
+    if "neighbors.npy" in files and dtype != "int8":
+        shapes["neighbors.npy"] = ((size, block_bytes(dim, degree)), np.uint8)
+        shapes["entry.npy"] = ((1, -1), np.uint8)
+        shapes["rotation.npy"] = ((ROUNDS, code_dims(dim)), np.float32)
     if set(files) != set(shapes):
         raise IndexFormatError(f"{directory / _META} lists {sorted(files)}; an {dtype} index has {sorted(shapes)}")
     arrays = {name: _map(directory / name, files[name], *shape) for name, shape in shapes.items()}
@@ -127,7 +139,22 @@ def load(directory: Path) -> IndexData:
         meta["scale"],
         Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
     )
-    return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"))
+    return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"), _codes(arrays, dim, directory))
+
+
+def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, directory: Path) -> NeighborCodes | None:
+    if "neighbors.npy" not in arrays:
+        return None
+    entry, signs, wanted = (
+        arrays["entry.npy"],
+        np.array(arrays["rotation.npy"]),
+        block_bytes(dim, len(arrays["seeds.npy"])),
+    )
+    if entry.shape[1] != wanted:
+        raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes for seeds of {wanted}")
+    if not np.isfinite(signs).all():
+        raise IndexFormatError(f"{directory / 'rotation.npy'} is damaged: it holds values that are not finite")
+    return NeighborCodes(arrays["neighbors.npy"], entry, signs)
 
 
 def verify(directory: Path) -> None:
@@ -170,9 +197,10 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         raise IndexFormatError(f"{path} is damaged: {error}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise IndexFormatError(f"{path} does not describe a {FORMAT}")
-    if meta.get("version") != VERSION:
+    if meta.get("version") not in range(OLDEST_VERSION, VERSION + 1):
         raise IndexFormatError(
-            f"{path} has version {meta.get('version')}; this program reads version {VERSION}: build it anew"
+            f"{path} has version {meta.get('version')}; this program reads versions {OLDEST_VERSION} to {VERSION}: "
+            "build it anew"
         )
     limits = {
         "size": (1, (1 << 31) - 1),
@@ -208,7 +236,9 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
         array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # arrays alone: no pickles, no archives
     except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
         raise IndexFormatError(f"{path} is not an array: {error}") from None
-    expected = array.shape if shape == (-1,) and array.ndim == 1 else shape
+    expected = shape
+    if shape[-1] == -1 and array.ndim == len(shape):  # as long as it is
+        expected = (*shape[:-1], array.shape[-1])
     if array.shape != expected or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:
         raise IndexFormatError(f"{path} holds {array.dtype} {array.shape}; {np.dtype(dtype)} {expected} was expected")
     if array.ctypes.data % _ALIGNMENT:

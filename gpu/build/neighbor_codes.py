@@ -24,9 +24,13 @@ def make_codes(
     seeds: npt.NDArray[np.uint32],
     seed: int,
     threads: int = 1,
+    scale: float = 1.0,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> NeighborCodes:
-    """Codes of `graph` over `vectors`, float32 [N, d], as the rows hold them; `centre` float32 [d] is their mean."""
+    """Codes of `graph` over `vectors`, float32 [N, d], as the rows hold them; `centre` float32 [d] is their mean.
+
+    scale: of the rows, where queries are not scaled as they are (dot products of float16).
+    """
     dim = vectors.shape[1]
     signs = make_signs(dim, np.random.default_rng(seed))
     dims = code_dims(dim)
@@ -37,12 +41,13 @@ def make_codes(
     rotate_all(rotated, signs)
     blocks = aligned_empty((len(graph), block_bytes(dim, graph.shape[1])), np.uint8)
     entry = aligned_empty((1, block_bytes(dim, len(seeds))), np.uint8)
-    _encode(rotated, np.array([len(vectors)]), seeds[None], l2, entry)
+    dot = np.float32(0 if l2 else 1 / scale)
+    _encode(rotated, np.array([len(vectors)]), seeds[None], dot, entry)
     begins = range(0, len(graph), _AT_ONCE)
 
     def encode(begin: int) -> None:
         part = slice(begin, begin + _AT_ONCE)
-        _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], l2, blocks[part])
+        _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], dot, blocks[part])
 
     with ThreadPoolExecutor(threads) as pool:
         for number, _ in enumerate(pool.map(encode, begins)):
@@ -58,8 +63,11 @@ def rotate_all(vectors: Any, signs: Any) -> None:
 
 
 @compiled
-def _encode(rotated: Any, nodes: Any, neighbors: Any, l2: bool, blocks: Any) -> None:
-    """Blocks of `nodes`, rows of float32 [n, D'], whose neighbours are `neighbors` uint32 [nodes, degree]."""
+def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, blocks: Any) -> None:
+    """Blocks of `nodes`, rows of float32 [n, D'], whose neighbours are `neighbors` uint32 [nodes, degree].
+
+    dot: 0 for squared distances; for dot products, how long queries' components are beside the rows'.
+    """
     dims, degree = rotated.shape[1], neighbors.shape[1]
     part_bytes = 4 * dims + 8 * GROUP
     signs = np.empty(dims, np.uint8)
@@ -77,8 +85,8 @@ def _encode(rotated: Any, nodes: Any, neighbors: Any, l2: bool, blocks: Any) -> 
                 continue
             square, total, own, product = _facts(node, rotated[neighbors[i, j]], signs)
             f = square / max(total, _TINY)
-            added[lane] = square + 2 * f * own if l2 else f * own - product
-            factor[lane] = -2 * f if l2 else -f
+            added[lane] = square + 2 * f * own if dot == 0 else dot * (f * own - product)
+            factor[lane] = -2 * f if dot == 0 else -f
             column, shift = lane % 16, np.uint8(4 * (lane // 16))
             for group in range(dims // 4):
                 first = 4 * group

@@ -70,7 +70,8 @@ def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
     return look_up
 
 
-def _look_up_each(builder: Any, table: Any, places: Any) -> Any:
+def look_up_each(builder: Any, table: Any, places: Any) -> Any:
+    """64 look-ups, one by one."""
     found = ir.Constant(_bytes, ir.Undefined)
     for lane in range(_LINE):
         here = ir.Constant(_i32, lane)
@@ -89,7 +90,7 @@ def _best_look_up() -> Callable[[Any, Any, Any], Any]:
     ):
         if features.get(feature):
             return _look_up(name, width)
-    return _look_up_each
+    return look_up_each
 
 
 def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
@@ -156,7 +157,7 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
     return add_sums
 
 
-_add_sums = scan_by(_best_look_up())
+add_sums = scan_by(_best_look_up())
 """Add the entries of lines begin..end (64 at most) of `table` that 32 codes look up to float32 [32] at `sums`."""
 
 
@@ -285,7 +286,7 @@ def estimate(codes: Any, table: Any, dims: int, base: Any, step: Any, offset: An
     lines = dims // 16
     _clear(out)
     for begin in range(0, lines, _LINES_A_SUM):
-        _add_sums(codes, table, begin, min(begin + _LINES_A_SUM, lines), out)
+        add_sums(codes, table, begin, min(begin + _LINES_A_SUM, lines), out)
     _combine(out, codes + np.uint64(4 * dims), base, step, offset)
 
 

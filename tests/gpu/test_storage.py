@@ -96,7 +96,7 @@ def change(directory: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 99}, "version 99; this program reads version 2"),
+        ({"version": 99}, "version 99; this program reads versions 2 to 3"),
         ({"format": "other"}, "does not describe a trinity-index"),
         ({"size": 10**12}, "size is 1000000000000, outside 1..2147483647"),
         ({"dim": -1}, "dim is -1"),

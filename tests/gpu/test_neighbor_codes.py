@@ -1,0 +1,276 @@
+"""RaBitQ codes of neighbours: what they estimate, and that a search by them finds what it should."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu.build.neighbor_codes import make_codes, rotate_all
+from gpu.compiled import compiled
+from gpu.cpu import scan
+from gpu.errors import IndexFormatError, InvalidParams
+from gpu.index_data import IndexData
+from gpu.neighbor_codes import GROUP, block_bytes, make_signs
+from gpu.reference import Table, raw_distances, rotated, search_reference
+from gpu.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode
+from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall
+
+CODED: tuple[Dtype, ...] = ("float32", "float16")
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: float) -> FloatArray:
+    """What the compiled kernel makes of a node's block, of all places in it."""
+    codes = index.codes
+    assert codes is not None
+    prepared = np.zeros((1, codes.dims), np.float32)
+    prepared[0, : len(query)] = query
+    rotate_all(prepared, codes.signs)
+    table, out = aligned_empty((1, 4 * codes.dims), np.uint8), np.zeros(GROUP, np.float32)
+    step, offset = scan.write_table(np.uint64(prepared.ctypes.data), codes.dims, np.uint64(table.ctypes.data))
+    found = []
+    part_bytes = block_bytes(codes.dims, GROUP)
+    for begin in range(0, codes.blocks.shape[1], part_bytes):
+        address = np.uint64(codes.blocks[node].ctypes.data + begin)
+        scan.estimate(
+            address,
+            np.uint64(table.ctypes.data),
+            codes.dims,
+            np.float32(base),
+            step,
+            offset,
+            np.uint64(out.ctypes.data),
+        )
+        found.append(out.copy())
+    return np.concatenate(found)
+
+
+def random_data(random: np.random.Generator, dim: int, metric: Metric, degree: int = 40, count: int = 150) -> IndexData:
+    """Gaussian vectors under a graph of random edges."""
+    vectors = checked_vectors(random.standard_normal((count, dim)).astype(np.float32), metric)
+    graph = random.integers(count, size=(count, degree), dtype=np.uint32)
+    seeds = np.arange(min(count, 20), dtype=np.uint32)
+    rows = encode(vectors, metric, "float32")
+    return IndexData(rows, graph, seeds, None, make_codes(vectors, rows.centre, metric == "l2", graph, seeds, 1))
+
+
+@pytest.mark.parametrize("dim", [3, 64, 100, 200, 784, 1536])
+def test_the_rotation_keeps_lengths_and_angles_and_spreads_every_direction(
+    random: np.random.Generator, dim: int
+) -> None:
+    signs = make_signs(dim, random)
+    basis = np.zeros((dim, signs.shape[1]), np.float32)
+    basis[:, :dim] = np.eye(dim)
+    turned = basis.copy()
+    rotate_all(turned, signs)
+    np.testing.assert_allclose(turned @ turned.T, np.eye(dim), atol=1e-5)
+    assert np.abs(turned).max() * np.sqrt(signs.shape[1]) < 16
+    np.testing.assert_allclose(turned[0], rotated(basis[0, :dim], signs), atol=1e-5)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dim", [20, 100, 1536])  # of the last the sums are taken in two parts
+def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound(
+    random: np.random.Generator, dim: int, metric: Metric
+) -> None:
+    data = random_data(random, dim, metric)
+    assert data.codes is not None
+    vectors = data.rows.codes[:, :dim]
+    errors = []
+    for node in range(len(vectors)):
+        query = vectors[random.integers(len(vectors))] + 0.3 * random.standard_normal(dim).astype(np.float32) / dim**0.5
+        others = vectors[data.graph[node]]
+        base = float(raw_distances(vectors[node][None], query, metric)[0])
+        estimates = compiled_estimates(data, query, node, base)
+        assert np.isposinf(estimates[data.graph.shape[1] :]).all()
+        off = estimates[: data.graph.shape[1]] - raw_distances(others, query, metric)
+        spread = np.linalg.norm(query - vectors[node]) * np.linalg.norm(others - vectors[node], axis=1)
+        errors.append(off / np.maximum((2 if metric == "l2" else 1) * spread / np.sqrt(data.codes.dims), 1e-2))
+    assert abs(np.mean(errors)) < 0.05
+    assert 0.3 < np.std(errors) < 1.0
+
+
+def test_the_kernel_and_the_reference_read_a_block_alike(random: np.random.Generator) -> None:
+    data = random_data(random, 200, "l2")
+    assert data.codes is not None
+    query = random.standard_normal(200).astype(np.float32)
+    theirs = Table(data.codes, query).estimates(data.codes.blocks[3], data.graph.shape[1], 5.0)
+    ours = compiled_estimates(data, query, 3, 5.0)[: data.graph.shape[1]]
+    np.testing.assert_allclose(ours, theirs, rtol=2e-3)
+
+
+def test_a_neighbour_that_is_the_node_itself_has_its_distance(random: np.random.Generator) -> None:
+    data = random_data(random, 100, "l2")
+    data.graph[5] = 5
+    again = make_codes(data.rows.codes[:, :100], data.rows.centre, True, data.graph, data.seeds, 1)
+    same = IndexData(data.rows, data.graph, data.seeds, None, again)
+    query = random.standard_normal(100).astype(np.float32)
+    np.testing.assert_allclose(compiled_estimates(same, query, 5, 7.0)[:40], 7.0, rtol=1e-5)
+
+
+def test_processors_without_look_ups_of_bytes_sum_the_same(random: np.random.Generator) -> None:
+    slow = scan.scan_by(scan.look_up_each)
+
+    @compiled
+    def both(codes: Any, table: Any, quick: Any, one_by_one: Any) -> None:
+        scan.add_sums(np.uint64(codes.ctypes.data), np.uint64(table.ctypes.data), 0, 4, np.uint64(quick.ctypes.data))
+        slow(np.uint64(codes.ctypes.data), np.uint64(table.ctypes.data), 0, 4, np.uint64(one_by_one.ctypes.data))
+
+    codes, table = (random.integers(256, size=256, dtype=np.uint8) for _ in range(2))
+    found = np.zeros((2, GROUP), np.float32)
+    both(codes, table, found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[1])
+    places = np.concatenate([codes.reshape(16, 16) & 15, codes.reshape(16, 16) >> 4], axis=1)
+    np.testing.assert_array_equal(found[0], np.take_along_axis(table.reshape(16, 16), places, 1).sum(axis=0))
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("metric", METRICS)
+def test_recall_is_high_and_distances_are_exact(random: np.random.Generator, metric: Metric, dtype: Dtype) -> None:
+    vectors = clustered(random, 3000, 96)
+    queries = vectors[:200] + 0.05 * random.standard_normal((200, 96)).astype(np.float32)
+    index = GraphIndex.build(vectors, metric=metric, dtype=dtype, neighbor_codes=True)
+    ids, distances = index.search(queries, k=10, top_m=64, search_width=2)
+    assert recall(ids, exact_neighbors(vectors, queries, metric, 10)) > 0.95
+    assert (np.diff(distances, axis=1) >= 0).all()
+    fitted = checked_vectors(queries, metric) if metric == "cosine" else queries
+    base = checked_vectors(vectors, metric)
+    for query, found, told in zip(fitted[:20], ids, distances, strict=False):
+        exact = raw_distances(base[found], query, metric) + (1 if metric == "cosine" else 0)
+        np.testing.assert_allclose(told, exact, rtol=2e-2 if dtype == "float16" else 1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_search_and_reference_agree_but_for_near_ties(random: np.random.Generator, metric: Metric) -> None:
+    vectors = clustered(random, 800, 48)
+    index = GraphIndex.build(vectors, metric=metric, neighbor_codes=True)
+    queries = vectors[:60] + 0.2 * random.standard_normal((60, 48)).astype(np.float32)
+    same = total = 0
+    for k, top_m, width, patience in ((5, 16, 1, None), (10, 10, 3, None), (10, 40, 4, 2)):
+        params = SearchParams(k, top_m, width, patience)
+        ids, _ = index.search(queries, k, top_m, width, patience)
+        for query, found in zip(queries, ids, strict=True):
+            expected, _, _ = search_reference(index.data, query, params)
+            same += len(np.intersect1d(found, expected))
+            total += k
+    assert same / total > 0.96
+
+
+def test_as_many_distinct_results_come_as_were_asked_for_however_often_parents_lead_to_the_same_nodes(
+    random: np.random.Generator,
+) -> None:
+    """k = top_m: estimates of one node from several parents could fill top_m."""
+    for _ in range(40):
+        vectors = random.standard_normal((60, 24)).astype(np.float32)
+        index = GraphIndex.build(vectors, degree=8, metric="l2", neighbor_codes=True)
+        ids, distances = index.search(random.standard_normal((20, 24)), k=12, top_m=12, search_width=1)
+        assert (ids >= 0).all()
+        assert np.isfinite(distances).all()
+        assert all(len(set(row)) == 12 for row in ids.tolist())
+
+
+def test_a_search_that_is_out_of_patience_has_its_results_too(random: np.random.Generator) -> None:
+    index = GraphIndex.build(clustered(random, 500, 32), neighbor_codes=True)
+    ids, distances = index.search(random.standard_normal((50, 32)), k=30, top_m=30, search_width=1, patience=1)
+    assert (ids >= 0).all()
+    assert (np.diff(distances, axis=1) >= 0).all()
+
+
+def test_fewer_vectors_than_k_leave_results_missing_and_equal_ones_are_all_found(random: np.random.Generator) -> None:
+    few = GraphIndex.build(random.standard_normal((3, 10)), neighbor_codes=True)
+    ids, distances = few.search(np.ones((1, 10)), k=5, top_m=8)
+    assert sorted(ids[0].tolist()) == [-1, -1, 0, 1, 2]
+    assert np.isposinf(distances[0, 3:]).all()
+    equal = GraphIndex.build(np.ones((50, 7)), metric="l2", neighbor_codes=True)
+    ids, distances = equal.search(np.ones((1, 7)), k=50, top_m=64)
+    assert sorted(ids[0].tolist()) == list(range(50))
+    assert (distances == 0).all()
+
+
+@pytest.fixture
+def pair(random: np.random.Generator) -> tuple[GraphIndex, GraphIndex]:
+    """Of the same vectors, with codes and without."""
+    vectors = clustered(random, 1200, 40)
+    return GraphIndex.build(vectors, neighbor_codes=True), GraphIndex.build(vectors)
+
+
+def test_slots_with_codes_and_without_share_a_batch(
+    random: np.random.Generator, pair: tuple[GraphIndex, GraphIndex]
+) -> None:
+    engine = CpuEngine({"coded": pair[0], "plain": pair[1]}, slots=8, max_top_m=64)
+    queries = random.standard_normal((8, 40)).astype(np.float32)
+    params = SearchParams(10, 48, 2)
+    names = ["coded", "plain", "plain", "coded", "coded", "plain", "coded", "plain"]
+    slots = {engine.admit(query, params, name): (query, name) for query, name in zip(queries, names, strict=True)}
+    found: dict[int, npt.NDArray[np.int64]] = {}
+    while len(found) < 8:
+        for slot in engine.extend().tolist():
+            found[slot] = engine.result(slot)[0]
+    for slot, (query, name) in slots.items():
+        index = pair[0] if name == "coded" else pair[1]
+        np.testing.assert_array_equal(found[slot], index.search(query[None], 10, 48, 2)[0][0])
+
+
+def test_a_paused_slot_with_codes_goes_on_where_it_was(
+    random: np.random.Generator, pair: tuple[GraphIndex, GraphIndex]
+) -> None:
+    engine = CpuEngine({"docs": pair[0]}, slots=2, max_top_m=64)
+    query = random.standard_normal(40).astype(np.float32)
+    slot = engine.admit(query, SearchParams(5, 64, 1), "docs")
+    engine.extend()
+    engine.pause(slot)
+    engine.load("more", pair[1])  # the slots move
+    engine.resume(slot)
+    while not len(engine.extend()):
+        pass
+    np.testing.assert_array_equal(engine.result(slot)[0], pair[0].search(query[None], 5, 64, 1)[0][0])
+
+
+# ---- on disk
+
+
+@pytest.mark.parametrize("dtype", CODED)
+def test_a_loaded_index_answers_as_the_built_one(tmp_path: Path, random: np.random.Generator, dtype: Dtype) -> None:
+    index = GraphIndex.build(clustered(random, 400, 24), dtype=dtype, neighbor_codes=True)
+    index.save(tmp_path / "x")
+    loaded = GraphIndex.load(tmp_path / "x")
+    loaded.verify()
+    queries = random.standard_normal((20, 24))
+    np.testing.assert_array_equal(loaded.search(queries)[0], index.search(queries)[0])
+    assert loaded.nbytes == index.nbytes
+
+
+@pytest.mark.parametrize("name", ["neighbors.npy", "entry.npy", "rotation.npy"])
+def test_a_damaged_file_of_codes_is_named(tmp_path: Path, random: np.random.Generator, name: str) -> None:
+    index = GraphIndex.build(clustered(random, 100, 24), neighbor_codes=True)
+    index.save(tmp_path / "x")
+    file = tmp_path / "x" / name
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IndexFormatError, match=name):
+        GraphIndex.load(tmp_path / "x").verify()
+    file.write_bytes(content[:-64])
+    with pytest.raises(IndexFormatError, match=name):
+        GraphIndex.load(tmp_path / "x")
+
+
+def test_codes_that_are_noise_lead_nowhere_outside(tmp_path: Path, random: np.random.Generator) -> None:
+    data = random_data(random, 40, "l2")
+    assert data.codes is not None
+    data.codes.blocks[:] = random.integers(256, size=data.codes.blocks.shape, dtype=np.uint8)
+    data.codes.entry[:] = random.integers(256, size=data.codes.entry.shape, dtype=np.uint8)
+    ids, _ = GraphIndex(data).search(random.standard_normal((50, 40)), k=10, top_m=32)
+    assert ((ids >= -1) & (ids < 150)).all()
+
+
+def test_codes_do_not_go_with_int8(random: np.random.Generator) -> None:
+    with pytest.raises(InvalidParams, match="exact distances"):
+        GraphIndex.build(random.standard_normal((10, 8)), dtype="int8", neighbor_codes=True)
