@@ -19,7 +19,7 @@ from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
 from launchers.status import show_status
 from runtime import preflight
-from runtime.errors import CANNOT_RUN, OutputRefused, TrinityError
+from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
@@ -30,7 +30,7 @@ from runtime.node.log_format import LEVELS
 from runtime.node.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor import Supervisor
-from runtime.node.worker import EXIT_CONFIG, die_with
+from runtime.node.worker import die_with
 
 # Commands and groups of commands that have a module of their own: module and name by command.
 _ELSEWHERE = {
@@ -45,8 +45,6 @@ _ELSEWHERE = {
     "simulate": ("simulate_command", "simulate_node"),
     "calibrate": ("simulate_command", "calibrate_machine"),
 }
-
-EXIT_USAGE = 2  # as typer's own for an option that is wrong
 
 
 def _show_version(wanted: bool) -> None:
@@ -173,15 +171,13 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
 def main() -> None:
     """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
 
-    The code is `EXIT_CONFIG` where trying again would not help (a service manager should not), 2 as for any other wrong
-    option where --out names what must not be replaced, else 1.
+    The code is the error's own: docs/operations.md has all of them.
     """
     try:
         command_line(sys.argv[1:])(prog_name="trinity")
     except (TrinityError, GpuError, IpcError) as error:
         print(f"trinity: error: {error}", file=sys.stderr)
-        usage = isinstance(error, OutputRefused)
-        sys.exit(EXIT_USAGE if usage else EXIT_CONFIG if isinstance(error, CANNOT_RUN) else 1)
+        sys.exit(error.exit_code if isinstance(error, TrinityError) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,11 +1,20 @@
 """The errors of `runtime`: one family, each with the code that crosses processes and the HTTP status it becomes."""
 
+EXIT_FAILED = 1
+EXIT_USAGE = 2  # as typer's own for an option that is wrong
+EXIT_BUSY = 75  # sysexits.h EX_TEMPFAIL: trying again later may help
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: trying again would not help
+
 
 class TrinityError(Exception):
-    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives value and limit."""
+    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives value and limit.
+
+    `exit_code`: of the `trinity` command, or of a worker, that ends with it (docs/operations.md, "Exit codes").
+    """
 
     code = "internal_error"
     status = 500
+    exit_code = EXIT_FAILED
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -14,9 +23,18 @@ class TrinityError(Exception):
 
 
 class ConfigError(TrinityError):
-    """The configuration cannot be run. Raised before anything is started."""
+    """The configuration cannot be run, or a file that a command was given. Raised before anything is started."""
 
     code = "config_error"
+    exit_code = EXIT_CONFIG
+
+
+class ResourceBusy(TrinityError):
+    """What a node needs is in use, or there is too little of it just now: an address, a name, memory."""
+
+    code = "resource_busy"
+    status = 503
+    exit_code = EXIT_BUSY
 
 
 class InvalidRequest(TrinityError):
@@ -98,24 +116,24 @@ class CollectionError(TrinityError):
     """A collection's directory is missing, foreign or damaged."""
 
     code = "collection_error"
+    exit_code = EXIT_CONFIG
 
 
 class OutputRefused(CollectionError):
     """What is where a collection is to be built is left as it is."""
+
+    exit_code = EXIT_USAGE
 
 
 class ModelError(TrinityError):
     """A model or embedder cannot be loaded: its package or files are missing."""
 
     code = "model_error"
+    exit_code = EXIT_CONFIG
 
 
 class InternalError(TrinityError):
     """A fault of Trinity's own."""
-
-
-CANNOT_RUN = (ConfigError, ModelError, CollectionError)
-"""What no restart mends: the node's configuration, or the files that it names."""
 
 
 def _family(root: type[TrinityError]) -> list[type[TrinityError]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.errors import CollectionError, ConfigError, ModelError
+from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.needs import needed_bytes
 from runtime.node.machine import Machine
 from runtime.node.placement import NodePlan
@@ -20,7 +20,7 @@ log = logging.getLogger("supervisor")
 
 
 def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Machine | None = None) -> None:
-    """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing or does not fit.
+    """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing, `ResourceBusy` for too little memory.
 
     A collection that is not required may be missing or damaged: that is logged.
 
@@ -81,7 +81,7 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
             blocks += section.blocks(config.model)
     needed, free = info.kv_bytes(blocks, config.model.kv_block_tokens), psutil.virtual_memory().available
     if needed > free:
-        raise ConfigError(
+        raise ResourceBusy(
             f"prefill and decode KV needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
             "lower kv_blocks or slots of prefill or decode, decode.swap_blocks or model.context_tokens"
         )
@@ -101,7 +101,7 @@ def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:
             parts = ", ".join(f"{name} {count / 2**30:.1f}" for name, count in there.items())
-            raise ConfigError(
+            raise ResourceBusy(
                 f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {parts}: lower "
                 "kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
             )

@@ -17,9 +17,9 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
+from runtime.errors import EXIT_CONFIG
 from runtime.node.child import MOST_FAILED_STARTS, Child, Desired, Phase, close_input, how, kill_group
 from runtime.node.config import NodeConfig
-from runtime.node.worker import EXIT_CONFIG
 
 _LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed
 

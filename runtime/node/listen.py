@@ -1,14 +1,16 @@
 """The HTTP socket: bound once by the supervisor, before anything starts, and handed to each frontend it starts."""
 
+import errno
 import ipaddress
 import socket
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import HttpSection
 
 
 def listen(http: HttpSection) -> socket.socket:
-    """A listening socket. Raises `ConfigError` if the port is taken, or if strangers could ask without a key."""
+    """A listening socket. Raises `ResourceBusy` if the port is taken, `ConfigError` if the address is none of this
+    machine's, or if strangers could ask without a key."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that no host name can have
@@ -24,5 +26,6 @@ def listen(http: HttpSection) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
+        kind_of_error = ResourceBusy if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind_of_error(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
     return listener

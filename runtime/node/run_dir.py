@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.errors import ConfigError, InvalidRequest, Unavailable
+from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node.placement import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
@@ -49,7 +49,7 @@ class RunDir:
 
     @classmethod
     def acquire(cls, path: Path) -> "RunDir":
-        """Make the directory and lock it. Raises `ConfigError`."""
+        """Make the directory and lock it. Raises `ConfigError`, and `ResourceBusy` where a node runs already."""
         missing: OSError | None = None
         for _ in range(_TRIES):
             try:
@@ -67,13 +67,13 @@ class RunDir:
                         (path / "node.json").unlink(missing_ok=True)  # of one that was killed
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
-                    raise ConfigError(f"a node already runs in {path}; stop it, or give this one another node.name")
+                    raise ResourceBusy(f"a node already runs in {path}; stop it, or give this one another node.name")
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)
             time.sleep(_PAUSE_S)
-        raise ConfigError(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
+        raise ResourceBusy(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
 
     def write(self, info: NodeInfo) -> None:
         """Publish the node: whole or not at all."""

@@ -17,6 +17,7 @@ from types import FrameType
 
 from msgspec.structs import replace
 
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
 from runtime.node.backoff import Backoff
 from runtime.node.changes import Changes
 from runtime.node.child import COMMAND, Child, Desired, Phase, close_input, spawn, tell
@@ -35,7 +36,7 @@ from runtime.node.rolling import Rolling
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.standby import Standbys
 from runtime.node.table import WorkerTable
-from runtime.node.worker import EXIT_CONFIG, WorkerSpec
+from runtime.node.worker import WorkerSpec
 
 _STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
 _POLL_S = 0.1
@@ -77,7 +78,8 @@ class Supervisor:
     def run(self, on_ready: Callable[[NodeInfo], None] = lambda info: None) -> int:
         """Start the node and serve until it is stopped; the exit code. `on_ready` is called once, when all are ready.
 
-        The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else 1.
+        The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else
+        `EXIT_BUSY` if one lacked what may be free later, else 1.
         """
         run_dir = RunDir.acquire(Path(self._plan.run_dir))
         try:
@@ -107,7 +109,7 @@ class Supervisor:
             self._lifecycle.reap(self._all)
             if fatal := [child.exit_code for child in self._children if child.phase is Phase.FATAL]:
                 self._stop_all(control)
-                return EXIT_CONFIG if EXIT_CONFIG in fatal else 1
+                return next((code for code in (EXIT_CONFIG, EXIT_BUSY) if code in fatal), EXIT_FAILED)
             if self._stop_signals:
                 self._stop_all(control)
                 return 0

@@ -20,15 +20,13 @@ from types import FrameType
 import msgspec
 
 from ipc import MemoryReference
-from runtime.errors import CANNOT_RUN, TrinityError
+from runtime.errors import TrinityError
 from runtime.node.log import log_to_file, log_to_stderr
 from runtime.node.metrics import LOG_LINES_LOST, metrics_of
 from runtime.node.numa import prefer_memory_of
 from runtime.node.placement import NodePlan, WorkerPlan
 from runtime.node.start_times import StartTimes, process_age_s
 from runtime.node.table import State, WorkerTable
-
-EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again would not help
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
 
@@ -199,14 +197,10 @@ def _run(worker: Worker) -> int:
         loop = importlib.import_module(_LOOPS[worker.place.role])
         worker.start.part("imports")
         loop.run(worker)
-    except CANNOT_RUN as error:
-        worker.log.error("%s", error.message)
-        worker.table.note = error.message
-        return EXIT_CONFIG
     except TrinityError as error:
         worker.log.error("%s: %s", error.code, error.message)
         worker.table.note = error.message
-        return 1
+        return error.exit_code
     except Exception as error:
         worker.log.exception("the loop ended with a fault")
         worker.table.note = repr(error)

@@ -11,7 +11,7 @@ from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemo
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, Memo, Parameters, Request, RingServer, Stage
 from ipc.device_arena import DeviceArena, arena_bytes
-from runtime.errors import ConfigError, DeadlineExceeded, Overloaded
+from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, ResourceBusy
 from runtime.node.config import PoolSection
 from runtime.node.metrics import MALFORMED_MESSAGES, POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
 from runtime.node.worker import Worker
@@ -330,7 +330,9 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engi
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
             extends_per_launch=limits.extends_per_launch,
         )
-    except (DeviceUnavailable, OutOfDeviceMemory) as error:
+    except OutOfDeviceMemory as error:
+        raise ResourceBusy(f"pool.devices: {worker.name} does not fit on {device!r}: {error}") from error
+    except DeviceUnavailable as error:
         raise ConfigError(f"pool.devices: {worker.name} cannot run on {device!r}: {error}") from error
 
 

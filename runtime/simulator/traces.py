@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from runtime.errors import TrinityError
+from runtime.errors import ConfigError
 
 MAX_REQUESTS = 5_000_000
 MAX_TOKENS = 4_194_304
@@ -24,7 +24,7 @@ _MAX_SECONDS = 366 * 86_400
 _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-class TraceError(TrinityError):
+class TraceError(ConfigError):
     """A trace cannot be read: missing, of no known kind, or with a line that is not what its kind says."""
 
     code = "trace_error"

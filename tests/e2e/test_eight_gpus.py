@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.worker import EXIT_CONFIG
+from runtime.errors import EXIT_CONFIG
 from tests.e2e.node import RunningNode
 from tests.waiting import eventually
 

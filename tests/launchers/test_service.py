@@ -1,6 +1,7 @@
 """The systemd unit is one that systemd takes, and agrees with what the commands in it do."""
 
 import configparser
+import os
 import shlex
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ import pytest
 import typer.main
 
 from launchers.main import command_line
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, ResourceBusy, error_of
 from runtime.node.config import NodeSection
-from runtime.node.worker import EXIT_CONFIG
 
 UNIT = Path(__file__).parents[2] / "launchers" / "trinity.service"
 INSTALLED = "/opt/trinity/bin/trinity"
@@ -54,6 +55,36 @@ def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
     assert code_of("serve", "--config", str(tmp_path / "node.toml")) == EXIT_CONFIG
     assert code_of("serve", "--config", str(tmp_path / "none.toml")) == EXIT_CONFIG
     assert code_of("status", str(tmp_path / "nothing")) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--config", "none.toml"),
+        ("doctor", "--config", "none.toml"),
+        ("simulate", "none.jsonl"),
+        ("simulate", "none.jsonl", "--times", "none.json"),
+        ("index", "info", "none"),
+        ("index", "build", "none.jsonl", "--out", "new"),
+        ("search", "none", "--queries", "none.npy"),
+    ],
+)
+def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "launchers.main", *words]
+    environment = os.environ | {"PYTHONPATH": str(UNIT.parent.parent)}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == EXIT_CONFIG, run.stderr
+    assert run.stderr.startswith("trinity: error: ")
+
+
+def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
+    service: configparser.SectionProxy,
+) -> None:
+    assert ResourceBusy.exit_code == EXIT_BUSY
+    assert str(EXIT_BUSY) not in service["RestartPreventExitStatus"].split()
+    assert error_of("resource_busy", "taken").exit_code == EXIT_BUSY
 
 
 def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:

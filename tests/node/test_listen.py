@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import HttpSection
 from runtime.node.listen import listen
 
@@ -49,3 +49,10 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         listen(HttpSection(host="192.0.2.1", port=0, api_keys_file="/keys"))
+
+
+def test_a_port_that_is_taken_may_be_free_later() -> None:
+    with listen(HttpSection(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ResourceBusy, match=rf"http\.port = {port}: cannot listen on 127\.0\.0\.1: .*in use"):
+            listen(HttpSection(port=port))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from launchers.placement_table import show_placement
 from runtime import preflight
-from runtime.errors import CollectionError, ConfigError
+from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.needs import needed_bytes
 from runtime.node.config import parse_config
 from runtime.node.gpus import Gpu
@@ -194,7 +194,7 @@ def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Pat
     assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 4, "four slots more"
     preflight.check(found, machine=machine)
     found, machine = on_gpus(tmp_path, free_gib=1.2)
-    with pytest.raises(ConfigError, match=r"GPU 1 \(GPU-1\) has 1\.2 GiB free, needed are decode-0 1\.\d: lower"):
+    with pytest.raises(ResourceBusy, match=r"GPU 1 \(GPU-1\) has 1\.2 GiB free, needed are decode-0 1\.\d: lower"):
         preflight.check(found, machine=machine)
 
 
@@ -203,7 +203,7 @@ def test_swap_space_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch
     found, machine = on_gpus(tmp_path, free_gib=2.0, swap_blocks=100_000)
     assert needed_bytes(found)["decode-0"] < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    with pytest.raises(ConfigError, match=r"KV needs 137\.3 GiB, 1\.0 are free"):
+    with pytest.raises(ResourceBusy, match=r"KV needs 137\.3 GiB, 1\.0 are free"):
         preflight.check(found, machine=machine)
 
 
@@ -232,7 +232,7 @@ def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 << 29))
     model = {"name": "smollm2-135m-instruct"}
     preflight.check(resolve(parse_config({"model": model})))
-    with pytest.raises(ConfigError, match=r"KV needs \d\.\d GiB, 1\.5 are free"):
+    with pytest.raises(ResourceBusy, match=r"KV needs \d\.\d GiB, 1\.5 are free"):
         preflight.check(resolve(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
 
 

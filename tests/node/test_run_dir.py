@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from runtime.errors import ConfigError, InvalidRequest, Unavailable
+from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node import run_dir as module
 from runtime.node.placement import default_run_dir, nodes_dir
 from runtime.node.run_dir import NodeInfo, RunDir, find_node, running_nodes
@@ -110,7 +110,7 @@ def test_a_node_runs_where_no_link_can_be_made_and_is_found_by_its_directory(
 def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
     held = RunDir.acquire(tmp_path / "run")
     held.write(INFO)
-    with pytest.raises(ConfigError, match=r"a node already runs in .* another node\.name"):
+    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.name"):
         RunDir.acquire(tmp_path / "run")
     assert find_node(tmp_path / "run") == INFO
     held.release()

@@ -12,10 +12,9 @@ import msgspec
 import psutil
 import pytest
 
-from runtime.errors import InvalidRequest, Unavailable
+from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
 from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.worker import EXIT_CONFIG
 from tests.node.tiny_node import (
     FORKSERVER,
     TINY_WORKER,

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from launchers.main import EXIT_USAGE, main
-from runtime.node.worker import EXIT_CONFIG
+from launchers.main import main
+from runtime.errors import EXIT_CONFIG, EXIT_USAGE
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import MINILM_PIP
 

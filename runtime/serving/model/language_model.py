@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ResourceBusy
 from runtime.node.beside import beside
 from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
@@ -93,7 +93,7 @@ class LanguageModel:
         (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it. `kernels`: how attention is
         computed, by default as suits the device. `stamp` is called with the name of each part of the loading at its
         end. Raises `ModelError` for a missing package, file or model, `ConfigError` for impossible sizes, and for a
-        device that torch does not have or that is too small.
+        device that torch does not have, `ResourceBusy` for one without room.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
@@ -113,7 +113,7 @@ class LanguageModel:
             network = Llama.load(read_config(directory), info, WeightFiles(directory), device)
             kv = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(shape, buffer, device)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
+            raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
         stamp("weights")
         identity = model_identity(directory, block_tokens)
         kernels = kernels or ("cpu" if device == "cpu" else "torch")
