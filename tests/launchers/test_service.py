@@ -11,8 +11,19 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from launchers.main import command_line
-from runtime.errors import EXIT_BUSY, EXIT_CONFIG, ResourceBusy, error_of
+from launchers.main import command_line, main
+from runtime.errors import (
+    EXIT_BUSY,
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    OutputRefused,
+    ResourceBusy,
+    TrinityError,
+    Unavailable,
+    error_of,
+)
 from runtime.node.config import NodeSection
 
 UNIT = Path(__file__).parents[2] / "launchers" / "trinity.service"
@@ -62,14 +73,16 @@ def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
     [
         ("serve", "--config", "none.toml"),
         ("doctor", "--config", "none.toml"),
-        ("simulate", "none.jsonl"),
-        ("simulate", "none.jsonl", "--times", "none.json"),
+        ("simulate", "--config", "none.toml", "--trace", "none.jsonl"),
+        ("simulate", "--config", "node.toml", "--trace", "none.jsonl"),
+        ("simulate", "--config", "node.toml", "--trace", "none.jsonl", "--times", "none.json"),
         ("index", "info", "none"),
         ("index", "build", "none.jsonl", "--out", "new"),
         ("search", "none", "--queries", "none.npy"),
     ],
 )
 def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "node.toml").write_text('[model]\nname = "smollm2-135m-instruct"\n')
     command = [sys.executable, "-m", "launchers.main", *words]
     environment = os.environ | {"PYTHONPATH": str(UNIT.parent.parent)}
     run = subprocess.run(
@@ -96,3 +109,20 @@ def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:
     command = [analyze, "verify", "--man=no", "--recursive-errors=no", str(unit)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout + run.stderr) == (0, "")
+
+
+def test_the_command_ends_with_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(error: TrinityError) -> int:
+        def fail(**options: object) -> None:
+            raise error
+
+        monkeypatch.setattr("launchers.main.command_line", lambda words: fail)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    assert run(ResourceBusy("the port is taken")) == EXIT_BUSY
+    assert run(ConfigError("no such key")) == EXIT_CONFIG
+    assert run(OutputRefused("it is there already")) == EXIT_USAGE
+    assert run(Unavailable("no node runs")) == EXIT_FAILED

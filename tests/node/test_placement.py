@@ -217,7 +217,7 @@ def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
     needed = needed_bytes(found)
     assert needed["decode-spare-0"] == needed["decode-spare-1"] == needed["decode-0"]
     with pytest.raises(
-        ConfigError, match=r"needed are decode-0 1\.\d, decode-spare-0 1\.\d, decode-spare-1 1\.\d: lower"
+        ResourceBusy, match=r"needed are decode-0 1\.\d, decode-spare-0 1\.\d, decode-spare-1 1\.\d: lower"
     ):
         preflight.check(found, machine=machine)
     with open("/dev/null", "w") as null:
