@@ -247,7 +247,7 @@ def test_health_says_which_workers_are_missing_and_requests_are_refused(
 
 
 def test_health_is_ready_with_one_worker_of_each_role_and_a_search(cluster: Cluster, http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ready", "missing": []}
+    assert http.get("/health").json() == {"status": "ready", "missing": [], "unavailable": {}}
     cluster.search.lacking = ["pool"]
     health = http.get("/health")
     assert (health.status_code, health.json()["missing"]) == (503, ["pool"])
