@@ -27,13 +27,11 @@ context_tokens = 2048
 
 [prefill]
 slots = 3
-spares = {spares}
 chunk_tokens = 128
 passage_tokens = 1600
 
 [decode]
 slots = 6
-spares = {spares}
 probe_tokens = 128
 
 [[collections]]
@@ -67,10 +65,9 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
         config = home / "node.toml"
         run_dir = home / "run"
         name = f"test-{len(started)}"
-        text = CONFIG.format(
-            name=name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s, spares=spares
-        )
-        config.write_text(text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]") + more)
+        text = CONFIG.format(name=name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
+        text = text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]")
+        config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
         node = RunningNode(config, run_dir)
         started.append(node)
         return node
