@@ -69,7 +69,8 @@ class BenchmarkNode:
 
     def pids(self) -> dict[str, int]:
         """Every process by name."""
-        return {"supervisor": self.process.pid} | {w.name: w.pid for w in self.status().workers if w.pid}
+        status = self.status()
+        return {"supervisor": self.process.pid} | {w.name: w.pid for w in (*status.workers, *status.spares) if w.pid}
 
     def stop(self) -> int:
         """Drain it; the exit code."""

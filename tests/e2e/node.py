@@ -100,7 +100,8 @@ class RunningNode:
         eventually(lambda: self.metric(gauge) == 0, 60, f"{gauge} to be 0")
 
     def pids(self) -> list[int]:
-        return [self.process.pid, *(worker.pid for worker in self.status().workers if worker.pid)]
+        status = self.status()
+        return [self.process.pid, *(worker.pid for worker in (*status.workers, *status.spares) if worker.pid)]
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to stop; the exit code."""

@@ -14,7 +14,13 @@ NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
 
 
 def shown(
-    width: int, *, device: str = "cpu", cores: Sequence[int] = (), terminal: bool = True, note: str = ""
+    width: int,
+    *,
+    device: str = "cpu",
+    cores: Sequence[int] = (),
+    terminal: bool = True,
+    note: str = "",
+    spares: Sequence[WorkerStatus] = (),
 ) -> list[str]:
     workers = tuple(
         WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores), note)
@@ -23,7 +29,7 @@ def shown(
     info = NodeInfo("a-node", 4_194_302, "http://127.0.0.1:8080", "control", (), ())
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    show_workers(NodeStatus(info, False, workers), console)
+    show_workers(NodeStatus(info, False, workers, tuple(spares)), console)
     return out.getvalue().splitlines()
 
 
@@ -61,3 +67,10 @@ def test_a_pipe_gets_every_column() -> None:
 def test_what_people_should_know_of_a_worker_is_below_the_table() -> None:
     lines = shown(80, note="cannot run: no such directory: /data/[docs]")
     assert lines[-len(NAMES) :] == [f"{name}: cannot run: no such directory: /data/[docs]" for name in NAMES]
+
+
+def test_standby_workers_are_shown_below_the_workers() -> None:
+    spare = WorkerStatus("decode-spare-0", "standby", 4_194_301, 1, 0, 0.1, 1 << 30, "cpu", ())
+    lines = [line for line in shown(100, spares=[spare]) if line.strip()]
+    assert lines[-1].split() == ["decode-spare-0", "standby", "4194301", "cpu", "any", "0", "0.1", "s", "1024", "MiB"]
+    assert lines[-2].split()[0] == "pool-0"
