@@ -1,7 +1,7 @@
 """The engines under comparison, each behind the same few calls. A peer that is not installed is left out.
 
 All graphs have 32 edges a node at the bottom: hnswlib, faiss and usearch with M=16 and efConstruction=200, Vamana with
-degree 32, window 200.
+degree 32, window 200, SymphonyQG with degree 32, ef 200.
 """
 
 import functools
@@ -45,15 +45,21 @@ class Contender(Protocol):
 
 
 class Trinity:
-    """This engine, run to completion."""
+    """This engine, run to completion; with codes of neighbours, as collections are built, or without."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype, self.compressed = dtype, dtype != "float32"
-        self.label = f"trinity {dtype}"
+    def __init__(self, dtype: str, codes: bool = False) -> None:
+        self.dtype, self._codes, self.compressed = dtype, codes, codes or dtype != "float32"
+        self.label = f"trinity {dtype}" + (" with codes" if codes else "")
         self.index: GraphIndex
 
     def build(self, data: DataSet, threads: int) -> None:
-        self.index = GraphIndex.build(data.base, metric=data.metric, dtype=self.dtype, threads=threads)  # type: ignore[arg-type]
+        self.index = GraphIndex.build(
+            data.base,
+            metric=data.metric,  # type: ignore[arg-type]
+            dtype=self.dtype,  # type: ignore[arg-type]
+            neighbor_codes=self._codes,
+            threads=threads,
+        )
 
     def save(self, directory: Path) -> None:
         self.index.save(directory / "index")
@@ -292,15 +298,45 @@ class Vamana:
         return np.asarray(self._index.search(queries, 10)[0]).astype(np.int64)
 
 
+class SymphonyQG:
+    """RaBitQ's authors' graph, whose codes of neighbours ours are like. L2 only: cosine as L2 of unit vectors."""
+
+    label, compressed = "SymphonyQG", True
+
+    def build(self, data: DataSet, threads: int) -> None:
+        rabitqlib = importlib.import_module("rabitqlib")
+        self._index: Any = rabitqlib.SymqgIndex(data.base.shape[1], 32, "l2")
+        self._index.build(np.ascontiguousarray(data.base, np.float32), 200, threads)
+
+    def save(self, directory: Path) -> None:
+        self._index.save(str(directory / "index"))
+
+    def load(self, directory: Path, data: DataSet) -> None:
+        self._index = importlib.import_module("rabitqlib").SymqgIndex.load(str(directory / "index"))
+
+    def bytes(self) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            self._index.save(f"{folder}/index")
+            return (Path(folder) / "index").stat().st_size
+
+    def search(self, queries: Array, effort: int, threads: int) -> Array:
+        found = self._index.search_batch(np.ascontiguousarray(queries, np.float32), 10, effort, threads)
+        ids = next(part for part in map(np.asarray, found) if part.dtype.kind in "iu")
+        return ids.astype(np.int64)
+
+
 def contenders() -> tuple[list[Contender], dict[str, str]]:
     """Everything that can run here, and the versions of the peers."""
     whole = Trinity("float32")
-    found: list[Contender] = [whole, TrinityStepwise(whole), Trinity("float16"), Trinity("int8")]
+    coded = Trinity("float32", codes=True)
+    found: list[Contender] = [coded, TrinityStepwise(coded), Trinity("float16", codes=True)]
+    found += [whole, TrinityStepwise(whole), Trinity("float16"), Trinity("int8")]
     peers: Sequence[tuple[str, str, Callable[[], list[Any]]]] = (
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
         ("usearch", "usearch", lambda: [Usearch("f32"), Usearch("f16")]),
         ("svs", "scalable-vs", lambda: [Vamana()]),
+        ("rabitqlib", "rabitqlib", lambda: [SymphonyQG()]),
     )
     versions = {}
     for module, package, make in peers:

@@ -49,6 +49,13 @@ def build(
     dtype: Annotated[
         Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept; int8 keeps float32 beside.")
     ] = "float32",
+    neighbor_codes: Annotated[
+        bool | None,
+        typer.Option(
+            help="Keep codes of neighbours: faster on CPUs, larger. Default: yes, but not with int8.",
+            show_default=False,
+        ),
+    ] = None,
     shards: Annotated[int, typer.Option(help="Split it over so many pool workers.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Of the graph's random choices.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
@@ -71,6 +78,7 @@ def build(
             ids=None if ids is None else read_ids(ids),
             degree=degree,
             dtype=dtype,
+            neighbor_codes=neighbor_codes,
             shards=shards,
             seed=seed,
             threads=threads or len(os.sched_getaffinity(0)),

@@ -178,7 +178,7 @@ class PoolSection(Placed, frozen=True):
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
     max_k: Annotated[int, Meta(ge=1, le=1024)] = 128
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
-    top_m: Annotated[int, Meta(ge=1, le=4096)] = 128
+    top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
     spare_slots: Annotated[int, Meta(ge=0, le=4096)] = 8
     prefill_target_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0

@@ -187,6 +187,7 @@ class Collection:
         ids: NDArray[np.int64] | None = None,
         degree: int = 32,
         dtype: Dtype = "float32",
+        neighbor_codes: bool | None = None,
         shards: int = 1,
         seed: int = 0,
         threads: int = 1,
@@ -202,7 +203,8 @@ class Collection:
         vectors: the documents' vectors, row by row, where they are known already.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
-        degree, dtype, seed, device: see `GraphIndex.build`. threads: cores to use.
+        degree, dtype, neighbor_codes, seed, device: see `GraphIndex.build`; codes are made by default, but not with
+            int8. threads: cores to use.
         force: replace a collection that is at `out`.
         progress: called with a stage's name and the part of it that is done, 0..1.
         Raises `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
@@ -238,6 +240,7 @@ class Collection:
                         metric=metric,
                         degree=degree,
                         dtype=dtype,
+                        neighbor_codes=dtype != "int8" if neighbor_codes is None else neighbor_codes,
                         ids=None if own_ids is None else own_ids[shard::shards],
                         seed=seed,
                         threads=threads,

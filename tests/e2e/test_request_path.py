@@ -13,6 +13,7 @@ import pytest
 from launchers.demo_check import greedy, node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
+from runtime.node.config import PoolSection
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import load_embedder
 from tests.e2e.node import RunningNode, prompts
@@ -66,7 +67,8 @@ def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_t
         assert opened.documents is not None
         assert opened.embedder_name is not None
         vector = load_embedder(opened.embedder_name).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
-        ids, distances = opened.index.search(vector, 4, top_m=128)
+        limits = PoolSection()
+        ids, distances = opened.index.search(vector, 4, limits.top_m, limits.search_width)
         expected = [document.id for document in opened.documents.get(ids[0])]
     passages = answer["retrieval"]["passages"]
     assert [passage["id"] for passage in passages] == expected[: len(passages)]
