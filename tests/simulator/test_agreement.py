@@ -122,7 +122,7 @@ class Machine:
         self.now = max(self.now, self.queries[self.next].at_ns) if self.next < len(self.queries) else self.now
 
     def statistics(self) -> Any:
-        return SimpleNamespace(clients=1)
+        return SimpleNamespace(clients=1, malformed=0)
 
     def close(self) -> None:
         """Nothing is open."""
