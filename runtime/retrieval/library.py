@@ -91,16 +91,16 @@ class _Shelf:
         self.builds: dict[str, _Build] = {}
         self.current: _Build | None = None
         self.trouble = ""
-        self._look_ns = 0
+        self._refused = ("", 0)  # the identity that was not there last, and until when that is not looked at again
 
     def has(self, identity: str) -> bool:
         """Whether this build's documents are open; opens them if they are what lies in the directory now."""
         if identity in self.builds:
             return True
-        now = self._clock()
-        if now < self._look_ns:
+        now, (refused, until_ns) = self._clock(), self._refused
+        if identity == refused and now < until_ns:
             return False
-        self._look_ns = now + _RETRY_NS
+        self._refused = identity, now + _RETRY_NS
         try:
             found = self.open()
         except CollectionError as error:

@@ -14,6 +14,7 @@ from runtime.retrieval.library import Library
 from runtime.retrieval.manifest import read_manifest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
+from tests.pool.pools import InProcessPool
 from tests.waiting import until
 
 DIM = 16
@@ -58,3 +59,10 @@ def ask(retriever: Retriever, text: str = "what?", k: int = 5) -> Found:
 
     until(lambda: any(one.ticket == ticket for one in found), poll)
     return next(one for one in found if one.ticket == ticket)
+
+
+def killed(pool: InProcessPool) -> None:
+    """End a pool worker, and wait until another can have its place: ZeroMQ gives names back in its own time."""
+    pool.close()
+    name = pool.endpoint.removeprefix("ipc://")
+    until(lambda: name not in Path("/proc/net/unix").read_text())

@@ -8,7 +8,7 @@ import pytest
 from runtime.errors import Unavailable
 from runtime.retrieval import library
 from tests.pool.conftest import MakePool
-from tests.pool.generations import LATER_NS, ask, build, generation_of, retriever
+from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
 from tests.pool.pools import attached, plan_of
 
 
@@ -23,7 +23,7 @@ def test_two_replicas_of_different_builds_give_texts_of_the_build_that_was_searc
         attached(asking.client)
         assert {generation_of(ask(asking).passages) for _ in range(4)} == {1}
         build(tmp_path / "docs", 2)
-        first.close()
+        killed(first)
         make_pool(plan, "pool-0", epoch=2).start()
         attached(asking.client)
         seen = Counter(generation_of(ask(asking).passages) for _ in range(20))
@@ -69,12 +69,12 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         attached(asking.client)
         assert generation_of(ask(asking).passages) == 1
         build(tmp_path / "docs", 2, shards=2)
-        first.close()
+        killed(first)
         make_pool(plan, "pool-0", epoch=2).start()
         attached(asking.client)
         ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)  # waits: no build has both shards
         assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
-        second.close()
+        killed(second)
         make_pool(plan, "pool-1", epoch=2).start()
         attached(asking.client)
         assert generation_of(ask(asking).passages) == 2
@@ -92,7 +92,7 @@ def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_emb
         build(tmp_path / "docs", 2, dim=24)
         with first.held():
             ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)
-        first.close()
+        killed(first)
         make_pool(plan, epoch=2).start()
         attached(asking.client)
         found = ask(asking)

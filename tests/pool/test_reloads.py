@@ -1,0 +1,176 @@
+"""Collections are rebuilt, reloaded and their pools killed while readers ask: every answer is of one build."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.node.placement import NodePlan
+from runtime.pool import beside
+from runtime.retrieval.retriever import Found, Retriever
+from tests.pool.conftest import MakePool
+from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
+from tests.pool.pools import InProcessPool, attached, plan_of
+from tests.waiting import until
+
+IN_FLIGHT = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "READ_BYTES_S", 1 << 40)
+
+
+class Readers:
+    """Always `IN_FLIGHT` queries; each has to end with passages of one build."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever, self._asked, self._texts = retriever, set[int](), iter(range(1 << 30))
+        self.generations: list[int] = []
+
+    def step(self) -> None:
+        while len(self._asked) < IN_FLIGHT:
+            text = f"question {next(self._texts)}"
+            self._asked.add(self._retriever.ask(text, "docs", 4, "decode", LATER_NS))
+        self._read(self._retriever.poll())
+        self._retriever.sleep((), 1)
+
+    def _read(self, found: list[Found]) -> None:
+        for one in found:
+            self._asked.remove(one.ticket)
+            if one.error is not None:
+                raise one.error
+            assert len(one.passages) == 4
+            self.generations.append(generation_of(one.passages))
+
+    def some(self, count: int = 10) -> set[int]:
+        """The builds of the next answers, beside those that are in flight now."""
+        begin = len(self.generations) + IN_FLIGHT
+        until(lambda: len(self.generations) >= begin + count, self.step)
+        return set(self.generations[begin:])
+
+
+@contextmanager
+def reading(plan: NodePlan) -> Iterator[Readers]:
+    with retriever(plan) as asking:
+        attached(asking.client)
+        yield Readers(asking)
+
+
+def reload(pool: InProcessPool, readers: Readers, number: int) -> bool:
+    """As the supervisor does it; whether the worker has taken what lies there."""
+    pool.table.set_knob("reload_of", -1.0)
+    pool.table.set_knob("reload", float(number))
+    until(lambda: pool.metric("trinity_pool_reload") == number, readers.step)
+    return not pool.metric("trinity_pool_reload_refused")
+
+
+def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        for generation in range(2, 6):
+            build(tmp_path / "docs", generation)
+            assert readers.some() == {generation - 1}
+            assert reload(pool, readers, generation)
+            assert readers.some() == {generation}
+        until(lambda: len(pool.pool._engine.dims) == 1, readers.step)  # the old ones' memory is given back
+    assert pool.metric("trinity_pool_queries_refused_total") == 0
+
+
+def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(tmp_path: Path, make_pool: MakePool) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        build(tmp_path / "docs", 2)
+        codes = np.load(tmp_path / "docs" / "index" / "codes.npy", mmap_mode="r+")
+        codes[0, 0] += 1
+        codes.flush()
+        assert not reload(pool, readers, 1)
+        assert "collection docs: not reloaded: " in pool.table.note
+        assert "codes.npy is damaged" in pool.table.note
+        assert readers.some() == {1}
+        build(tmp_path / "docs", 3)
+        assert reload(pool, readers, 2)
+        assert readers.some() == {3}
+    until(lambda: pool.table.note == "")
+
+
+def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        assert reload(pool, readers, 1)
+        assert readers.some() == {1}
+        assert pool.pool._server.statistics().attached == 1
+
+
+def test_a_rebuilt_collection_with_longer_vectors_is_taken_between_two_extends(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        readers.some()
+        build(tmp_path / "docs", 2, dim=48)
+        assert reload(pool, readers, 1)
+        assert readers.some() == {2}
+
+
+@pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (1, 2, 2), (2, 2, 3), (2, 4, 4)])
+def test_whatever_is_rebuilt_reloaded_and_killed_no_answer_mixes_builds(
+    shards: int, workers: int, seed: int, tmp_path: Path, make_pool: MakePool
+) -> None:
+    chance, generation = random.Random(seed), 1
+    build(tmp_path / "docs", generation, shards=shards)
+    plan = plan_of(tmp_path / "docs", shards=shards, workers=workers)
+    pools = [make_pool(plan, f"pool-{number}").start() for number in range(workers)]
+    epochs, reloads = [1] * workers, 0
+    with reading(plan) as readers:
+        for _ in range(25):
+            match chance.choice(("build", "reload", "reload", "kill", "read")):
+                case "build":
+                    generation += 1
+                    build(tmp_path / "docs", generation, shards=shards)
+                case "reload":
+                    reloads += 1
+                    for pool in pools:
+                        assert reload(pool, readers, reloads)
+                    assert readers.some() == {generation}
+                case "kill":
+                    number = chance.randrange(workers)
+                    killed(pools[number])
+                    epochs[number] += 1
+                    pools[number] = make_pool(plan, f"pool-{number}", epoch=epochs[number]).start()
+                case "read":
+                    for _ in range(20):
+                        readers.step()
+        reloads += 1
+        assert all(reload(pool, readers, reloads) for pool in pools)
+        assert readers.some() == {generation}
+
+
+def test_the_readers_see_texts_of_another_build(
+    tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    make_pool(plan).start()
+    with retriever(plan) as asking:
+        attached(asking.client)
+        shelf = asking.library._shelf("docs")
+        build(tmp_path / "docs", 2)
+        newer = shelf.open()
+        found = ask(asking)
+        assert generation_of(found.passages) == 1
+        shelf.builds = {identity: newer for identity in shelf.builds}  # as one who looks rows up by name alone
+        assert generation_of(ask(asking).passages) == 2
