@@ -1,0 +1,178 @@
+"""Whether an answer ever has an id of one build of a collection and a text of another: reloads and kills under load.
+
+`python -m benchmarks.reloads --reloads 200 --kills 50` runs a node of its own (a frontend and two pool workers) under
+searches, texts and vectors in turn. Each round builds the collection anew with `--force`'s means, kills a worker with
+kill -9 at a random moment in some rounds, and reloads. Every document says in its id and in its text of which build it
+is. Counted are answers that mix builds, answers of an older build than the one that a reload had put in place before
+they were asked, and requests that ended without an answer, by their error: those of killed frontends apart, whose
+connections go with them. Writes reloads.json and reloads.md.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import machine_load
+from benchmarks.node import BenchmarkNode, running
+from launchers.http_client import post
+from runtime.errors import TrinityError
+from runtime.node.control import reload_collections
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.documents import Document
+
+DIM, ROWS, READERS, SEED = 16, 80, 4, 7
+_RELOAD_S = 120.0
+
+
+def build(path: Path, generation: int) -> None:
+    """A build whose rows have other texts and other vectors than the same rows of the one before."""
+    documents = [Document(f"g{generation}-{row}", "", f"text {row} of build {generation}") for row in range(ROWS)]
+    vectors = np.random.default_rng(generation).normal(size=(ROWS, DIM)).astype(np.float32)
+    Collection.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, degree=8, force=True)
+
+
+class Readers:
+    """Threads that search all the time, and what they saw."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._ended = url, threading.Event()
+        self.floor = 1  # the build that every worker serves at least
+        self.answers, self.mixed, self.stale = 0, 0, 0
+        self.frontend_down = False
+        self.errors, self.with_frontend = Counter[str](), Counter[str]()
+        self.builds: set[int] = set()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._read, args=(number,), daemon=True) for number in range(READERS)]
+
+    def __enter__(self) -> "Readers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(timeout=90)
+
+    def _read(self, number: int) -> None:
+        chance = random.Random(SEED + number)
+        while not self._ended.is_set():
+            body: dict[str, Any] = {"collection": "docs", "k": 5}
+            if number % 2:
+                body["query"] = f"question {chance.random()}"
+            else:
+                body["vector"] = [chance.gauss(0, 1) for _ in range(DIM)]
+            floor = self.floor
+            try:
+                self._judge(post(self._url, "/v1/retrieval", body, timeout_s=60)["passages"], floor)
+            except TrinityError as error:
+                with self._lock:
+                    (self.with_frontend if self.frontend_down else self.errors)[f"{error.code}: {error.message}"] += 1
+                self._ended.wait(0.02)
+
+    def _judge(self, passages: list[dict[str, Any]], floor: int) -> None:
+        found = {int(one["text"].rpartition(" ")[2]) for one in passages}
+        found |= {int(one["id"][1:].partition("-")[0]) for one in passages}
+        with self._lock:
+            self.answers += 1
+            self.builds |= found
+            self.mixed += len(found) != 1 or len(passages) != 5
+            self.stale += min(found) < floor
+
+
+def kill(node: BenchmarkNode, name: str, after_s: float, readers: Readers) -> None:
+    """kill -9 of a worker, a moment from now."""
+    time.sleep(after_s)
+    pid = node.pids()[name]
+    readers.frontend_down = readers.frontend_down or name == "frontend-0"
+    os.kill(pid, signal.SIGKILL)
+
+
+def measure(reloads: int, kills: int) -> dict[str, Any]:
+    """All rounds; what was seen."""
+    chance, killed, refused = random.Random(SEED), Counter[str](), list[str]()
+    with tempfile.TemporaryDirectory(prefix="trinity-reloads-") as folder:
+        docs, config = Path(folder) / "docs", Path(folder) / "node.toml"
+        build(docs, 1)
+        config.write_text(
+            f'[node]\nname = "reloads"\nrun_dir = "{folder}/run"\n[http]\nport = 0\n[pool]\nworkers = 2\n'
+            f'[[collections]]\nname = "docs"\npath = "{docs}"\n'
+        )
+        rounds = set(chance.sample(range(reloads), min(kills, reloads)))
+        with running(config) as node, Readers(node.info.url) as readers:
+            names = [found.name for found in node.status().workers]
+            for number in range(reloads):
+                build(docs, number + 2)
+                if number in rounds:
+                    name = chance.choice(names)
+                    killed[name] += 1
+                    killer = threading.Thread(target=kill, args=(node, name, chance.random() * 0.6, readers))
+                    killer.start()
+                try:
+                    reload_collections(node.info, "docs", _RELOAD_S)
+                    readers.floor = number + 2
+                except TrinityError as error:
+                    refused.append(error.message)
+                if number in rounds:
+                    killer.join()
+                    node.wait(node.ready)
+                    readers.frontend_down = False
+                if number % 20 == 19:
+                    print(f"{number + 1} of {reloads}: {readers.answers} answers, {readers.mixed} mixed", flush=True)
+    return {
+        "reloads": reloads, "kills": dict(killed), "refused_reloads": refused, "answers": readers.answers,
+        "builds_seen": len(readers.builds), "mixed": readers.mixed, "stale": readers.stale,
+        "errors": dict(readers.errors), "errors_while_a_frontend_was_down": dict(readers.with_frontend),
+    }  # fmt: skip
+
+
+def report(found: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    errors = "; ".join(f"{count} × {what}" for what, count in found["errors"].items()) or "none"
+    frontend = "; ".join(f"{count} × {what}" for what, count in found["errors_while_a_frontend_was_down"].items())
+    kills = ", ".join(f"{name} {count}" for name, count in sorted(found["kills"].items())) or "none"
+    return "\n".join([
+        "# Reloads and kills under load", "", f"`{found['command']}`",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too. Seed {SEED}.",
+        "",
+        "| | | bar |", "|---|---|---|",
+        f"| collections rebuilt and reloaded | {found['reloads']} ({len(found['refused_reloads'])} refused) | |",
+        f"| workers killed with kill -9 | {sum(found['kills'].values())}: {kills} | |",
+        f"| answers, of so many builds | {found['answers']:,}, {found['builds_seen']} | |",
+        f"| answers with ids or texts of two builds | {found['mixed']} | 0 |",
+        f"| answers of an older build than the one reloaded before they were asked | {found['stale']} | 0 |",
+        f"| requests without an answer | {errors} | 0 |",
+        f"| the same while a killed frontend was down | {frontend or 'none'} | |", "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reloads", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    command = f"python -m benchmarks.reloads --reloads {options.reloads} --kills {options.kills}"
+    found: dict[str, Any] = {"command": command, "load_before": machine_load()}
+    found |= measure(options.reloads, options.kills)
+    found["load_after"] = machine_load()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "reloads.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "reloads.md").write_text(report(found))
+    print(report(found))
+    return 1 if found["mixed"] or found["stale"] or found["errors"] or found["refused_reloads"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What is open is what is compared; files of two builds are never opened as one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import CollectionError
+from runtime.retrieval.checksums import Checksums
+from runtime.retrieval.collection import Collection
+from runtime.retrieval.manifest import Manifest, facts_of, read_manifest
+from runtime.retrieval.unchanged import open_unchanged
+from tests.pool.generations import build
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "codes.npy"
+    path.write_bytes(bytes(range(256)) * 20_000)
+    return path
+
+
+def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> None:
+    checksums = Checksums({file: facts_of(file)})
+    file.rename(file.with_name("moved"))
+    file.write_bytes(b"another")
+    paces: list[int] = []
+    checksums.verify(paces.append)
+    assert sum(paces) == checksums.read_bytes == checksums.total_bytes == 256 * 20_000
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"x" + b[1:], lambda b: b""])
+def test_a_file_that_is_cut_grown_or_altered_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
+    facts = facts_of(file)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(CollectionError, match=r"codes\.npy is damaged: its checksum"):
+        Checksums({file: facts}).verify()
+
+
+def test_a_file_that_cannot_be_opened_or_read_is_named(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(CollectionError, match=r"missing\.npy cannot be read"):
+        Checksums({file: facts_of(file), tmp_path / "missing.npy": facts_of(file)})
+    with pytest.raises(CollectionError, match="cannot be read: Is a directory"):
+        Checksums({tmp_path: facts_of(file)}).verify()
+
+
+def test_an_identity_covers_every_array(tmp_path: Path) -> None:
+    first, second = build(tmp_path / "docs", 1), build(tmp_path / "docs", 2)
+    assert first != second
+    assert build(tmp_path / "again", 1) == first
+    meta = tmp_path / "docs" / "index" / "meta.json"
+    text = meta.read_text()
+    meta.write_text(text.replace('"sha256": "', '"sha256": "0', 1)[:-2] + "\n")
+    with pytest.raises(CollectionError, match=r"meta\.json is damaged"):
+        Collection.open(tmp_path / "docs")
+
+
+def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path: Path) -> None:
+    build(tmp_path / "docs", 1)
+    build(tmp_path / "next", 2)
+    seen: list[str] = []
+
+    def opened(manifest: Manifest) -> str:
+        seen.append(manifest.identity)
+        if len(seen) == 1:
+            shutil.rmtree(tmp_path / "docs")
+            (tmp_path / "next").rename(tmp_path / "docs")
+        return manifest.identity
+
+    assert open_unchanged(tmp_path / "docs", opened) == seen[1] == read_manifest(tmp_path / "docs").identity
+    assert seen[0] != seen[1]
+
+
+def test_a_collection_that_is_another_one_at_every_look_is_not_opened(tmp_path: Path) -> None:
+    generation = build(tmp_path / "docs", 1) and 1
+
+    def opened(manifest: Manifest) -> None:
+        nonlocal generation
+        generation += 1
+        build(tmp_path / "docs", generation)
+
+    with pytest.raises(CollectionError, match="was replaced by another collection while it was opened, 3 times"):
+        open_unchanged(tmp_path / "docs", opened)
