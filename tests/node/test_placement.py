@@ -283,3 +283,15 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
 def test_launches_of_several_extends_are_for_gpus(tmp_path: Path) -> None:
     assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it is 1"
     plan(tmp_path, pool={"extends_per_launch": 4, "devices": ["cuda:0"]})
+
+
+def test_a_collection_that_is_not_required_may_be_missing_or_damaged(tmp_path: Path) -> None:
+    Collection.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
+    (tmp_path / "docs" / "index" / "codes.npy").write_bytes(b"cut")
+    for name in ("docs", "nowhere"):
+        sections: dict[str, Any] = {"name": name, "path": str(tmp_path / name)}
+        with pytest.raises((CollectionError, ConfigError), match=name):
+            preflight.check(resolve(parse_config({"collections": [sections]})))
+        found = resolve(parse_config({"collections": [{**sections, "required": False}]}))
+        preflight.check(found)
+        assert needed_bytes(found)["pool-0"] >= 0

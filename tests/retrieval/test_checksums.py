@@ -73,7 +73,8 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path
 
 
 def test_a_collection_that_is_another_one_at_every_look_is_not_opened(tmp_path: Path) -> None:
-    generation = build(tmp_path / "docs", 1) and 1
+    build(tmp_path / "docs", 1)
+    generation = 1
 
     def opened(manifest: Manifest) -> None:
         nonlocal generation

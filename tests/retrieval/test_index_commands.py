@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from launchers import index_commands
 from launchers.main import main
-from runtime.errors import EXIT_CONFIG, EXIT_USAGE
+from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
+from runtime.node.placement import nodes_dir
+from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collection import Collection
 from runtime.retrieval.embedder import MINILM_PIP
 
@@ -72,6 +75,35 @@ def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, sour
     code, printed, told = trinity("index", "verify", out)
     assert (code, printed) == (EXIT_CONFIG, "")
     assert str(codes) in told
+
+
+def test_a_build_in_the_place_of_a_served_collection_names_the_nodes_that_serve_the_old_one(
+    trinity: Trinity, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, other = tmp_path / "docs", tmp_path / "other"
+    node = NodeInfo("mine", 1, "http://x", "ipc://x", (), ("code", "texts"), paths=(str(other), f"{tmp_path}/./docs"))
+    monkeypatch.setattr(index_commands, "running_nodes", lambda: {nodes_dir() / "mine": node, tmp_path / "run": node})
+    build = ("index", "build", source, "--out", out, "--embedder", "hashing-64", "--threads", 1, "--force")
+    code, printed, _ = trinity(*build)
+    assert code == 0
+    assert printed.splitlines()[1:] == [
+        f"node 'mine' goes on serving what was there before as 'texts', until `trinity index reload {name} texts`"
+        for name in ("mine", tmp_path / "run")
+    ]
+
+
+def test_a_reload_says_who_has_done_it_or_why_not(trinity: Trinity, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = NodeInfo("mine", 1, "http://x", "ipc://x", (), ("docs",))
+    monkeypatch.setattr(index_commands, "find_node", lambda name: {"mine": node}[name])
+    monkeypatch.setattr(index_commands, "reload_collections", lambda node, collection, timeout: ("pool-0", "pool-1"))
+    assert trinity("index", "reload", "mine", "docs")[:2] == (0, "docs reloaded by pool-0, pool-1\n")
+
+    def refuse(node: NodeInfo, collection: str, timeout: float) -> tuple[str, ...]:
+        raise CollectionError("pool-0: collection docs: not reloaded: codes.npy is damaged")
+
+    monkeypatch.setattr(index_commands, "reload_collections", refuse)
+    code, _, told = trinity("index", "reload", "mine")
+    assert (code != 0, told) == (True, "trinity: error: pool-0: collection docs: not reloaded: codes.npy is damaged\n")
 
 
 def test_vectors_are_built_and_searched_with_recall(trinity: Trinity, tmp_path: Path) -> None:
