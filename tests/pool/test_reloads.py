@@ -28,29 +28,36 @@ class Readers:
     """Always `IN_FLIGHT` queries; each has to end with passages of one build."""
 
     def __init__(self, retriever: Retriever) -> None:
-        self._retriever, self._asked, self._texts = retriever, set[int](), iter(range(1 << 30))
-        self.generations: list[int] = []
+        self._retriever = retriever
+        self._asked: dict[int, int] = {}  # ticket → how many were asked before it
+        self._answers: list[tuple[int, int]] = []  # how many were asked before, and the build of the answer
+        self._count = 0
 
     def step(self) -> None:
         while len(self._asked) < IN_FLIGHT:
-            text = f"question {next(self._texts)}"
-            self._asked.add(self._retriever.ask(text, "docs", 4, "decode", LATER_NS))
+            ticket = self._retriever.ask(f"question {self._count}", "docs", 4, "decode", LATER_NS)
+            self._asked[ticket] = self._count
+            self._count += 1
         self._read(self._retriever.poll())
         self._retriever.sleep((), 1)
 
     def _read(self, found: list[Found]) -> None:
         for one in found:
-            self._asked.remove(one.ticket)
+            before = self._asked.pop(one.ticket)
             if one.error is not None:
                 raise one.error
             assert len(one.passages) == 4
-            self.generations.append(generation_of(one.passages))
+            self._answers.append((before, generation_of(one.passages)))
 
     def some(self, count: int = 10) -> set[int]:
-        """The builds of the next answers, beside those that are in flight now."""
-        begin = len(self.generations) + IN_FLIGHT
-        until(lambda: len(self.generations) >= begin + count, self.step)
-        return set(self.generations[begin:])
+        """The builds of answers to what is asked from now on."""
+        begin = self._count
+
+        def later() -> list[int]:
+            return [build for before, build in self._answers if before >= begin]
+
+        until(lambda: len(later()) >= count, self.step)
+        return set(later())
 
 
 @contextmanager
