@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from runtime import preflight
-from runtime.errors import TrinityError
-from runtime.node.config import KvHolder, NodeConfig
+from runtime.engines.openai.reach import reach
+from runtime.errors import ConfigError, TrinityError
+from runtime.node.config import KvHolder, NodeConfig, OpenAiSection
 from runtime.node.gpus import Gpu, Gpus
 from runtime.node.layout import lay_out
 from runtime.node.listen import listen
@@ -72,6 +73,8 @@ def diagnose(
     if config is not None:
         if models:
             yield from _torch(config, machine, torch_probe or torch_works)
+        if isinstance(config.model, OpenAiSection):
+            yield from _engine(config.model)
         yield from _port(config)
         yield _files(config, machine)
 
@@ -163,7 +166,7 @@ def _numa(machine: Machine) -> Iterator[Finding]:
 
 
 def _model_roles(config: NodeConfig) -> tuple[KvHolder, ...]:
-    return (config.prefill, config.decode) if config.model is not None else ()
+    return (config.prefill, config.decode) if config.own_model is not None else ()
 
 
 def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[Finding]:
@@ -212,6 +215,22 @@ def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator
             trouble or "works",
             advice if trouble else "",
         )
+
+
+def _engine(section: OpenAiSection) -> Iterator[Finding]:
+    """Whether the servers that run the model do what is wanted of them."""
+    for url, found in reach(section):
+        what = f"engine {url}"
+        if isinstance(found, ConfigError):
+            yield Finding("error", what, found.message, "mend [model], or the server")
+        elif isinstance(found, TrinityError):
+            yield Finding("error", what, found.message, "start it; a node that runs already takes it when it answers")
+        else:
+            yield Finding("ok", what, f"{section.name}, {found}")
+            for missing in found.lacking():
+                yield Finding(
+                    "warning", what, missing, "nothing to do if nobody needs it; docs/engines.md has the rest"
+                )
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:

@@ -112,6 +112,25 @@ class CollectionReplaced(Unavailable):
     code = "collection_replaced"
 
 
+class EngineUnreachable(Unavailable):
+    """No server that runs the model answers."""
+
+    code = "engine_unreachable"
+
+
+class EngineFailed(TrinityError):
+    """The server that runs the model answered with what it should not: an error of its own, or no answer at all."""
+
+    code = "engine_failed"
+    status = 502
+
+
+class EngineRefusedKey(EngineFailed):
+    """The server that runs the model does not take our key, or wants one."""
+
+    code = "engine_refused_key"
+
+
 class CollectionError(TrinityError):
     """A collection's directory is missing, foreign or damaged."""
 

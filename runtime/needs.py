@@ -18,7 +18,7 @@ def needed_bytes(plan: NodePlan) -> dict[str, int]:
     config = plan.config
     indexes = sum(_index_bytes(collection) for collection in config.collections)
     needed = {worker.name: indexes for worker in plan.of_role("pool")}
-    if (model := config.model) is not None:
+    if (model := config.own_model) is not None:
         weights = _weights_bytes(model)
         info = ModelInfo.read(model.name)
         for worker in (*plan.of_role("prefill"), *plan.of_role("decode"), *plan.spares):

@@ -50,7 +50,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
             )
         if info.embedder_name:
             check_embedder(info.embedder_name)
-    if plan.config.model is not None:
+    if plan.config.own_model is not None:
         _check_model(plan, progress)
     if any(worker.device != "cpu" for worker in plan.workers):
         _check_gpu_memory(plan, machine or Machine.read())
@@ -58,7 +58,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
 
 def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
     config = plan.config
-    assert config.model is not None
+    assert config.own_model is not None
     require_packages("torch", "safetensors")
     for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
         if worker.device != "cpu" and torch_cuda() is None:
@@ -66,10 +66,10 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
                 f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: the installed torch has no "
                 "CUDA; install a build of it that has (https://pytorch.org/get-started/locally)"
             )
-    info = ModelInfo.read(config.model.name)
-    directory = model_directory(config.model.name, progress)
-    check_files(config.model.name, directory)
-    context = config.model.context_tokens
+    info = ModelInfo.read(config.own_model.name)
+    directory = model_directory(config.own_model.name, progress)
+    check_files(config.own_model.name, directory)
+    context = config.own_model.context_tokens
     if context > info.max_context_tokens:
         raise ConfigError(
             f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
@@ -78,8 +78,8 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
     for worker in (*plan.of_role("prefill"), *plan.of_role("decode"), *plan.spares):
         if worker.device == "cpu":
             section = config.prefill if worker.role == "prefill" else config.decode
-            blocks += section.blocks(config.model)
-    needed, free = info.kv_bytes(blocks, config.model.kv_block_tokens), psutil.virtual_memory().available
+            blocks += section.blocks(config.own_model)
+    needed, free = info.kv_bytes(blocks, config.own_model.kv_block_tokens), psutil.virtual_memory().available
     if needed > free:
         raise ResourceBusy(
             f"prefill and decode KV needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "

@@ -164,7 +164,7 @@ class Changes:
 
     def _role(self, role: str, *more: Role) -> Role:
         """A role whose workers may do so: prefill, decode or one of `more`."""
-        known: list[Role] = list(_OTHER) if self._config.model is not None else []
+        known: list[Role] = list(_OTHER) if self._config.own_model is not None else []
         known += more if self._config.collections else ()
         for one in known:
             if role == one:

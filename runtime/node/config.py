@@ -84,11 +84,12 @@ class HttpSection(_Section, frozen=True):
     cors_origins: tuple[Origin, ...] = ()
 
 
-class ModelSection(_Section, frozen=True):
-    """The language model: a packaged name or a directory of transformers files, and the context it is given.
+class ModelSection(_Section, frozen=True, tag_field="engine", tag="trinity"):
+    """`engine = "trinity"`, the default: a model that the node's own prefill and decode workers run.
 
-    Its KV is kept in blocks of `kv_block_tokens` tokens: of a prompt's prefix whole blocks are used again, and long
-    ones are read faster than short ones.
+    `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. Its KV is
+    kept in blocks of `kv_block_tokens` tokens: of a prompt's prefix whole blocks are used again, and long ones are read
+    faster than short ones.
     """
 
     name: str
@@ -99,6 +100,30 @@ class ModelSection(_Section, frozen=True):
     def row_blocks(self) -> int:
         """KV blocks of a sequence that fills the context."""
         return -(-self.context_tokens // self.kv_block_tokens)
+
+
+class OpenAiSection(_Section, frozen=True, tag_field="engine", tag="openai"):
+    """`engine = "openai"`: servers that run already, at one `url` or several, each with its `/v1`.
+
+    `name` is what they call the model. `api_key_file` holds the key that they ask for on its first line.
+    `context_tokens` bounds prompt and answer; 0: as many as the server says it has. Before the first token a prompt is
+    given passages of about `passage_tokens` tokens at most, by a probe of `probe_tokens`: there is no tokenizer here,
+    so both are counted by bytes. A connection is given up after `connect_s`.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+    api_key_file: str = ""
+    context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
+    probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
+    connect_s: Seconds = 5.0
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Each server's, without a slash at its end."""
+        given = (self.url,) if isinstance(self.url, str) else self.url
+        return tuple(url.rstrip("/") for url in given)
 
 
 class Placed(_Section, frozen=True):
@@ -273,7 +298,7 @@ class NodeConfig(_Section, frozen=True):
     node: NodeSection = NodeSection()
     log: LogSection = LogSection()
     http: HttpSection = HttpSection()
-    model: ModelSection | None = None
+    model: ModelSection | OpenAiSection | None = None
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     handover: HandoverSection = HandoverSection()
@@ -282,6 +307,11 @@ class NodeConfig(_Section, frozen=True):
     slo: SloSection = SloSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()
+
+    @property
+    def own_model(self) -> ModelSection | None:
+        """The model that the node's own prefill and decode workers run; None if it has none, or another engine does."""
+        return self.model if isinstance(self.model, ModelSection) else None
 
 
 def load_config(path: Path) -> NodeConfig:
@@ -306,6 +336,9 @@ def load_config(path: Path) -> NodeConfig:
 
 def parse_config(raw: dict[str, Any]) -> NodeConfig:
     """A `NodeConfig` from TOML's own types. Raises `ConfigError` that names the key, its value and what is expected."""
+    model = raw.get("model")
+    if isinstance(model, dict):
+        raw = raw | {"model": {"engine": "trinity"} | model}
     try:
         return msgspec.convert(raw, NodeConfig)
     except msgspec.ValidationError as error:
@@ -324,8 +357,10 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     http = replace(config.http, api_keys_file=under(config.http.api_keys_file))
     collections = tuple(replace(c, path=under(c.path)) for c in config.collections)
     model = config.model
-    if model is not None and _is_path(model.name):
+    if isinstance(model, ModelSection) and _is_path(model.name):
         model = replace(model, name=under(model.name))
+    elif isinstance(model, OpenAiSection):
+        model = replace(model, api_key_file=under(model.api_key_file))
     node = replace(config.node, run_dir=under(config.node.run_dir))
     log = replace(config.log, directory=under(config.log.directory))
     return replace(config, node=node, log=log, http=http, model=model, collections=collections)
@@ -347,7 +382,7 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
     reason = _AT.sub("", message)
     if unknown := _UNKNOWN.match(reason):
         key = unknown.group(1)
-        return f"{path}.{_shown(key)}".removeprefix(".") + f": unknown key{_nearest(path, key)}"
+        return f"{path}.{_shown(key)}".removeprefix(".") + f": unknown key{_nearest(_section(path, raw), key)}"
     if missing := _MISSING.match(reason):
         return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
     value = _lookup(raw, path)
@@ -388,8 +423,13 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def _nearest(path: str, key: str) -> str:
-    section = _SECTIONS.get(path.split("[")[0])
+def _section(path: str, raw: dict[str, Any]) -> type[msgspec.Struct] | None:
+    if path == "model" and raw["model"].get("engine") == "openai":
+        return OpenAiSection
+    return _SECTIONS.get(path.split("[")[0])
+
+
+def _nearest(section: type[msgspec.Struct] | None, key: str) -> str:
     known = list(get_type_hints(section)) if section else []
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if close:

@@ -116,6 +116,8 @@ WITHOUT_DOCUMENTS = Gauge(
     "trinity_collections_without_documents",
     "Collections of which no pool is asked: the documents of the build that they serve are not there",
 )
+PROMPT_TOKENS = Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill")
+GENERATION_TOKENS = Counter("trinity_generation_tokens_total", "Tokens generated")
 LOG_LINES_LOST = Counter("trinity_log_lines_lost_total", "Lines that the log file of a worker has not got")
 MALFORMED_MESSAGES = Counter("trinity_malformed_messages_total", "Messages that were dropped: none of the protocol's")
 _OF_ALL = (LOG_LINES_LOST, MALFORMED_MESSAGES)
@@ -179,7 +181,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         POOL_EXTENDS,
     ),
     "prefill": (
-        Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill"),
+        PROMPT_TOKENS,
         Counter("trinity_prefill_failed_total", "Requests that ended with an error in prefill"),
         Counter("trinity_prefill_prefix_query_tokens_total", "Prompt tokens looked up among the cached KV blocks"),
         Counter("trinity_prefill_prefix_hit_tokens_total", "The part of these that was found, and not computed again"),
@@ -196,7 +198,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         PREFILL_TIME,
     ),
     "decode": (
-        Counter("trinity_generation_tokens_total", "Tokens generated"),
+        GENERATION_TOKENS,
         Counter("trinity_decode_failed_total", "Requests that ended with an error in decode"),
         Counter("trinity_decode_probes_total", "Probes asked"),
         Counter("trinity_decode_cancelled_total", "Requests cancelled while decoding"),
@@ -266,6 +268,24 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
     ),
 }
 
+RELAYED: tuple[Metric, ...] = (
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    EMBED_TIME,
+    RETRIEVAL_TIME,
+    DECODE_TIME,
+    TTFT_TIME,
+    TPOT_TIME,
+    E2E_TIME,
+)
+"""What the frontend says of answers that others' servers write; of the node's own the workers say it."""
+
+_SHARED: dict[Role, tuple[Metric, ...]] = {
+    "prefill": (WITHOUT_DOCUMENTS,),
+    "decode": (WITHOUT_DOCUMENTS,),
+    "frontend": (WITHOUT_DOCUMENTS, *RELAYED),
+}
+
 KNOBS: dict[Role, tuple[str, ...]] = {
     "pool": (
         "reserve",  # share of the slots owed to prefill queries, 0 to 1
@@ -281,7 +301,7 @@ KNOBS: dict[Role, tuple[str, ...]] = {
 
 
 def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
-    """The role's metrics, with the SLO limits among the edges of the histograms that they judge."""
+    """All metrics of a role's worker, with the SLO limits among the edges of the histograms that they judge."""
     limits = {
         TTFT_TIME.name: slo.ttft_s,
         TPOT_TIME.name: slo.tpot_s,
@@ -292,5 +312,5 @@ def metrics_of(role: Role, slo: SloSection) -> tuple[Metric, ...]:
         dataclasses.replace(metric, buckets=tuple(sorted({*metric.buckets, limits[metric.name]})))
         if isinstance(metric, Histogram) and metric.name in limits
         else metric
-        for metric in (*METRICS[role], *_OF_ALL, *(() if role == "pool" else (WITHOUT_DOCUMENTS,)))
+        for metric in (*METRICS[role], *_OF_ALL, *_SHARED.get(role, ()))
     )

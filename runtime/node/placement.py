@@ -5,12 +5,13 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.config import NodeConfig, OpenAiSection, Placed, Role
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -85,10 +86,11 @@ def resolve(config: NodeConfig) -> NodePlan:
     """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
     _check_collections(config)
     _check_keys(config)
+    _check_engine(config)
     workers = [
         *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
-        *(_place("prefill", config.prefill) if config.model else ()),
-        *(_place("decode", config.decode) if config.model else ()),
+        *(_place("prefill", config.prefill) if config.own_model else ()),
+        *(_place("decode", config.decode) if config.own_model else ()),
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
     ]
     _check_counts(config)
@@ -154,7 +156,7 @@ def _check_ways(workers: list[WorkerPlan]) -> None:
 def _check_counts(config: NodeConfig) -> None:
     if config.model is None and not config.collections:
         raise ConfigError("nothing to serve: give a [model], [[collections]], or both")
-    needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.model else []
+    needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.collections:
         needed.append(("pool", config.pool.workers))
     for role, workers in needed:
@@ -193,10 +195,10 @@ def _check_limits(config: NodeConfig) -> None:
         if value > pool.max_top_m:
             raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
-        if config.model is not None and section.blocks(config.model) < config.model.row_blocks:
+        if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
             raise ConfigError(
                 f"{role}.kv_blocks = {section.kv_blocks}: a sequence of model.context_tokens = "
-                f"{config.model.context_tokens} takes {config.model.row_blocks} blocks"
+                f"{config.own_model.context_tokens} takes {config.own_model.row_blocks} blocks"
             )
 
 
@@ -224,6 +226,34 @@ def _check_keys(config: NodeConfig) -> None:
             raise ConfigError(
                 f"http.api_keys_file: key {number} in {config.http.api_keys_file} has characters beyond printable ASCII"
             )
+
+
+def _check_engine(config: NodeConfig) -> None:
+    if not isinstance(config.model, OpenAiSection):
+        return
+    for url in config.model.urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"model.url = {url!r}: give the server's address up to its /v1: http://127.0.0.1:8000/v1")
+        if parts.username or parts.password:
+            raise ConfigError("model.url has a user or a password in it: put the key into model.api_key_file")
+    if len(set(config.model.urls)) < len(config.model.urls):
+        raise ConfigError("model.url names a server twice")
+    read_engine_key(config.model)
+
+
+def read_engine_key(section: OpenAiSection) -> str:
+    """The key that the servers of the model ask for, the first line of its file; "" without one."""
+    if not section.api_key_file:
+        return ""
+    try:
+        lines = Path(section.api_key_file).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {error}") from error
+    key = lines[0].strip()
+    if not key or not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
+        raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key of printable ASCII on its first line")
+    return key
 
 
 def read_api_keys(config: NodeConfig) -> tuple[str, ...]:

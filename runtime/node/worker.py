@@ -34,7 +34,7 @@ _LOOPS = {
     "pool": "runtime.pool.process",
     "prefill": "runtime.serving.prefill.process",
     "decode": "runtime.serving.decode.process",
-    "frontend": "runtime.serving.frontend.process",
+    "frontend": "runtime.engines.frontend",
 }
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ipc import Stage
 from runtime.errors import CollectionReplaced
 from runtime.retrieval.arguments import deadline_of
 from runtime.retrieval.async_client import AsyncSearchClient
@@ -43,12 +44,16 @@ class AsyncSearch:
         query: str | None,
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
+        stage: Stage = "prefill",
+        timeout_s: float | None = None,
     ) -> list[Passage]:
         """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
 
-        `embedded` is called when the query's vector is there.
+        `embedded` is called when the query's vector is there. The pool is told the `stage`, and how long is left of
+        `timeout_s`, by default of its own limit.
         """
-        deadline_ns, attempts, told = deadline_of(self._timeout_ms), _MAX_ATTEMPTS, embedded
+        limit_ms = self._timeout_ms if timeout_s is None else timeout_s * 1e3
+        deadline_ns, attempts, told = deadline_of(limit_ms), _MAX_ATTEMPTS, embedded
         while True:
             attempts -= 1
             try:
@@ -60,7 +65,7 @@ class AsyncSearch:
                 told()
                 told = _once_is_enough
                 result = await self.client.search(
-                    array, k, collection=collection, accept=self.library.accept(collection, embedder),
+                    array, k, collection=collection, stage=stage, accept=self.library.accept(collection, embedder),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
                 return list(self.library.passages(collection, result))

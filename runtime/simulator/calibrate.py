@@ -52,7 +52,7 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     Of a collection that is split, one shard is measured: a pool worker searches one, and all are of one size.
     Raises `ConfigError` if it names neither.
     """
-    if not config.collections and config.model is None:
+    if not config.collections and config.own_model is None:
         raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
     found, parts = base, []
     if config.collections:
@@ -70,10 +70,10 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         loop = loop_times(config, queries[0])._asdict()
         found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
         parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
-    if config.model is not None:
-        progress(f"passes of model {config.model.name!r}")
-        found = _model_times(config.model, config, found)
-        parts.append(f"passes of {config.model.name}")
+    if config.own_model is not None:
+        progress(f"passes of model {config.own_model.name!r}")
+        found = _model_times(config.own_model, config, found)
+        parts.append(f"passes of {config.own_model.name}")
     return replace(found, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
 
 

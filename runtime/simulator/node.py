@@ -92,7 +92,7 @@ class Simulation:
         config = self._setup.config
         if not config.decode.kv_blocks:
             return None
-        model = config.model or ModelSection(name="")
+        model = config.own_model or ModelSection(name="")
         return KvRows(config.decode.kv_blocks, model.kv_block_tokens)
 
     def _hello(self, role: Role, name: str, slots: int, kv: KvRows | None = None) -> Hello:

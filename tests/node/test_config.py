@@ -32,6 +32,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
     "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
     "a model without a name": ({"model": {}}, "model.name: required key is missing"),
+    "an engine that there is not": ({"model": {"engine": "vlm", "name": "x"}}, "model.engine = 'vlm': invalid value"),
+    "a key of another engine": (
+        {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},
+        "model.zzz: unknown key; known here: name, url",
+    ),
+    "an engine without an address": (
+        {"model": {"engine": "openai", "name": "x"}},
+        "model.url: required key is missing",
+    ),
+    "no addresses": ({"model": {"engine": "openai", "name": "x", "url": []}}, "model.url: expected `array` of length"),
     "a collection without a path": ({"collections": [{"name": "a"}]}, "collections[0].path: required key is missing"),
 }
 

@@ -122,3 +122,13 @@ def test_the_command_exits_with_1_only_for_errors(tmp_path: Path) -> None:
     run = CliRunner().invoke(command_line(), ["doctor", "--config", str(config)])
     assert run.exit_code == 1
     assert "error" in run.output
+
+
+def test_a_server_that_does_not_answer_is_in_error_with_its_address(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    found = findings(parse_config({"model": {"engine": "openai", "name": "big", "url": url}, "http": {"port": 0}}))
+    assert found[f"engine {url}"].level == "error"
+    assert "does not answer" in found[f"engine {url}"].text
+    assert found[f"engine {url}"].advice.startswith("start it")

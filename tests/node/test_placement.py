@@ -48,6 +48,28 @@ def test_a_whole_node_has_workers_of_each_role_and_one_frontend(tmp_path: Path) 
     assert names(found) == ["pool-0", "pool-1", "prefill-0", "decode-0", "decode-1", "frontend-0"]
 
 
+OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
+
+
+def test_in_front_of_a_server_a_node_has_no_workers_for_the_model(tmp_path: Path) -> None:
+    assert names(plan(tmp_path, model=OPENAI)) == ["pool-0", "frontend-0"]
+    assert names(resolve(parse_config({"model": OPENAI}))) == ["frontend-0"]  # passed on, without retrieval
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the server's address up to its /v1"),
+        ({"url": "http://me:secret@host/v1"}, "model.url has a user or a password in it"),
+        ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url names a server twice"),
+        ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere"),
+        ({"api_key_file": os.devnull}, "model.api_key_file: /dev/null has no key"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
+    assert refusal(tmp_path, model=OPENAI | more).startswith(says)
+
+
 def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
     assert names(plan(tmp_path)) == ["pool-0", "frontend-0"]
 

@@ -55,17 +55,17 @@ class DecodeWorker:
 
     def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
         """`transport`: by default that of the worker's device."""
-        config = worker.plan.config
-        assert config.model is not None
+        config, model = worker.plan.config, worker.plan.config.own_model
+        assert model is not None
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
-        blocks, block_tokens = config.decode.blocks(config.model), config.model.kv_block_tokens
+        blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
         loading = beside(lambda: Library.warm(worker.plan, threads=config.decode.threads))
         self._model = LanguageModel.load(
-            config.model.name,
+            model.name,
             blocks=blocks,
             block_tokens=block_tokens,
-            context_tokens=config.model.context_tokens,
+            context_tokens=model.context_tokens,
             threads=config.decode.threads,
             device=transport.device,
             kernels=transport.kernels,
@@ -92,7 +92,12 @@ class DecodeWorker:
         )
         self._batch = Batch(config.decode.slots, self._blocks, self._swap, self._bridge)
         self._probes = Probes(
-            self._retriever, self._model.tokenizer, config.decode, config.model.context_tokens, self._table, worker.log
+            self._retriever,
+            self._model.tokenizer,
+            config.decode,
+            model.context_tokens,
+            self._table,
+            worker.log,
         )
         self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
         self._counted: dict[str, float] = {}  # what the metrics have been told of other parts' counters
@@ -101,7 +106,7 @@ class DecodeWorker:
             worker.plan.endpoint("frontend"),
             Hello(
                 role="decode", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.decode.slots,
-                limit_tokens=config.model.context_tokens, endpoint=endpoint, block_tokens=block_tokens, blocks=blocks,
+                limit_tokens=model.context_tokens, endpoint=endpoint, block_tokens=block_tokens, blocks=blocks,
             ),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ import msgspec
 
 from runtime.errors import TrinityError
 from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.relayed import Choices, Relayed
 from runtime.serving.frontend.requests import Piece
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import spans_seconds
@@ -59,6 +60,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     searches: list[Retrieved] = field(default_factory=list)
+    choices: Choices = field(default_factory=Choices)  # of an answer that another server writes
     last: Tokens | None = None
     cached: Json | None = None  # of an answer that the model did not write now
 
@@ -71,6 +73,8 @@ class Answer:
             self.prompt_token_ids = piece.prompt_token_ids
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
+        if isinstance(piece, Relayed):
+            self.choices.add(piece.choices)
         if piece.finish_reason is not None:
             self.last = piece
         return self.last is not None
@@ -82,6 +86,8 @@ class Answer:
         if self.return_token_ids:
             choice["token_ids"] = self.token_ids
         answer = self._frame(self._object(), choice) | {"usage": self._usage(self.last)}
+        if isinstance(self.last, Relayed):
+            answer["choices"] = self.choices.whole()
         if self.retrieval is not None:
             answer["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
@@ -120,6 +126,9 @@ class Answer:
             if self.retrieval is None:
                 return b""
             return event(self._chunk(self._choice("")) | {"retrieval": self._passages(self.retrieval, [piece])})
+        if isinstance(piece, Relayed):
+            chunk = self._chunk({}) | {"choices": piece.choices}
+            return event(chunk if piece.finish_reason is None else chunk | {"timings": self._timings(piece)})
         if not piece.text and piece.finish_reason is None and not self.return_token_ids:
             return b""
         choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
@@ -137,12 +146,15 @@ class Answer:
         chunk = self._chunk({}) | {"choices": [], "usage": self._usage(self.last)}
         return event(chunk) + DONE
 
-    def _usage(self, last: Tokens) -> Json:
+    def _usage(self, last: Tokens) -> Json | None:
+        if isinstance(last, Relayed):
+            return last.usage
         prompt, completion = last.prompt_tokens, len(self.token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _timings(self, last: Tokens) -> dict[str, float]:
-        spans = spans_seconds(last.stages, len(self.token_ids))
+        tokens = last.completion_tokens if isinstance(last, Relayed) else len(self.token_ids)
+        spans = spans_seconds(last.stages, tokens)
         if self.retrieval is not None and self.retrieval.every_tokens:
             spans["probe_stall"] = last.stalled_ns / 1e9
         return spans

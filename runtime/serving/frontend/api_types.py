@@ -7,7 +7,7 @@ A field that is null counts as absent. What becomes of OpenAI's fields that Trin
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
@@ -29,17 +29,27 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """A JSON body as a model. Raises InvalidRequest that names the parameter."""
+    known = {name: value for name, value in json_object(body).items() if value is not None}
+    for name in [name for name in known if name not in kind.model_fields]:
+        _refuse_or_ignore(name, known.pop(name), kind.model_fields)
+    return validated(kind, known)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """A body as JSON. Raises InvalidRequest unless it is an object."""
     try:
         data = from_json(body)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_name(data)}")
-    known = {name: value for name, value in data.items() if value is not None}
-    for name in [name for name in known if name not in kind.model_fields]:
-        _refuse_or_ignore(name, known.pop(name), kind.model_fields)
+    return data
+
+
+def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """Fields as a model. Raises InvalidRequest that names the parameter."""
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = _param(first["loc"])
@@ -138,7 +148,8 @@ def _role(value: object) -> object:
     return value
 
 
-def _chat_message(value: object) -> object:
+def chat_message(value: object) -> object:
+    """A turn with what Trinity reads of it; what would change the answer is refused."""
     if not isinstance(value, dict):
         raise _wrong(f"a message must be an object, not {_json_name(value)}")
     for name, entry in value.items():
@@ -188,17 +199,19 @@ def _vector(value: object) -> object:
 # ---- bodies
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
+    """Takes no value for another type's, nor NaN."""
+
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     """`include_usage` adds a last chunk with the usage."""
 
     include_usage: bool | None = None
 
 
-class RetrievalOptions(_Model):
+class RetrievalOptions(StrictModel):
     """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
 
     Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
@@ -212,14 +225,14 @@ class RetrievalOptions(_Model):
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
 
 
-class ChatMessage(_Model):
+class ChatMessage(StrictModel):
     """One turn of a chat; content parts are joined."""
 
     role: Annotated[str, BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_content)]
 
 
-class GenerateBody(_Model):
+class GenerateBody(StrictModel):
     """What both endpoints share. `answer_cache` false: not a stored answer, and do not store this one."""
 
     model: str
@@ -260,10 +273,9 @@ class GenerateBody(_Model):
         )
 
 
-class ChatBody(GenerateBody):
-    """POST /v1/chat/completions."""
+class ChatLimits(GenerateBody):
+    """A chat's limit has two names."""
 
-    messages: list[Annotated[ChatMessage, BeforeValidator(_chat_message)]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
 
     def limit(self, default: int) -> int:
@@ -278,6 +290,12 @@ class ChatBody(GenerateBody):
             )
         return new
 
+
+class ChatBody(ChatLimits):
+    """POST /v1/chat/completions."""
+
+    messages: list[Annotated[ChatMessage, BeforeValidator(chat_message)]] = Field(min_length=1)
+
     def turns(self) -> tuple[Message, ...]:
         """For the workers."""
         return tuple(Message(message.role, message.content) for message in self.messages)
@@ -289,7 +307,7 @@ class CompletionBody(GenerateBody):
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
 
 
-class RetrievalBody(_Model):
+class RetrievalBody(StrictModel):
     """POST /v1/retrieval: `query` (text) or `vector`."""
 
     collection: str | None = None

@@ -46,17 +46,20 @@ from runtime.serving.frontend.api_types import (
     RetrievalBody,
     parse,
 )
+from runtime.serving.frontend.engine import Engine
+from runtime.serving.frontend.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.frontend.guard import Encoded, Guard, error_response, read_body
 from runtime.serving.frontend.request_ids import HEADER, RequestIds, id_source, request_id, sent_id
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.frontend.searches import Searches, SearchSource
 from runtime.serving.frontend.streams import EventStream, events, first_tokens
-from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.frontend.tokenize import TokenizeBody, Tokens
 from runtime.serving.messages import Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
+Other = TypeVar("Other", bound=GenerateBody)
 
 
 class MetricsSource(Protocol):
@@ -70,10 +73,11 @@ class MetricsSource(Protocol):
 class Service:
     """What the routes stand on."""
 
-    link: WorkerLink
+    link: Engine
     search: SearchSource
     metrics: MetricsSource
     answers: PromptAnswers | None = None
+    tokens: Tokens | None = None  # of the model that the node itself runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Settings:
     request_timeout_s: float = 300.0
     search_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    context_tokens: int = 0  # told with the model; 0: not known
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.api_keys):
@@ -142,6 +147,7 @@ def create_app(
     app.post("/v1/chat/completions")(routes.chat)
     app.post("/v1/completions")(routes.complete)
     app.post("/v1/retrieval")(routes.retrieve)
+    app.post("/tokenize")(routes.tokenize)
     for path, route in (
         ("/v1/models", routes.models),
         ("/v1/models/{model:path}", routes.one_model),
@@ -165,19 +171,19 @@ class _Routes:
     # ---- answers
 
     async def chat(self, http: Request) -> Response:
-        body = await self._read(http, ChatBody)
+        body, sent = await self._read_for_engine(http, ChatBody, ForwardedChat)
         turns = body.turns()
         self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
         answer = ChatAnswer(**self._answer_options(http, body))
-        return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns)
+        return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns, sent=sent)
 
     async def complete(self, http: Request) -> Response:
-        body = await self._read(http, CompletionBody)
+        body, sent = await self._read_for_engine(http, CompletionBody, ForwardedCompletion)
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
             self._check_prompt_bytes(len(prompt.encode()), "prompt")
         answer = CompletionAnswer(**self._answer_options(http, body))
-        return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt)
+        return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
     def _answer_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
         self._check_model(body.model)
@@ -201,6 +207,7 @@ class _Routes:
         *,
         prompt: str | tuple[int, ...] = "",
         messages: tuple[Message, ...] = (),
+        sent: dict[str, Any] | None = None,
     ) -> Response:
         link, answers = self._service.link, self._service.answers
         received_ns = link.now_ns()
@@ -209,6 +216,7 @@ class _Routes:
         if (
             answers is not None
             and body.answer_cache
+            and (sent is None or may_be_stored(sent))
             and (asked := self._asked(http, body, answer.retrieval, sampling, messages or prompt))
         ):
             vector, hit = await answers.find(asked)
@@ -224,6 +232,7 @@ class _Routes:
             messages=messages,
             retrieval=answer.retrieval,
             client_id=sent_id(http),
+            sent=sent,
         )
         watch = asyncio.create_task(_cancel_when_gone(http, link, request))
 
@@ -288,6 +297,15 @@ class _Routes:
 
     # ---- the node
 
+    async def tokenize(self, http: Request) -> Response:
+        """Token ids of a text or a chat, in vLLM's dialect: for who goes on with an answer in another request."""
+        body = TokenizeBody.parse(await self._read_bytes(http))
+        if self._service.tokens is None:
+            raise Unavailable("this node runs no model of its own, and has no tokenizer")
+        self._check_prompt_bytes(len((body.prompt or "").encode()), "prompt")
+        tokens = await self._service.tokens.of(body)
+        return _json({"count": len(tokens), "max_model_len": self._settings.context_tokens, "tokens": tokens})
+
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model_json()] if self._settings.model else []})
 
@@ -313,11 +331,21 @@ class _Routes:
     # ---- checks
 
     async def _read(self, http: Request, kind: type[Body]) -> Body:
+        return parse(kind, await self._read_bytes(http))
+
+    async def _read_for_engine(
+        self, http: Request, ours: type[Body], forwarded: type[Other]
+    ) -> tuple[Body | Other, dict[str, Any] | None]:
+        """The body as `ours`, or, for an engine that takes it as it was sent, as `forwarded` and as it was sent."""
+        if self._service.link.capabilities.forwards:
+            return parse_forwarded(forwarded, await self._read_bytes(http))
+        return await self._read(http, ours), None
+
+    async def _read_bytes(self, http: Request) -> bytes:
         try:
-            body = await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
+            return await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientDisconnect:
             raise ClientGone("the client closed the connection within its request") from None
-        return parse(kind, body)
 
     def _check_model(self, model: str) -> None:
         served = self._settings.model
@@ -356,10 +384,12 @@ class _Routes:
         return collection
 
     def _model_json(self) -> Json:
-        return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}
+        model = {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}
+        context = self._settings.context_tokens
+        return model | {"max_model_len": context} if context else model
 
 
-async def _cancel_when_gone(http: Request, link: WorkerLink, request: InFlight) -> None:
+async def _cancel_when_gone(http: Request, link: Engine, request: InFlight) -> None:
     """The body is read, so what still comes from the client is nothing but its disconnect."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -11,13 +11,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import TrinityError, error_of
 from runtime.node.config import SloSection
-from runtime.node.metrics import SEARCH_TIME
+from runtime.node.metrics import DECODE_TIME, E2E_TIME, EMBED_TIME, RETRIEVAL_TIME, SEARCH_TIME, TPOT_TIME, TTFT_TIME
 from runtime.node.table import WorkerTable
 from runtime.serving.frontend.requests import ClientGone, Ended
 from runtime.serving.stages import spans_seconds
 
 _WHOLE = ("stop", "length")
 _STATUS = {2: "2xx", 4: "4xx", 5: "5xx"}
+_TIMES = {
+    "embed": EMBED_TIME,
+    "retrieval": RETRIEVAL_TIME,
+    "decode": DECODE_TIME,
+    "ttft": TTFT_TIME,
+    "tpot": TPOT_TIME,
+    "e2e": E2E_TIME,
+}
 _SEARCH_PATH = "/v1/retrieval"
 
 
@@ -39,6 +47,16 @@ class Measures:
             self._table.add("trinity_requests_failed_total")
             if error_of(ended.code, "").status >= 500:
                 self._broke_all()
+
+    def relayed(self, ended: Ended) -> None:
+        """As `ended`, of an engine that keeps no table of its own: its times go into this one."""
+        self.ended(ended)
+        spans = spans_seconds(ended.stages, ended.completion_tokens)
+        for name, histogram in _TIMES.items():
+            if name in spans:
+                self._table.observe(histogram, spans[name])
+        self._table.add("trinity_prompt_tokens_total", ended.prompt_tokens)
+        self._table.add("trinity_generation_tokens_total", ended.completion_tokens)
 
     def refused(self, error: TrinityError) -> None:
         """A generation was not accepted."""

@@ -1,4 +1,4 @@
-"""The frontend's process: HTTP in, requests out to the workers, streamed answers back. Its loop is asyncio's."""
+"""The frontend's process: HTTP in, requests out to the engine, streamed answers back. Its loop is asyncio's."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,15 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
-from runtime.node.config import HttpSection
+from runtime.node.config import HttpSection, OpenAiSection
 from runtime.node.control import ask
 from runtime.node.metrics import MALFORMED_MESSAGES
 from runtime.node.placement import read_api_keys
@@ -26,13 +27,14 @@ from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
+from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.http import Service, Settings, create_app, missing_roles
 from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.request_ids import id_source
-from runtime.serving.frontend.router import Router
-from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.frontend.worker_link import WorkerLink
-from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.frontend.tokenize import Tokens
+from runtime.serving.model.model_info import ModelInfo, model_directory
+from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -85,37 +87,35 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(worker: Worker) -> None:
+MakeEngine = Callable[[Worker, Measures, SearchSource], Awaitable[Engine]]
+
+
+async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     plan = worker.plan
     config = plan.config
     measures = Measures(worker.table, config.slo)
-    link = WorkerLink(
-        plan.endpoint("frontend"),
-        Router(max_in_flight=config.http.max_in_flight),
-        epoch=worker.epoch,
-        on_end=measures.ended,
-        on_refused=measures.refused,
-        restarts=RestartLimits(config.http.restarts, int(config.http.restart_wait_s * 1e9)),
-        keep_traces=config.http.traces,
-    )
     library = Library(plan)
     worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None
+    link = await make_engine(worker, measures, search or NoSearch())
+    own, served = config.own_model, config.model
     settings = Settings(
-        model=ModelInfo.read(config.model.name).name if config.model else "",
+        model=ModelInfo.read(own.name).name if own else served.name if served else "",
+        context_tokens=served.context_tokens if served else 0,
         collections=library.dims,
         api_keys=read_api_keys(config),
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
-        max_probe_tokens=config.decode.probe_tokens,
-        default_max_tokens=min(256, config.model.context_tokens // 4) if config.model else 256,
+        max_probe_tokens=served.probe_tokens if isinstance(served, OpenAiSection) else config.decode.probe_tokens,
+        default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,
     )
     supervisor = SupervisorMetrics(plan.endpoint("control"))
     new_id = id_source(worker.epoch)
-    service = Service(link, search or NoSearch(), supervisor, _answers(worker))
+    tokens = Tokens(partial(_tokenizer, own.name)) if own else None
+    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens)
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
@@ -187,6 +187,10 @@ def _connection_limits(http: HttpSection) -> ConnectionLimits:
     )
 
 
+def _tokenizer(model: str) -> Tokenizer:
+    return Tokenizer.load(model_directory(model))
+
+
 def _answers(worker: Worker) -> PromptAnswers | None:
     """The cache of answers, if the node has one. Raises ModelError for an embedder that is not there."""
     limits = worker.plan.config.answer_cache
@@ -199,7 +203,7 @@ def _answers(worker: Worker) -> PromptAnswers | None:
     return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
 
 
-async def _beat(worker: Worker, link: WorkerLink, server: _Server, search: AsyncSearch | None) -> None:
+async def _beat(worker: Worker, link: Engine, server: _Server, search: AsyncSearch | None) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
@@ -223,6 +227,6 @@ async def _beat(worker: Worker, link: WorkerLink, server: _Server, search: Async
         await asyncio.sleep(_BEAT_S)
 
 
-def run(worker: Worker) -> None:
+def run(worker: Worker, make_engine: MakeEngine) -> None:
     """The process: serve until told to stop, then finish what is in flight (the supervisor bounds that)."""
-    uvloop.run(_serve(worker))
+    uvloop.run(_serve(worker, make_engine))

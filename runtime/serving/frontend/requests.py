@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
+from runtime.serving.frontend.relayed import Relayed
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Prefill, Resume, Retrieved, Tokens
 
@@ -75,13 +76,15 @@ class Request:
     had happened; after that (`opened`) it can be resumed, from what it `told`.
 
     `message` is what its first prefill worker was told, `placement` where it runs, or ran last (then it is not
-    `placed`). `attempts` counts how often it was started again.
+    `placed`). `attempts` counts how often it was started again, `sent_again` how often within one attempt: by an engine
+    that looks after this itself.
     """
 
     message: Prefill
     placement: Placement
     placed: bool = False
     attempts: int = 0
+    sent_again: int = 0
     prefilled: bool = False
     opened: bool = False
     ended: bool = False
@@ -182,14 +185,15 @@ class RequestTable:
         request.told.add(piece)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
-            self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
+            count = piece.completion_tokens if isinstance(piece, Relayed) else len(request.told.tokens)
+            self._end(request, piece.finish_reason, piece.prompt_tokens, count, piece.stages)
 
     def fail(self, request: Request, error: TrinityError) -> bool:
         """End a request with an error. False, and nothing happens, when it has ended before."""
         if request.ended:
             return False
         request.put(error)
-        self._end(request, error.code, 0, {})
+        self._end(request, error.code, 0, len(request.told.tokens), {})
         return True
 
     def of_worker(self, name: str) -> list[Request]:
@@ -204,7 +208,7 @@ class RequestTable:
         """All requests in flight."""
         return list(self._requests.values())
 
-    def _end(self, request: Request, code: str, prompt_tokens: int, stages: dict[str, int]) -> None:
+    def _end(self, request: Request, code: str, prompt_tokens: int, tokens: int, stages: dict[str, int]) -> None:
         del self._requests[request.attempt_id]
         request.ended = True
-        self._on_end(Ended(request.id, code, prompt_tokens, len(request.told.tokens), stages), request)
+        self._on_end(Ended(request.id, code, prompt_tokens, tokens, stages), request)

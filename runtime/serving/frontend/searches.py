@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded, TrinityError
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
@@ -25,10 +26,13 @@ class SearchSource(Protocol):
         query: str | None,
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
+        stage: Stage = "prefill",
+        timeout_s: float | None = None,
     ) -> Awaitable[list[Passage]]:
         """The k nearest passages to a text or to a vector (one of them is set), nearest first.
 
-        `embedded` is called once, when the query's vector is there. Raises TrinityError.
+        `embedded` is called once, when the query's vector is there; the pool is told the `stage` and what is left of
+        `timeout_s`. Raises TrinityError.
         """
 
     def missing(self) -> list[str]:

@@ -169,7 +169,7 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
         state=state,
         prefill_worker=request.placement.prefill if request else "",
         decode_worker=request.placement.decode if request else "",
-        restarts=request.attempts if request else 0,
+        restarts=request.attempts + request.sent_again if request else 0,
         prompt_tokens=len(request.told.prompt) if request else 0,
         completion_tokens=len(request.told.tokens) if request else 0,
         elapsed_s=since(now_ns),

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -23,6 +23,7 @@ import zmq.asyncio
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
+from runtime.serving.frontend.engine import Capabilities
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
 from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
@@ -106,6 +107,7 @@ class WorkerLink:
         keep_traces: int = 0,
     ) -> None:
         self.epoch = epoch
+        self.capabilities = Capabilities()
         self.traces = Traces(keep_traces, clock)
         self.router = router
         self.requests = RequestTable(self._ended)
@@ -147,10 +149,11 @@ class WorkerLink:
         messages: Sequence[Message] = (),
         retrieval: Retrieval | None = None,
         client_id: str = "",
+        sent: Mapping[str, Any] | None = None,
     ) -> Request:
         """Place a request and send it off; `messages` (a chat) or `prompt` is set. Ids must be new ones.
-        `client_id` is the client's own name for it, for its trace. While a role has no worker the request waits for
-        one, as `restarts` bounds it.
+        `client_id` is the client's own name for it, for its trace; `sent` is of no use here. While a role has no worker
+        the request waits for one, as `restarts` bounds it.
 
         Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
         """

@@ -24,9 +24,14 @@ class Prompt:
 def query_text(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
     """What to search for: the last message of the user, or the prompt's text."""
     if messages:
-        asked = [message.content for message in messages if message.role == "user"]
-        return asked[-1] if asked else messages[-1].content
+        return last_question(messages)
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+
+def last_question(messages: Sequence[Message]) -> str:
+    """The last message of the user, or the last of all."""
+    asked = [message.content for message in messages if message.role == "user"]
+    return asked[-1] if asked else messages[-1].content
 
 
 def build_prompt(
@@ -54,14 +59,14 @@ def build_prompt(
         )
     room = budget_tokens - len(bare) - _FRAME_TOKENS
     if passages and (passage_tokens is None or room < passage_tokens):  # the budget binds: count exactly
-        room = budget_tokens - len(_render(tokenizer, messages, prompt, _block([])))
+        room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([])))
     if passage_tokens is not None:
         room = min(room, passage_tokens)
     while True:
         texts, used = _fit(tokenizer, passages, room)
         if not used:
             return Prompt(bare)
-        tokens = _render(tokenizer, messages, prompt, _block(texts))
+        tokens = _render(tokenizer, messages, prompt, passages_block(texts))
         excess = len(tokens) - budget_tokens
         if excess <= 0:
             return Prompt(tokens, used)
@@ -109,7 +114,8 @@ def _passage_text(passage: Passage) -> str:
     return f"[{title}]\n{text}" if title else text
 
 
-def _block(texts: Sequence[str]) -> str:
+def passages_block(texts: Sequence[str]) -> str:
+    """The text that brings passages to the model before a prompt, or in a chat's system turn."""
     return "\n\n".join([_INSTRUCTION, *texts])
 
 

@@ -58,22 +58,22 @@ class PrefillWorker:
     def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
         """`transport`: by default that of the worker's device."""
         config = worker.plan.config
-        assert config.model is not None
+        assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
         self._decode_first = config.handover.order == "decode_first"
-        self._context_tokens = config.model.context_tokens
-        blocks, block_tokens = config.prefill.blocks(config.model), config.model.kv_block_tokens
+        self._context_tokens = config.own_model.context_tokens
+        blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
         loading = beside(lambda: Library.warm(worker.plan, threads=config.prefill.threads))
         self._source = transport.source(
             worker.name,
             leases=config.prefill.slots,
-            kv_bytes=ModelInfo.read(config.model.name).kv_bytes(blocks, block_tokens),
+            kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens),
             epoch=worker.epoch,
             lease_ms=config.http.request_timeout_s * 1e3,
         )
         self._model = LanguageModel.load(
-            config.model.name,
+            config.own_model.name,
             blocks=blocks,
             block_tokens=block_tokens,
             context_tokens=self._context_tokens,

@@ -1,0 +1,240 @@
+"""What a node in front of a server costs: the server asked directly and through the node, in turn.
+
+`python -m benchmarks.engines --config gateway.toml` asks the server of a configuration with `engine = "openai"`, which
+must run already, and a node of that configuration, which it starts. Everything is paired: like requests go both ways,
+in an order drawn at random, and what counts is the difference or the ratio of the two.
+
+- TTFT added without retrieval, p50: at most 3 ms.
+- TTFT added with retrieval (directly: the same messages with the passages in them), less embedding and search: 4 ms.
+- Time per token: at most 1.02 times.
+- Throughput with 8 streams, rounds each way in turn: at least .97 times.
+- Greedy answers are the same both ways.
+
+Writes engines.json and engines.md.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.machine import machine, machine_load
+from benchmarks.node import running
+from runtime.engines.openai.assembly import fit, with_passages
+from runtime.node.config import OpenAiSection, load_config
+from runtime.node.placement import read_engine_key
+from runtime.retrieval.passages import Passage
+
+Json = dict[str, Any]
+STREAMS = 8
+_WORDS = [
+    "iterator",
+    "generator",
+    "decorator",
+    "context",
+    "manager",
+    "exception",
+    "class",
+    "module",
+    "closure",
+    "descriptor",
+    "slice",
+    "tuple",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer: seconds to its first token and from there to its last, its text, its last timings."""
+
+    ttft_s: float
+    rest_s: float
+    tokens: int
+    text: str
+    timings: dict[str, float]
+
+
+async def asked(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
+    """Ask for a streamed chat. Raises RuntimeError for an error answer."""
+    begin = time.perf_counter()
+    first, last, text, tokens, timings = 0.0, 0.0, "", 0, dict[str, float]()
+    async with client.stream("POST", f"{url}/chat/completions", json=body | {"stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"])
+            timings = chunk.get("timings") or timings
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            piece = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices") or ())
+            if piece:
+                last = time.perf_counter()
+                first = first or last
+                text += piece
+    return Answer(first - begin, last - first, tokens, text, timings)
+
+
+class Bench:
+    """Both ways to one model."""
+
+    def __init__(self, direct: str, through: str, model: str, key: str, seed: int) -> None:
+        self.urls = {"direct": direct, "through": through}
+        self.model, self.random = model, random.Random(seed)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64, keepalive_expiry=4.0)
+        self.client = httpx.AsyncClient(timeout=600.0, trust_env=False, headers=headers, limits=limits)
+
+    def question(self) -> str:
+        return f"Number {self.random.randrange(10**9)}: explain {' and '.join(self.random.sample(_WORDS, 3))}."
+
+    def body(self, text: str, tokens: int) -> Json:
+        return {
+            "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+    async def pair(self, tokens: int) -> dict[str, Answer]:
+        """Another question each way: a cached prefix would flatter whichever is second."""
+        found = {}
+        for way in self.random.sample(list(self.urls), 2):
+            found[way] = await asked(self.client, self.urls[way], self.body(self.question(), tokens))
+        return found
+
+    async def same(self, tokens: int) -> bool:
+        body = self.body(self.question(), tokens)
+        return len({(await asked(self.client, url, body)).text for url in self.urls.values()}) == 1
+
+    async def with_retrieval(self, collection: str, passage_tokens: int) -> float:
+        """TTFT added, less embedding and search: each way a question of its own, with passages."""
+        text = self.question()
+        search = {"collection": collection, "query": text, "k": 4}
+        found = (await self.client.post(f"{self.urls['through']}/retrieval", json=search)).json()["passages"]
+        passages = [Passage(one["id"], one["title"], one["distance"], one["text"]) for one in found]
+        other = self.body(self.question(), 2)
+        assembled = other | with_passages({"messages": other["messages"]}, fit(passages, passage_tokens))
+        retrieval = {"retrieval": {"collection": collection, "k": 4}}
+        asks: dict[str, Callable[[], Any]] = {
+            "direct": lambda: asked(self.client, self.urls["direct"], assembled),
+            "through": lambda: asked(self.client, self.urls["through"], self.body(text, 2) | retrieval),
+        }
+        answers = {way: await asks[way]() for way in self.random.sample(list(asks), 2)}
+        spans = answers["through"].timings
+        added: float = answers["through"].ttft_s - answers["direct"].ttft_s - spans["embed"] - spans["retrieval"]
+        return added
+
+    async def round(self, way: str, requests: int, tokens: int) -> float:
+        """Tokens a second over so many requests, eight at a time."""
+        waiting = [self.body(self.question(), tokens) for _ in range(requests)]
+        made = 0
+
+        async def streams() -> None:
+            nonlocal made
+            while waiting:
+                made += (await asked(self.client, self.urls[way], waiting.pop())).tokens
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(streams() for _ in range(STREAMS)))
+        return made / (time.perf_counter() - begin)
+
+
+async def measure(bench: Bench, collection: str, passage_tokens: int, pairs: int, rounds: int, tokens: int) -> Json:
+    """Everything, paired."""
+    for _ in range(3):
+        await bench.pair(4)
+    short = [await bench.pair(2) for _ in range(pairs)]
+    added = [one["through"].ttft_s - one["direct"].ttft_s for one in short]
+    long = [await bench.pair(tokens) for _ in range(max(5, pairs // 5))]
+    ratios = [one["through"].rest_s / one["direct"].rest_s for one in long]
+    retrieval = []
+    if collection:
+        retrieval = [await bench.with_retrieval(collection, passage_tokens) for _ in range(pairs)]
+    throughput = []
+    for number in range(rounds):
+        order = ("direct", "through") if number % 2 else ("through", "direct")
+        rates = {way: await bench.round(way, 3 * STREAMS, tokens) for way in order}
+        throughput.append(rates["through"] / rates["direct"])
+    return {
+        "ttft_added_ms": statistics.median(added) * 1e3,
+        "ttft_direct_ms": statistics.median(one["direct"].ttft_s for one in short) * 1e3,
+        "ttft_retrieval_added_ms": statistics.median(retrieval) * 1e3 if retrieval else None,
+        "token_ratio": statistics.median(ratios),
+        "token_direct_ms": statistics.median(one["direct"].rest_s / (tokens - 1) for one in long) * 1e3,
+        "throughput_ratio": statistics.median(throughput),
+        "throughput_rounds": throughput,
+        "same": sum([await bench.same(tokens) for _ in range(10)]),
+        "pairs": pairs,
+    }
+
+
+def report(found: Json) -> str:
+    """The result as Markdown."""
+
+    def row(what: str, value: float | None, form: str, bar: float, most: bool = True) -> str:
+        if value is None:
+            return f"| {what} | not measured: no collection | | |"
+        met = "met" if (value <= bar if most else value >= bar) else "missed"
+        return f"| {what} | {value:{form}} | {'≤' if most else '≥'} {bar} | {met} |"
+
+    rounds = ", ".join(f"{one:.3f}" for one in found["throughput_rounds"])
+    return "\n".join(
+        [
+            "# A node in front of a server", "", f"`{found['command']}`, server: {found['server']}",
+            f"Machine: {found['machine']['processor']}, {found['machine']['cores']} cores; {found['load_before']} "
+            f"before, {found['load_after']} after.",
+            f"Asked directly: first token after {found['ttft_direct_ms']:.1f} ms, {found['token_direct_ms']:.1f} ms "
+            f"for each later one. {found['pairs']} pairs.", "",
+            "| | measured | bar | |", "|---|---|---|---|",
+            row("TTFT added without retrieval, p50, ms", found["ttft_added_ms"], ".2f", 3.0),
+            row("TTFT added with retrieval, less embedding, search", found["ttft_retrieval_added_ms"], ".2f", 4),
+            row("time per token, ratio", found["token_ratio"], ".3f", 1.02),
+            row("throughput at 8 streams, ratio", found["throughput_ratio"], ".3f", 0.97, most=False),
+            row("greedy answers that are the same, of 10", found["same"], ".0f", 10, most=False),
+            "", f"Throughput ratios of the rounds: {rounds}.", "",
+        ]
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help='a node with engine = "openai"; its server runs')
+    parser.add_argument("--server", default="", help="what the server is, for the record")
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    config = load_config(options.config)
+    section = config.model
+    if not isinstance(section, OpenAiSection):
+        sys.exit(f'{options.config}: [model] has no engine = "openai"')
+    collection = config.collections[0].name if config.collections else ""
+    before = machine_load()
+    with running(options.config) as node:
+        key = read_engine_key(section)
+        bench = Bench(section.urls[0], f"{node.info.url}/v1", section.name, key, options.seed)
+        found = asyncio.run(
+            measure(bench, collection, section.passage_tokens, options.pairs, options.rounds, options.tokens)
+        )
+    found |= {
+        "command": f"python -m benchmarks.engines --config {options.config.name}", "server": options.server,
+        "machine": machine(), "load_before": before, "load_after": machine_load(), "seed": options.seed,
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "engines.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "engines.md").write_text(report(found))
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()

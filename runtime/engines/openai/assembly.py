@@ -1,0 +1,96 @@
+"""Passages in a request for a server: in a chat's system turn, or before a prompt's text.
+
+There is no tokenizer here, so tokens are counted by bytes, four each as in English text, and what the server says of a
+prompt that is too long all the same goes to the client.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.retrieval.passages import Passage
+from runtime.serving.model.prompt import passages_block
+
+Json = dict[str, Any]
+
+BYTES_PER_TOKEN = 4
+_FEWEST_BYTES = 64  # of a passage that is cut: less of one says nothing
+
+# Special tokens of chat templates, as text: a document must not be able to end a turn of the chat.
+_MARKERS = re.compile(
+    r"<[|｜][^<>|｜\n]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk)>|</?(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>"
+    r"|\[/?(?:AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|SYSTEM_PROMPT)\]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Texts of passages, the last perhaps cut, and these passages, nearest first."""
+
+    texts: tuple[str, ...] = ()
+    used: tuple[Passage, ...] = ()
+
+
+def plain(text: str) -> str:
+    """`text` without what a chat template could take for a special token."""
+    while True:
+        cleaned = _MARKERS.sub("", text)
+        if cleaned == text:  # removing one marker can bring the halves of another together
+            return text
+        text = cleaned
+
+
+def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
+    """The nearest passages that have about `tokens` tokens together, the last one cut."""
+    room = tokens * BYTES_PER_TOKEN
+    texts: list[str] = []
+    used: list[Passage] = []
+    for passage in sorted(passages, key=lambda passage: passage.distance):
+        text = _passage_text(passage)
+        data = text.encode(errors="replace")
+        if len(data) > room:
+            if room >= _FEWEST_BYTES:
+                texts.append(data[:room].decode(errors="ignore").rstrip())
+                used.append(passage)
+            break
+        texts.append(text)
+        used.append(passage)
+        room -= len(data)
+    return Fitted(tuple(texts), tuple(used))
+
+
+def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int, context_tokens: int) -> int:
+    """Tokens that passages may have: `passage_tokens`, or what prompt and answer leave of a context that is known."""
+    if not context_tokens:
+        return passage_tokens
+    prompt = prompt_bytes // (BYTES_PER_TOKEN - 1)  # rather too many: an estimate that is too low is an error later
+    return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
+
+
+def with_passages(sent: Json, fitted: Fitted) -> Json:
+    """The request with passages in its system turn, or in a block before its prompt."""
+    if not fitted.used:
+        return sent
+    block = passages_block(fitted.texts)
+    if "messages" not in sent:
+        return sent | {"prompt": f"{block}\n\n{sent['prompt']}"}
+    first, *rest = sent["messages"]
+    if first.get("role") not in ("system", "developer"):
+        return sent | {"messages": [{"role": "system", "content": block}, first, *rest]}
+    content = first.get("content")
+    if isinstance(content, list):
+        merged: object = [*content, {"type": "text", "text": f"\n\n{block}"}]
+    else:
+        merged = f"{content}\n\n{block}"
+    return sent | {"messages": [first | {"content": merged}, *rest]}
+
+
+def inserted_text(fitted: Fitted) -> str:
+    """What a probe's passages look like in the middle of an answer; "" without any."""
+    return "\n\n" + "\n\n".join(fitted.texts) + "\n\n" if fitted.used else ""
+
+
+def _passage_text(passage: Passage) -> str:
+    title, text = plain(passage.title).strip(), plain(passage.text).strip()
+    return f"[{title}]\n{text}" if title else text

@@ -1,0 +1,246 @@
+"""From a server's chunks to the pieces of an answer, over all the requests in which it is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+from runtime.engines.openai.sequel import Script
+from runtime.errors import InvalidRequest
+from runtime.serving import stages
+from runtime.serving.frontend.relayed import Relayed
+from runtime.serving.messages import Probe
+from runtime.serving.model.text import StopStrings
+
+Json = dict[str, Any]
+
+_HALF = "\ufffd"  # what servers make of a character whose bytes are not all there
+_SILENT = ("role", "content")
+
+
+class Relay:
+    """Takes chunks, tells pieces. `tell` gets each; `clock` gives monotonic ns.
+
+    `chat`: the client asked for a chat; `stops`: stop strings that are looked for here, because an answer in several
+    requests may have one across two of them. With `whole_characters` tokens that end within a character are told with
+    those that complete it, so that no request goes on from half a character.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        tell: Callable[[Relayed], object],
+        clock: Callable[[], int],
+        *,
+        chat: bool,
+        sent: Json,
+        stops: tuple[str, ...] = (),
+    ) -> None:
+        self._id, self._tell, self._clock = request_id, tell, clock
+        self._chat = chat
+        self._wants_ids = bool(sent.get("return_token_ids"))
+        self._wants_logprobs = sent.get("logprobs") not in (None, False)
+        self._choices = int(sent.get("n", 1))
+        self._stops = StopStrings(stops)
+        self.whole_characters = False
+        self.script = Script()
+        self.stamps: dict[str, int] = {}
+        self.probes: list[Probe] = []  # ended, to be told with the next piece
+        self.stalled_ns = 0
+        self.told = 0  # tokens of the first choice, as far as the server tells them, else its pieces
+        self._prompt_tokens = 0
+        self.told_before = 0  # when the request that runs began
+        self._last: tuple[str, list[int]] = ("", [])
+        self.usage: Json | None = None  # of the request that runs
+        self.requests = 0
+        self._held: list[tuple[Json, str, list[int]]] = []
+        self._finished: dict[int, Json] = {}
+        self.ended = False
+
+    # ---- one request
+
+    def begin(self) -> None:
+        """Another request's chunks come now. What was held back is not told: the request goes on from before it."""
+        if self.requests == 1 and self.usage:
+            self._prompt_tokens = int(self.usage.get("prompt_tokens", 0))
+        self._held.clear()
+        self._finished.clear()
+        self.told_before = self.told
+        self.usage = None
+        self.requests += 1
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first choice, once it is there."""
+        choice = self._finished.get(0)
+        return None if choice is None else str(choice["finish_reason"])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._stops.stopped
+
+    def take(self, chunk: Json) -> None:
+        """A chunk. Raises InvalidRequest if it lacks what the request asked for."""
+        if usage := chunk.get("usage"):
+            self.usage = usage
+        if self.script.prompt_ids is None and (ids := chunk.get("prompt_token_ids")):
+            self.script.prompt_ids = ids
+        loud = []
+        for choice in chunk.get("choices") or ():
+            if self.script.prompt_ids is None and (ids := choice.get("prompt_token_ids")):
+                self.script.prompt_ids = ids
+            if (fit := self._fitted(choice)) is not None:
+                loud.append(fit)
+        if loud:
+            self._pass_on(loud)
+
+    def _fitted(self, choice: Json) -> tuple[Json, str, list[int]] | None:
+        """The choice as the client's endpoint has it, its text and its tokens; None if there is nothing to tell yet."""
+        choice.pop("prompt_token_ids", None)
+        ids = choice.get("token_ids") or []
+        if not self._wants_ids:
+            choice.pop("token_ids", None)
+        if self._chat and "text" in choice:  # a chat that goes on as a completion
+            choice["delta"] = {"content": choice.pop("text")}
+        index = choice.setdefault("index", 0)
+        delta = choice.get("delta")
+        text = (choice.get("text") if delta is None else delta.get("content")) or ""
+        loud = bool(text or ids) or (delta is not None and any(delta[name] for name in delta if name not in _SILENT))
+        if loud and self._wants_logprobs and choice.get("logprobs") is None and text:
+            raise InvalidRequest("logprobs: the engine does not tell any; leave it out", "logprobs")
+        if choice.get("finish_reason") is not None:
+            self._finished[index] = choice
+            if index == 0:  # told at the end: the usage comes after it
+                self._last = (text, ids)
+                return None
+        elif not loud and index == 0:
+            return None  # who speaks: the answer's opening says it
+        return (choice, text, ids) if index == 0 else (choice, "", [])
+
+    def _pass_on(self, loud: list[tuple[Json, str, list[int]]]) -> None:
+        if self.whole_characters:
+            self._held += loud
+            if not any(self._is_whole(choice, text) for choice, text, _ in loud):
+                return
+            loud, self._held = self._held, []
+        self._say(loud)
+
+    def _is_whole(self, choice: Json, text: str) -> bool:
+        if text:
+            return not text.endswith(_HALF)
+        delta = choice.get("delta") or {}
+        return any(delta[name] for name in delta if name not in _SILENT)
+
+    # ---- what is told
+
+    def _say(self, parts: list[tuple[Json, str, list[int]]]) -> None:
+        text, written, ids, choices = "", "", list[int](), list[Json]()
+        for choice, piece, tokens in parts:
+            told = self._stops.push(piece)
+            if told != piece:
+                _set_text(choice, told)
+            text += told
+            written += piece
+            ids += tokens
+            choices.append(choice)
+            self.told += len(tokens) or int(bool(piece))
+            if self._stops.stopped:
+                break
+        self.script.add(written, ids)  # with what may become a stop string: the model has written it
+        now = self._clock()
+        first = stages.FIRST_TOKEN not in self.stamps
+        if first:
+            self.stamps[stages.PREFILL_END] = self.stamps[stages.FIRST_TOKEN] = now
+        self._tell(
+            Relayed(
+                self._id,
+                text,
+                tuple(ids),
+                stages=dict(self.stamps) if first else {},
+                prompt_token_ids=tuple(self.script.prompt_ids or ()) if first else (),
+                probes=self._take_probes(),
+                choices=tuple(choices),
+            )
+        )
+
+    def pause(self, made: int) -> None:
+        """The request has ended after `made` tokens, and the answer goes on in another: tell what of it is whole."""
+        choice = self._finished.pop(0)
+        choice["finish_reason"] = None
+        text, ids = self._last
+        if text or ids:
+            self._pass_on([(choice, text, ids)])
+        if self.told == self.told_before:
+            self.flush()  # half a character it is then: the answer must get on
+        if not self.whole_characters:
+            self.told = self.told_before + made  # a server that tells no tokens may have several in a piece
+
+    def flush(self) -> None:
+        """Tell what was held back."""
+        parts, self._held = self._held, []
+        if parts:
+            self._say(parts)
+
+    def end(self, finish_reason: str | None = None) -> None:
+        """The answer has ended, by the server's finish reasons or by this one. Raises InvalidRequest for choices that
+        were asked for and did not come."""
+        if finish_reason is None:
+            if len(self._finished) < self._choices or 0 not in self._finished:
+                made = len(self._finished)
+                raise InvalidRequest(f"n = {self._choices}: the engine wrote {made} of these choices; leave n out", "n")
+            last = self._finished[0]
+            self.flush()
+            text, ids = self._last
+        else:
+            last, text, ids = Json(index=0, logprobs=None, finish_reason=finish_reason), "", []
+            last["delta" if self._chat else "text"] = {} if self._chat else ""
+        told = self._stops.push(text)
+        if self._stops.stopped:
+            last["finish_reason"] = "stop"
+        else:
+            told += self._stops.flush()
+        if told != text:
+            _set_text(last, told)
+        self.told += len(ids) or int(bool(text))
+        self.script.add(told, ids)
+        now = self.stamps[stages.END] = self._clock()
+        if stages.FIRST_TOKEN not in self.stamps:  # an answer without a token
+            self.stamps[stages.PREFILL_END] = self.stamps[stages.FIRST_TOKEN] = now
+        reasons = {choice["finish_reason"] for choice in (*self._finished.values(), last)}
+        usage = self._whole_usage()
+        self.ended = True
+        self._tell(
+            Relayed(
+                self._id,
+                told,
+                tuple(ids),
+                "length" if "length" in reasons else "stop",
+                int(usage.get("prompt_tokens", 0)) if usage else 0,
+                self.stamps,
+                tuple(self.script.prompt_ids or ()) if not self.told else (),
+                self.stalled_ns,
+                self._take_probes(),
+                choices=(last,),
+                usage=usage,
+                completion_tokens=int(usage.get("completion_tokens", self.told)) if usage else self.told,
+            )
+        )
+
+    def _whole_usage(self) -> Json | None:
+        """The server's, or over several requests: the prompt's tokens of the first, and all that was told."""
+        if self.usage is not None and self.requests == 1:
+            return self.usage
+        prompt = self._prompt_tokens or len(self.script.prompt_ids or ())
+        if not prompt:
+            return None
+        return {"prompt_tokens": prompt, "completion_tokens": self.told, "total_tokens": prompt + self.told}
+
+    def _take_probes(self) -> tuple[Probe, ...]:
+        probes, self.probes = self.probes, []
+        return tuple(probes)
+
+
+def _set_text(choice: Json, text: str) -> None:
+    if "delta" in choice:
+        choice["delta"] = choice["delta"] | {"content": text}
+    else:
+        choice["text"] = text

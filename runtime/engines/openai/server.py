@@ -1,0 +1,182 @@
+"""One server: its HTTP, and what it says went wrong as our errors."""
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import msgspec
+
+from runtime.engines.openai.events import DONE, payloads
+from runtime.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    EngineRefusedKey,
+    EngineUnreachable,
+    InvalidRequest,
+    Overloaded,
+    TrinityError,
+)
+
+Json = dict[str, Any]
+
+_MAX_ANSWER_BYTES = 16 << 20  # of an answer that is not a stream
+_MAX_ERROR_BYTES = 64 << 10
+_KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
+_REQUESTS_FAULT = (400, 404, 405, 409, 413, 415, 422, 501)
+_BUSY = (408, 425, 429, 503, 529)
+
+to_json = msgspec.json.Encoder().encode
+from_json = msgspec.json.Decoder().decode
+
+
+class StreamBroken(EngineFailed):
+    """The stream ended before the answer did."""
+
+
+class Server:
+    """A server at `url` (with its /v1). `transport` stands for the network in tests."""
+
+    def __init__(
+        self, url: str, key: str = "", connect_s: float = 5.0, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.url = url
+        self._root = _without_version(url)
+        self._http = httpx.AsyncClient(
+            headers={"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {}),
+            timeout=httpx.Timeout(None, connect=connect_s),  # an answer may take as long as its request's deadline
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_S),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def get(self, path: str) -> Json:
+        """An answer to GET. Raises TrinityError."""
+        async with self._asked("GET", self.url + path) as answer:
+            return await self._whole(answer)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, beside: bool = False) -> Json:
+        """An answer to POST; `beside`: the path is not under /v1 but beside it. Raises TrinityError."""
+        async with self._asked("POST", (self._root if beside else self.url) + path, body) as answer:
+            return await self._whole(answer)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, body: Mapping[str, Any], request_id: str = ""
+    ) -> AsyncIterator[AsyncIterator[Json]]:
+        """The chunks of a streamed answer; leaving the block closes the connection, by which the server knows that
+        nobody waits any more. Entering raises TrinityError, and so does the iterator: StreamBroken if the stream ends
+        without its end mark.
+        """
+        async with self._asked("POST", self.url + path, body, request_id) as answer:
+            yield self._chunks(answer)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, request_id: str = ""
+    ) -> AsyncIterator[httpx.Response]:
+        content = None if body is None else to_json(body)
+        request = self._http.build_request(
+            method, url, content=content, headers={"x-request-id": request_id} if request_id else None
+        )
+        try:
+            answer = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise EngineUnreachable(f"{self.url} does not answer: {_why(error)}") from error
+        try:
+            if answer.status_code != 200:
+                raise self._refusal(answer.status_code, await _some(answer, _MAX_ERROR_BYTES))
+            yield answer
+        finally:
+            await answer.aclose()
+
+    async def _whole(self, answer: httpx.Response) -> Json:
+        try:
+            value = from_json(await _some(answer, _MAX_ANSWER_BYTES))
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise EngineFailed(f"{self.url}: its answer is no whole JSON: {_why(error)}") from error
+        if not isinstance(value, dict):
+            raise EngineFailed(f"{self.url}: its answer is no JSON object")
+        return value
+
+    async def _chunks(self, answer: httpx.Response) -> AsyncIterator[Json]:
+        try:
+            async for data in payloads(answer.aiter_bytes()):
+                if data == DONE:
+                    return
+                chunk = from_json(data)
+                if not isinstance(chunk, dict):
+                    raise EngineFailed(f"{self.url}: a chunk of its stream is no JSON object")
+                if chunk.get("error"):
+                    raise self._refusal(_status_of(chunk["error"]), data)
+                yield chunk
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise StreamBroken(f"{self.url}: its stream broke off: {_why(error)}") from error
+        raise StreamBroken(f"{self.url}: its stream ended without its end mark")
+
+    def _refusal(self, status: int, body: bytes) -> TrinityError:
+        """What an error answer means, in our errors."""
+        message, param, code = _said(body)
+        told = f"{self.url} answers {status}: {message}" if message else f"{self.url} answers {status}"
+        if status in (401, 403):
+            return EngineRefusedKey(f"{told}; set model.api_key_file to a file with a key that it takes")
+        if status in _BUSY:
+            return Overloaded(told)
+        if status not in _REQUESTS_FAULT:
+            return EngineFailed(told)
+        if (
+            code == "context_length_exceeded"
+            or "context length" in message.lower()
+            or "context size" in message.lower()
+        ):
+            return ContextLengthExceeded(message, param)
+        if status == 404 and "model" in f"{code} {message}".lower():
+            return EngineFailed(told)  # the name was checked when the server was first asked: it has changed since
+        refused = InvalidRequest(message or told, param)
+        refused.status = status
+        return refused
+
+
+async def _some(answer: httpx.Response, limit: int) -> bytes:
+    """The body, of at most `limit` bytes; of a longer one its beginning."""
+    parts, size = [], 0
+    async for part in answer.aiter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)[:limit]
+
+
+def _said(body: bytes) -> tuple[str, str | None, str]:
+    """Message, parameter and code of an error object: OpenAI's, vLLM's older one, FastAPI's."""
+    try:
+        value = from_json(body)
+    except msgspec.DecodeError:
+        return body[:200].decode(errors="replace").strip(), None, ""
+    said = value.get("error", value) if isinstance(value, dict) else value
+    if not isinstance(said, dict):
+        return str(said)[:1000], None, ""
+    message = said.get("message") or said.get("detail") or ""
+    param, code = said.get("param"), said.get("code")
+    return str(message)[:1000], param if isinstance(param, str) else None, str(code or "")
+
+
+def _status_of(error: object) -> int:
+    """Of an error within a stream, which has no status of its own."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def _without_version(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=parts.path.removesuffix("/v1")))
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,110 @@
+"""Bodies for an engine that takes OpenAI's requests itself: Trinity reads what it acts upon, the rest goes on as is.
+
+So the engine's own fields (tools, JSON schemas, logprobs …) work as far as the engine has them, and it is the engine
+that refuses what it does not have. What Trinity cannot combine with them is refused before (`needs_one_request`).
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from runtime.errors import InvalidRequest
+from runtime.serving.frontend.api_types import ChatLimits, CompletionBody, GenerateBody, json_object, validated
+from runtime.serving.messages import Message
+
+Forwarded = TypeVar("Forwarded", bound=GenerateBody)
+
+OURS = ("retrieval", "answer_cache")
+"""What only Trinity knows: no engine is sent it."""
+
+# An answer with probes is written in several requests. That changes what these mean, or cannot be told to a second one.
+_ONE_REQUEST: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+}
+# What an answer from the cache may have been asked with: with any other field it might have been another answer.
+_CACHED_WITH = frozenset(
+    {
+        *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
+        *("temperature", "top_p", "seed", "stop", "ignore_eos", "retrieval", "answer_cache", "user", "metadata"),
+    }
+)
+
+
+class ForwardedChat(ChatLimits):
+    """POST /v1/chat/completions: turns may have parts, tool calls and whatever else the engine reads."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    n: int = Field(1, ge=1, le=128)
+
+    def turns(self) -> tuple[Message, ...]:
+        """Their text: what is searched for, and counted."""
+        return tuple(Message(str(turn.get("role", "")), text_of(turn.get("content"))) for turn in self.messages)
+
+
+class ForwardedCompletion(CompletionBody):
+    """POST /v1/completions."""
+
+    n: int = Field(1, ge=1, le=128)
+
+
+def parse_forwarded(kind: type[Forwarded], body: bytes) -> tuple[Forwarded, dict[str, Any]]:
+    """The body as Trinity reads it, and as it was sent, without what is null or Trinity's alone.
+
+    Raises InvalidRequest that names the parameter, and for a field that is all but one of Trinity's.
+    """
+    sent = {name: value for name, value in json_object(body).items() if value is not None}
+    for name in sent:
+        near = difflib.get_close_matches(name, OURS, n=1, cutoff=0.8)
+        if near and name not in OURS:
+            raise InvalidRequest(f"unknown field {name[:64]!r}; did you mean {near[0]!r}?", name[:64])
+    read = validated(kind, {name: value for name, value in sent.items() if name in kind.model_fields})
+    return read, {name: value for name, value in sent.items() if name not in OURS}
+
+
+def needs_one_request(sent: Mapping[str, Any]) -> str:
+    """The field for which an answer cannot be written in several requests; "" if there is none."""
+    for name, neutral in _ONE_REQUEST.items():
+        value = sent.get(name)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+        ):
+            return name
+    return ""
+
+
+def may_be_stored(sent: dict[str, Any]) -> bool:
+    """Whether an answer may come from the cache of answers, or go there."""
+    return _CACHED_WITH.issuperset(sent)
+
+
+def text_of(content: object) -> str:
+    """The text of a turn's content: a string, or parts of which some are text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    texts = (part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text")
+    return "".join(text for text in texts if isinstance(text, str))

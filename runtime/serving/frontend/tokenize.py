@@ -1,0 +1,54 @@
+"""POST /tokenize: the token ids of a text or a chat, in vLLM's dialect.
+
+Whoever goes on with an answer in another request needs them: another node in front of this one (`runtime.engines`).
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field
+
+from runtime.errors import InvalidRequest
+from runtime.serving.frontend.api_types import ChatMessage, StrictModel, chat_message, json_object, validated
+from runtime.serving.messages import Message
+from runtime.serving.model.tokenizer import Tokenizer
+
+
+class TokenizeBody(StrictModel):
+    """`prompt` or `messages`. A prompt gets the tokens that the model wants at its ends, unless it is the middle of one
+    (`add_special_tokens` false): then nothing in it becomes a control token either."""
+
+    prompt: str | None = None
+    messages: list[Annotated[ChatMessage, BeforeValidator(chat_message)]] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """From JSON; fields that others have beside these are ignored. Raises InvalidRequest."""
+        fields = json_object(body)
+        read = validated(cls, {name: value for name, value in fields.items() if name in cls.model_fields})
+        if (read.prompt is None) == (read.messages is None):
+            raise InvalidRequest("set either prompt or messages", "prompt")
+        return read
+
+
+class Tokens:
+    """A model's tokenizer in a thread of its own, loaded at its first use."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._tokenizer: Tokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    async def of(self, body: TokenizeBody) -> list[int]:
+        """Token ids. Raises InvalidRequest if the model has no chat template, or it refuses the messages."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._of, body)
+
+    def _of(self, body: TokenizeBody) -> list[int]:
+        tokenizer = self._tokenizer = self._tokenizer or self._load()
+        if body.messages is not None:
+            return tokenizer.chat([Message(turn.role, turn.content) for turn in body.messages])
+        text = body.prompt or ""
+        return tokenizer.prompt(text) if body.add_special_tokens else tokenizer.encode(text)

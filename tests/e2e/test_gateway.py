@@ -1,0 +1,187 @@
+"""A node in front of a server that runs already: here another node, which is asked directly too."""
+
+import asyncio
+import itertools
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from launchers.demo_check import node_tokens, ragged_prompts
+from launchers.http_client import get_json
+from runtime.engines.openai.abilities import ask
+from runtime.engines.openai.assembly import fit, with_passages
+from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.server import Server
+from runtime.engines.openai.servers import Servers
+from runtime.node.config import OpenAiSection
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.messages import Message, Retrieval, Sampling
+from tests.e2e.node import RunningNode, prompts
+from tests.engines.openai_engines import Library, sequence, whole
+from tests.waiting import eventually
+
+Json = dict[str, Any]
+GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+CONFIG = """
+[node]
+name = "test-gateway"
+run_dir = "{home}/run"
+drain_s = 5
+
+[http]
+port = 0
+
+[model]
+engine = "openai"
+name = "tiny"
+url = "{url}/v1"
+
+[[collections]]
+name = "docs"
+path = "{collection}"
+"""
+
+
+@pytest.fixture(scope="module")
+def gateway(node: RunningNode, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node without a model of its own, in front of `node`."""
+    home = tmp_path_factory.mktemp("gateway")
+    config = home / "node.toml"
+    config.write_text(CONFIG.format(home=home, url=node.info.url, collection=collection))
+    gateway = RunningNode(config, home / "run")
+    yield gateway
+    assert gateway.stop() == 0
+
+
+def chat(node: RunningNode, text: str, **body: Any) -> Json:
+    body = GREEDY | {"messages": [{"role": "user", "content": text}], "max_tokens": 12} | body
+    status, answer = node.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    return answer
+
+
+def test_greedy_tokens_through_the_gateway_are_the_servers_for_50_prompts(
+    node: RunningNode, gateway: RunningNode
+) -> None:
+    asked = ragged_prompts(259, count=50, longest=300, seed=2)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda prompt: node_tokens(gateway.info.url, "tiny", prompt, 10), asked))
+        assert found == list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
+
+
+def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(
+    node: RunningNode, gateway: RunningNode
+) -> None:
+    def both(text: str) -> tuple[Json, Json]:
+        through = chat(gateway, text, retrieval={"collection": "docs", "k": 3})
+        status, found = gateway.post("/v1/retrieval", {"collection": "docs", "query": text, "k": 3})
+        assert status == 200
+        passages = [Passage(p["id"], p["title"], p["distance"], p["text"]) for p in found["passages"]]
+        fitted = fit(passages, 768)
+        assert [p["id"] for p in through["retrieval"]["passages"]] == [passage.id for passage in fitted.used]
+        body = with_passages({"messages": [{"role": "user", "content": text}]}, fitted)
+        return through, chat(node, text, **body)
+
+    with ThreadPoolExecutor(8) as threads:
+        for through, direct in threads.map(both, prompts(50)):
+            assert through["choices"][0] == direct["choices"][0]
+            assert through["usage"] == direct["usage"]
+
+
+def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_50_prompts(node: RunningNode) -> None:
+    async def test() -> None:
+        section = OpenAiSection(name="tiny", url=f"{node.info.url}/v1")
+        servers = Servers([Server(f"{node.info.url}/v1")], partial(ask, section=section))
+        await servers.reach()
+        engine = OpenAiEngine(
+            servers, section, Library(), epoch=1, max_in_flight=64, restarts=RestartLimits(1, 0)
+        )  # fmt: skip
+        running = asyncio.create_task(engine.run())
+        numbers = itertools.count()
+
+        async def answered(text: str) -> list[tuple[list[int], list[int]]]:
+            now = engine.now_ns()
+            body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+            request = engine.submit(
+                f"r{next(numbers)}",
+                sampling=Sampling(24),
+                received_ns=now,
+                deadline_ns=now + 120_000_000_000,
+                messages=[Message("user", text)],
+                retrieval=Retrieval("docs", 1, every_tokens=8),
+                sent=body | {"temperature": 0, "ignore_eos": True},
+            )
+            told = await whole(request)
+            assert len(told.ids) == 24
+            return sequence(request.told.prompt, told)
+
+        found = await asyncio.gather(*(answered(text) for text in prompts(50)))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert all(len(stretches) == 3 for stretches in found)
+        stretches = [stretch for one in found for stretch in one]
+        with ThreadPoolExecutor(8) as threads:
+            fresh = threads.map(lambda one: node_tokens(node.info.url, "tiny", one[0], len(one[1])), stretches)
+            assert [wrote for _, wrote in stretches] == list(fresh)
+
+    asyncio.run(test())
+
+
+def test_an_answer_with_probes_names_its_passages_and_its_times(gateway: RunningNode) -> None:
+    retrieval = {"collection": "docs", "k": 2, "every_tokens": 110}  # the second asks with words of the answer alone
+    answer = chat(gateway, "How does a with statement call __exit__?", max_tokens=240, retrieval=retrieval)
+    places = {passage["at_token"] for passage in answer["retrieval"]["passages"]}
+    assert 0 in places
+    assert len(places) > 1
+    assert answer["usage"]["completion_tokens"] == 240
+    assert {"embed", "retrieval", "prefill", "decode", "ttft", "tpot", "e2e", "probe_stall"} <= set(answer["timings"])
+    trace = json.loads(get_json(gateway.info.url, f"/v1/traces/{answer['id']}"))
+    assert (trace["state"], trace["completion_tokens"], len(trace["probes"])) == ("length", 240, 2)
+
+
+def test_the_openai_client_works_through_the_gateway(gateway: RunningNode) -> None:
+    with openai.OpenAI(base_url=f"{gateway.info.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "What is a decorator?"}], max_tokens=6,
+                temperature=0, stream=True, stream_options={"include_usage": True},
+                extra_body={"retrieval": {"collection": "docs", "k": 2}, "ignore_eos": True},
+            )
+        )  # fmt: skip
+        assert chunks[0].model_extra is not None
+        assert len(chunks[0].model_extra["retrieval"]["passages"]) == 2
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 6
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty"):  # which the other node does not have
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x"}], frequency_penalty=1.5
+            )
+
+
+def test_a_client_that_goes_away_frees_the_servers_slot(node: RunningNode, gateway: RunningNode) -> None:
+    body = json.dumps(GREEDY | {"prompt": "x", "max_tokens": 1500, "stream": True}).encode()
+    request = urllib.request.Request(
+        f"{gateway.info.url}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.readline()
+        eventually(lambda: node.metric("trinity_requests_in_flight") == 1, 30, "the server to have it")
+    eventually(lambda: node.metric("trinity_requests_in_flight") == 0, 30, "the server to be told")
+    assert gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
+
+
+def test_the_gateway_measures_what_passes_through_it(gateway: RunningNode) -> None:
+    chat(gateway, "one more")
+    assert gateway.metric("trinity_time_to_first_token_seconds_count") > 0
+    assert gateway.metric("trinity_generation_tokens_total") > 0
+    assert [worker.name for worker in gateway.status().workers] == ["pool-0", "frontend-0"]

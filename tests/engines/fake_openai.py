@@ -1,0 +1,227 @@
+"""An OpenAI server in this process, as an `httpx` transport: a model whose every token follows from all before it.
+
+Tokens are bytes, and the next one is a digest of the whole sequence: so an answer that goes on in another request is
+right exactly if that request had the right sequence. `Behaviour` says what kind of server it is, and what goes wrong.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Json = dict[str, Any]
+
+URL = "http://fake/v1"
+MODEL = "fake-model"
+END = 0  # the token that ends an answer
+
+
+@dataclass
+class Behaviour:
+    """`token_ids`: tells and takes them, and tokenizes (vLLM); `goes_on`: continues a chat's last turn (SGLang);
+    `renders`: shows a chat as text (llama.cpp); `strict`: refuses what OpenAI does not have.
+
+    `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
+    `hangs_after`: or it falls silent; `down`: nobody listens; `ends`: the model ends its answer after so many tokens.
+    """
+
+    token_ids: bool = True
+    goes_on: bool = False
+    renders: bool = False
+    strict: bool = False
+    usage: bool = True
+    choices: bool = True
+    logprobs: bool = True
+    completions: bool = True
+    finish: bool = True
+    tokens_per_chunk: int = 1
+    context: int = 4096
+    key: str = ""
+    model: str = MODEL
+    ends: int | None = None
+    refuses: tuple[int, Json] | None = None
+    breaks_after: int | None = None
+    hangs_after: int | None = None
+    down: bool = False
+    letters: str = "abcdefghijklmnopqrstuvwxyz "
+
+
+@dataclass
+class FakeServer(httpx.AsyncBaseTransport):
+    """`asked` are the bodies of all POSTs by path, `open` the streams that are being read."""
+
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    asked: list[tuple[str, Json]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    open: int = 0
+    on_chunk: Callable[[int], None] = lambda count: None
+    clean_close: bool = False
+
+    def generations(self) -> list[Json]:
+        """The bodies from which answers were asked."""
+        return [body for path, body in self.asked if path.endswith("/completions")]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        how = self.behaviour
+        if how.down:
+            raise httpx.ConnectError("connection refused", request=request)
+        if how.key and request.headers.get("authorization") != f"Bearer {how.key}":
+            return _json(401, _error("wrong key"))
+        path = request.url.path
+        if request.method == "GET":
+            if path != "/v1/models":
+                return _json(404, {"detail": "Not Found"})
+            return _json(200, {"object": "list", "data": [{"id": how.model, "max_model_len": how.context}]})
+        body = json.loads(await request.aread())
+        self.asked.append((path, body))
+        self.headers.append(dict(request.headers))
+        if how.refuses is not None:
+            return _json(*how.refuses)
+        if path == "/tokenize" and how.token_ids:
+            return _json(200, {"tokens": list(body["prompt"].encode()), "max_model_len": how.context})
+        if path == "/apply-template" and how.renders:
+            return _json(200, {"prompt": rendered(body["messages"])})
+        if path == "/v1/chat/completions" or (path == "/v1/completions" and how.completions):
+            return self._generate(body, chat="messages" in body)
+        return _json(404, {"detail": "Not Found"})
+
+    def _generate(self, body: Json, chat: bool) -> httpx.Response:
+        how = self.behaviour
+        if how.strict and (extra := {"return_token_ids", "continue_final_message"} & set(body)):
+            return _json(400, _error(f"unknown field {sorted(extra)[0]}"))
+        if body["model"] != how.model:
+            return _json(404, _error(f"The model `{body['model']}` does not exist", code="model_not_found"))
+        prompt = self._prompt(body, chat)
+        if isinstance(prompt, httpx.Response):
+            return prompt
+        limit: int = body.get("max_completion_tokens") or body.get("max_tokens", 16)
+        if len(prompt) + limit > how.context:
+            return _json(400, _error(f"maximum context length is {how.context} tokens", "context_length_exceeded"))
+        count = body.get("n", 1) if how.choices else 1
+        answers = [self._answer(prompt, limit, index, body.get("stop") or []) for index in range(count)]
+        ids = bool(body.get("return_token_ids")) and how.token_ids
+        if not body.get("stream"):
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
+            return _json(200, {"choices": [], "usage": usage})
+        chunks = self._chunks(prompt, answers, body, chat, ids)
+        return httpx.Response(200, stream=_Stream(self, chunks), headers={"content-type": "text/event-stream"})
+
+    def _prompt(self, body: Json, chat: bool) -> list[int] | httpx.Response:
+        if not chat:
+            prompt = body["prompt"]
+            if isinstance(prompt, list):
+                return prompt if self.behaviour.token_ids else _json(400, _error("prompt must be a string"))
+            return list(prompt.encode())
+        goes_on = self.behaviour.goes_on and body.get("continue_final_message")
+        return list(rendered(body["messages"], goes_on=bool(goes_on)).encode())
+
+    def _answer(self, prompt: list[int], limit: int, choice: int, stops: list[str]) -> tuple[list[int], str]:
+        tokens: list[int] = []
+        while len(tokens) < limit:
+            if self.behaviour.ends is not None and self._made(prompt) + len(tokens) >= self.behaviour.ends:
+                return tokens, "stop"
+            tokens.append(next_token([*prompt, *tokens], choice, self.behaviour.letters))
+            if any(stop in bytes(tokens).decode(errors="replace") for stop in stops):
+                return tokens, "stop"
+        return tokens, "length"
+
+    def _made(self, prompt: list[int]) -> int:
+        """Tokens of an answer that the prompt ends with already."""
+        return len(prompt) - (bytes(prompt).rfind(b"<a>") + 3) if b"<a>" in bytes(prompt) else 0
+
+    def _chunks(
+        self, prompt: list[int], answers: list[tuple[list[int], str]], body: Json, chat: bool, ids: bool
+    ) -> list[Json]:
+        chunks: list[Json] = []
+
+        def say(index: int, text: str, tokens: list[int], finish: str | None, first: bool = False) -> None:
+            choice: Json = {"index": index, "finish_reason": finish if self.behaviour.finish else None}
+            choice |= {"delta": {"role": "assistant", "content": ""} if first else {"content": text}} if chat else {}
+            choice |= {} if chat else {"text": text}
+            if body.get("logprobs") and self.behaviour.logprobs and text:
+                choice["logprobs"] = {"content": [{"token": text, "logprob": -0.5}]}
+            if ids and not first:
+                choice["token_ids"] = tokens
+            chunk: Json = {"id": "x", "object": "chunk", "model": body["model"], "choices": [choice]}
+            if ids and not chunks:
+                chunk["prompt_token_ids"] = prompt
+            chunks.append(chunk)
+
+        size = self.behaviour.tokens_per_chunk
+        for index, (tokens, finish) in enumerate(answers):
+            if chat:
+                say(index, "", [], None, first=True)
+            told = ""
+            for begin in range(0, len(tokens), size):
+                text = bytes(tokens[: begin + size]).decode(errors="replace")
+                end = begin + size >= len(tokens)
+                whole = text if end else text.rstrip("\ufffd")  # half a character waits for its other half
+                say(index, whole[len(told) :], tokens[begin : begin + size], finish if end else None)
+                told = whole
+            if not tokens:
+                say(index, "", [], finish)
+        if self.behaviour.usage and (body.get("stream_options") or {}).get("include_usage"):
+            made = sum(len(tokens) for tokens, _ in answers)
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+            chunks.append({"choices": [], "usage": usage})
+        return chunks
+
+
+class _Stream(httpx.AsyncByteStream):
+    def __init__(self, server: FakeServer, chunks: list[Json]) -> None:
+        self._server, self._chunks = server, chunks
+        self._server.open += 1
+        self._closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for count, chunk in enumerate(self._chunks):
+            self._server.on_chunk(count)
+            if count == self._server.behaviour.breaks_after:
+                raise httpx.ReadError("connection reset")
+            if count == self._server.behaviour.hangs_after:
+                await asyncio.Event().wait()
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            await asyncio.sleep(0)
+        yield b"data: [DONE]\n\n"
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._server.open -= 1
+
+
+def rendered(messages: list[Json], goes_on: bool = False) -> str:
+    """The fake model's chat template."""
+    turns = [f"<{turn['role'][0]}>{text_of(turn['content'])}" for turn in messages]
+    return "</>".join(turns if goes_on else [*turns, "<a>"])
+
+
+def text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def next_token(tokens: list[int], choice: int = 0, letters: str = "abcdefghijklmnopqrstuvwxyz ") -> int:
+    """What the fake model says after a sequence."""
+    digest = hashlib.blake2b(bytes(tokens) + bytes([choice]), digest_size=2).digest()
+    alphabet = letters.encode()
+    return alphabet[int.from_bytes(digest, "little") % len(alphabet)]
+
+
+def written(prompt: list[int], count: int) -> list[int]:
+    """What it writes behind a sequence."""
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append(next_token([*prompt, *tokens]))
+    return tokens
+
+
+def _json(status: int, value: Json) -> httpx.Response:
+    return httpx.Response(status, json=value)
+
+
+def _error(message: str, code: str | None = None) -> Json:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

@@ -1,0 +1,184 @@
+"""An `OpenAiEngine` over fake servers, with a search of the test's own; everything in one event loop."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from runtime.engines.openai.abilities import ask
+from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.server import Server
+from runtime.engines.openai.servers import Servers
+from runtime.errors import TrinityError
+from runtime.node.config import OpenAiSection
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
+from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
+from tests.frontend.fakes import Clock
+
+Json = dict[str, Any]
+
+
+class Library:
+    """A search that finds other passages every time; or what the test gives it to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[Json] = []
+        self.error: TrinityError | None = None
+        self.hangs = False
+        self.long = 0  # bytes that a passage has beside its name
+        self._count = itertools.count(1)
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        self.calls.append(call)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        number = next(self._count)
+        names = [f"{number}.{k}" for k in range(call["k"])]
+        return [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+
+@dataclass
+class Stand:
+    """The engine, its fake servers and what became of its requests."""
+
+    engine: OpenAiEngine
+    fakes: list[FakeServer]
+    library: Library
+    clock: Clock
+    ended: list[Ended] = field(default_factory=list)
+    _ids: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    @property
+    def fake(self) -> FakeServer:
+        return self.fakes[0]
+
+    def chat(self, text: str = "What is a decorator?", retrieval: Retrieval | None = None, **body: Any) -> Request:
+        """Submit a chat."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}]} | body
+        turns = [Message(turn["role"], str(turn["content"])) for turn in body["messages"]]
+        return self.submit(body, messages=turns, retrieval=retrieval)
+
+    def complete(self, prompt: str | list[int], retrieval: Retrieval | None = None, **body: Any) -> Request:
+        """Submit a completion."""
+        body = {"model": MODEL, "prompt": prompt} | body
+        given = prompt if isinstance(prompt, str) else tuple(prompt)
+        return self.submit(body, prompt=given, retrieval=retrieval)
+
+    def submit(self, body: Json, **asked: Any) -> Request:
+        stop = body.get("stop") or []
+        now = self.clock()
+        return self.engine.submit(
+            f"request-{next(self._ids)}",
+            sampling=Sampling(body.get("max_tokens", 16), stop=tuple([stop] if isinstance(stop, str) else stop)),
+            received_ns=now,
+            deadline_ns=now + 60_000_000_000,
+            sent=body,
+            **asked,
+        )
+
+
+@asynccontextmanager
+async def stand(
+    *behaviours: Behaviour,
+    restarts: RestartLimits = RestartLimits(3, 0),  # noqa: B008
+    max_in_flight: int = 64,
+    reach: bool = True,
+    **section: Any,
+) -> AsyncIterator[Stand]:
+    """An engine over one fake server of each behaviour."""
+    wanted = behaviours or (Behaviour(),)
+    fakes = [FakeServer(replace(how, breaks_after=None, hangs_after=None, refuses=None)) for how in wanted]
+    urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
+    settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
+    clock, library, ended = Clock(), Library(), list[Ended]()
+    servers = Servers(
+        [Server(url, transport=fake) for url, fake in zip(urls, fakes, strict=True)],
+        partial(ask, section=settings),
+        clock,
+    )
+    if reach:
+        await servers.reach()
+    for fake, how in zip(fakes, wanted, strict=True):
+        fake.asked.clear()
+        fake.behaviour = replace(how)  # what goes wrong does after it was asked what it can do
+    engine = OpenAiEngine(
+        servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
+        on_end=ended.append, keep_traces=8,
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    try:
+        yield Stand(engine, fakes, library, clock, ended)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@dataclass
+class Told:
+    """All pieces of an answer."""
+
+    pieces: list[Retrieved | Tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Tokens))
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces if isinstance(piece, Tokens) for token in piece.token_ids]
+
+    @property
+    def searches(self) -> list[Retrieved]:
+        return [piece for piece in self.pieces if isinstance(piece, Retrieved)]
+
+    @property
+    def last(self) -> Tokens:
+        last = self.pieces[-1]
+        assert isinstance(last, Tokens)
+        return last
+
+
+async def whole(request: Request) -> Told:
+    """All that is told of a request. Raises what ended it."""
+    pieces: list[Retrieved | Tokens] = []
+    while True:
+        piece = await request.next()
+        pieces.append(piece)
+        if isinstance(piece, Tokens) and piece.finish_reason is not None:
+            return Told(pieces)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until the condition holds (the test's own limit ends it otherwise)."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def sequence(prompt: Sequence[int], told: Told) -> list[tuple[list[int], list[int]]]:
+    """What the model had before it, and what it wrote then, for every stretch of an answer between insertions."""
+    stretches: list[tuple[list[int], list[int]]] = []
+    before, written = list(prompt), list[int]()
+    for piece in told.pieces:
+        if isinstance(piece, Tokens):
+            written += piece.token_ids
+        elif piece.inserted:
+            stretches.append((before, written))
+            before, written = [*before, *written, *piece.inserted], []
+    return [*stretches, (before, written)]

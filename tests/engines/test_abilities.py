@@ -1,0 +1,172 @@
+"""What a server can do is found by asking it, and said; what can never work is refused at start."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from runtime.engines.openai.abilities import Abilities, ask
+from runtime.engines.openai.server import Server
+from runtime.engines.openai.servers import Servers
+from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
+from runtime.node.config import OpenAiSection
+from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
+from tests.engines.openai_engines import stand
+from tests.frontend.fakes import Clock, run
+
+SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
+
+
+def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Abilities:
+    async def test() -> Abilities:
+        fake = FakeServer(behaviour)
+        return await ask(Server("http://fake/v1", key, transport=fake), structs.replace(SECTION, **section))
+
+    found = run(test())
+    assert isinstance(found, Abilities)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "way"),
+    [
+        (Behaviour(), "tokens"),
+        (Behaviour(token_ids=False, goes_on=True), "chat"),
+        (Behaviour(token_ids=False, renders=True), "text"),
+        (Behaviour(token_ids=False), ""),
+        (Behaviour(token_ids=False, strict=True), ""),
+        (Behaviour(completions=False, goes_on=True), "chat"),
+    ],
+)
+def test_how_a_chat_goes_on_is_found_by_asking(behaviour: Behaviour, way: str) -> None:
+    found = asked(behaviour)
+    assert found.chat_sequel == way
+    assert (found.chat, found.completions, found.usage) == (True, behaviour.completions, True)
+    assert found.context_tokens == 4096
+    assert any("no probes in chats" in sentence for sentence in found.lacking()) == (way == "")
+
+
+def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
+    found = asked(Behaviour(usage=False))
+    assert not found.usage
+    assert any("stream_options" in sentence for sentence in found.lacking())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "section", "says"),
+    [
+        (
+            Behaviour(),
+            {"name": "other"},
+            "model.name = 'other': http://fake/v1 has no such model; it has: 'fake-model'",
+        ),
+        (Behaviour(), {"context_tokens": 8192}, "model.context_tokens = 8192: http://fake/v1 has a context of 4096"),
+        (Behaviour(key="secret"), {}, "model.api_key_file: http://fake/v1 answers 401: wrong key"),
+    ],
+)
+def test_what_can_never_work_is_one_line_with_what_to_do(
+    behaviour: Behaviour, section: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asked(behaviour, **section)
+    assert caught.value.message.startswith(says)
+    assert "\n" not in caught.value.message
+
+
+def test_an_address_without_models_is_told_to_go_up_to_its_v1() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="up to its /v1"):
+            await ask(Server("http://fake", transport=FakeServer()), structs.replace(SECTION, url="http://fake"))
+
+    run(test())
+
+
+def test_the_key_is_sent_and_told_to_nobody() -> None:
+    assert asked(Behaviour(key="secret"), key="secret").chat
+    with pytest.raises(ConfigError) as caught:
+        asked(Behaviour(key="other"), key="secret")
+    assert "secret" not in caught.value.message
+
+
+def test_a_server_that_does_not_answer_or_fails_is_waited_for() -> None:
+    with pytest.raises(EngineUnreachable):
+        asked(Behaviour(down=True))
+    with pytest.raises(EngineFailed):
+        asked(Behaviour(refuses=(500, {})))
+
+
+def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_that_is_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def start(*behaviours: Behaviour) -> Servers:
+        fakes = [FakeServer(behaviour) for behaviour in behaviours]
+        servers = Servers(
+            [Server(f"http://fake{number}/v1", transport=fake) for number, fake in enumerate(fakes)],
+            partial(ask, section=SECTION),
+        )
+        await servers.reach()
+        return servers
+
+    with caplog.at_level(logging.WARNING):
+        servers = run(start(Behaviour(), Behaviour(down=True)))
+    assert [member.name for member in servers.up] == ["http://fake0/v1"]
+    assert "http://fake1/v1 is not used until it answers" in caplog.text
+    with pytest.raises(ConfigError):
+        run(start(Behaviour(), Behaviour(model="another")))
+
+
+def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour()) as at:
+            at.fakes[0].behaviour = replace(at.fakes[0].behaviour, model="another")
+            first, second = at.engine.servers.members
+            at.engine.servers.failed(first, EngineUnreachable("it was restarted"))
+            at.clock.forward(60)
+            await at.engine.servers.look()
+            assert at.engine.servers.up == [second]
+            assert "no such model" in first.problem
+
+    run(test())
+
+
+def test_back_off_doubles_until_a_server_answers() -> None:
+    async def test() -> None:
+        clock, fake = Clock(), FakeServer(Behaviour(down=True))
+        servers = Servers([Server("http://fake/v1", transport=fake)], partial(ask, section=SECTION), clock)
+        await servers.reach()
+        (member,) = servers.members
+        delays = []
+        for _ in range(8):
+            delays.append(member.due_ns - clock())
+            await servers.look()  # too early: it is not asked
+            clock.now = member.due_ns
+            await servers.look()
+        assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[:6]))
+        assert max(delays) <= 10e9
+        fake.behaviour.down = False
+        clock.now = member.due_ns
+        waiting = asyncio.create_task(servers.changed.wait())
+        await asyncio.sleep(0)
+        await servers.look()
+        assert await waiting
+        assert servers.up == [member]
+
+    run(test())
+
+
+def test_a_server_is_down_after_three_errors_of_its_own_in_a_row_and_not_after_one() -> None:
+    async def test() -> None:
+        async with stand(Behaviour()) as at:
+            (member,) = at.engine.servers.members
+            failed: TrinityError = EngineFailed("500")
+            for error in (failed, failed, None, failed, failed):
+                at.engine.servers.noted(member, error)
+                assert at.engine.servers.up
+            at.engine.servers.noted(member, failed)
+            assert not at.engine.servers.up
+
+    run(test())

@@ -1,0 +1,273 @@
+"""What every engine does for the frontend, whatever writes the answers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+import pytest
+
+from runtime.errors import DeadlineExceeded, Overloaded, TrinityError, Unavailable, WorkerLost
+from runtime.serving.frontend.engine import Engine
+from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.messages import Message, Retrieval, Retrieved, Role, Sampling, Tokens
+from tests.engines.fake_openai import Behaviour
+from tests.engines.openai_engines import Stand, stand, until, whole
+from tests.frontend.fakes import Clock, Player, endpoint, run
+
+TOKENS = 5
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+class Stage(Protocol):
+    """An engine, and what the tests do behind its back."""
+
+    engine: Engine
+    clock: Clock
+    ended: list[Ended]
+    deadline_s: float
+
+    def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
+        """Submit a chat; one that `hangs` falls silent after its first tokens."""
+
+    def held(self) -> int:
+        """Requests for which anything is still held behind the engine."""
+
+    def tick(self) -> None:
+        """What the engine does now and then."""
+
+    async def lose(self) -> None:
+        """What writes the answers is gone."""
+
+    async def come_back(self) -> None:
+        """And is there again."""
+
+
+class TrinityStage:
+    """The link to the node's own workers, over workers that play."""
+
+    deadline_s = 5.0  # sooner than a worker is taken for lost
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.clock, self.ended = Clock(), list[Ended]()
+        self.link = WorkerLink(
+            endpoint(),
+            Router(max_in_flight=max_in_flight),
+            epoch=7,
+            clock=self.clock,
+            on_end=self.ended.append,
+            keep_traces=8,
+        )
+        self.engine: Engine = self.link
+        self.players: dict[str, Player] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        self._asked = 0
+
+    def changed(self) -> None:
+        """Told by the players."""
+
+    def tick(self) -> None:
+        self.link.tick()
+
+    async def come_back(self) -> None:
+        for role in ROLES:
+            player = Player(self, role, f"{role}-0", epoch=len(self.tasks) + 1)  # type: ignore[arg-type]
+            self.players[player.me.worker] = player
+            self.tasks.append(asyncio.create_task(player.live()))
+        await until(lambda: not self.engine.missing())
+
+    async def lose(self) -> None:
+        for role in ROLES:
+            self.link.lost(f"{role}-0", "killed")
+
+    def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
+        self._asked += 1
+        now = self.clock()
+        return self.engine.submit(
+            f"request-{self._asked}",
+            sampling=Sampling(TOKENS),
+            received_ns=now,
+            deadline_ns=now + int(self.deadline_s * 1e9),
+            messages=[Message("user", f"say={TOKENS}" + (" hang=2" if hangs else ""))],
+            retrieval=retrieval,
+        )
+
+    def held(self) -> int:
+        return sum(len(player.held) for player in self.players.values())
+
+
+class OpenAiStage:
+    """Servers that speak OpenAI's protocol."""
+
+    deadline_s = 60.0
+
+    def __init__(self, at: Stand) -> None:
+        self._at = at
+        self.engine: Engine = at.engine
+        self.clock, self.ended = at.clock, at.ended
+
+    def tick(self) -> None:
+        self._at.engine.tick()
+
+    def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
+        self._at.fake.behaviour.hangs_after = 3 if hangs else None
+        return self._at.chat(max_tokens=TOKENS, retrieval=retrieval)
+
+    def held(self) -> int:
+        return self._at.fake.open
+
+    async def lose(self) -> None:
+        self._at.fake.behaviour.down = True
+        for member in self._at.engine.servers.members:
+            self._at.engine.servers.failed(member, WorkerLost("killed"))
+
+    async def come_back(self) -> None:
+        self._at.fake.behaviour.down = False
+        self._at.fake.behaviour.hangs_after = None
+        self.clock.forward(30)
+        await self._at.engine.servers.look()
+
+
+@asynccontextmanager
+async def trinity(max_in_flight: int = 64) -> AsyncIterator[Stage]:
+    made = TrinityStage(max_in_flight)
+    running = asyncio.create_task(made.link.run())
+    try:
+        await made.come_back()
+        yield made
+    finally:
+        for task in (*made.tasks, running):
+            task.cancel()
+        await asyncio.gather(*made.tasks, running, return_exceptions=True)
+        made.link.close()
+
+
+@asynccontextmanager
+async def openai(max_in_flight: int = 64) -> AsyncIterator[Stage]:
+    async with stand(Behaviour(), max_in_flight=max_in_flight) as at:
+        yield OpenAiStage(at)
+
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+every_engine = pytest.mark.parametrize("make", [trinity, openai], ids=["trinity", "openai"])
+
+
+async def refusal(request: Request) -> TrinityError:
+    with pytest.raises(TrinityError) as caught:
+        await whole(request)
+    return caught.value
+
+
+@every_engine
+def test_an_answer_comes_in_pieces_and_ends_once_with_its_times(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            assert not at.engine.missing()
+            told = await whole(at.ask())
+            assert len(told.ids) == TOKENS
+            assert told.text
+            assert {"received", "first_token", "end"} <= set(told.last.stages)
+            (ended,) = at.ended
+            assert ended.code in ("stop", "length")
+            assert ended.completion_tokens == TOKENS
+            assert at.engine.statistics().in_flight == 0
+
+    run(test())
+
+
+@every_engine
+def test_passages_are_told_before_the_first_token(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            first = (await whole(at.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
+            assert isinstance(first, Retrieved)
+            assert (len(first.passages), first.at_token) == (2, 0)
+
+    run(test())
+
+
+@every_engine
+def test_a_cancelled_request_ends_once_and_frees_what_it_held(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            request = at.ask(hangs=True)
+            assert isinstance(await request.next(), Tokens)
+            assert at.held() == 1
+            at.engine.cancel(request)
+            at.engine.cancel(request)
+            await until(lambda: at.held() == 0)
+            assert [ended.code for ended in at.ended] == ["client_closed_request"]
+            assert at.engine.statistics().in_flight == 0
+
+    run(test())
+
+
+@every_engine
+def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            request = at.ask(hangs=True)
+            await request.next()
+            at.clock.forward(at.deadline_s + 1)
+            at.tick()
+            assert isinstance(await refusal(request), DeadlineExceeded)
+            assert [ended.code for ended in at.ended] == ["deadline_exceeded"]
+            await until(lambda: at.held() == 0)
+
+    run(test())
+
+
+@every_engine
+def test_the_end_of_a_drain_ends_what_is_in_flight(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            request = at.ask(hangs=True)
+            await request.next()
+            at.engine.end_all(Unavailable("the node has stopped"))
+            assert isinstance(await refusal(request), Unavailable)
+            await until(lambda: at.held() == 0)
+
+    run(test())
+
+
+@every_engine
+def test_requests_in_flight_are_bounded(make: Make) -> None:
+    async def test() -> None:
+        async with make(max_in_flight=2) as at:
+            requests = [at.ask(hangs=True) for _ in range(2)]
+            with pytest.raises(Overloaded, match="the limit is 2"):
+                at.ask()
+            at.engine.cancel(requests[0])
+            at.ask(hangs=True)
+
+    run(test())
+
+
+@every_engine
+def test_without_what_writes_answers_requests_are_refused_and_taken_when_it_is_back(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            await at.lose()
+            assert at.engine.missing()
+            with pytest.raises(Unavailable):
+                at.ask()
+            await at.come_back()
+            assert not at.engine.missing()
+            assert len((await whole(at.ask())).ids) == TOKENS
+
+    run(test())
+
+
+@every_engine
+def test_a_trace_tells_of_a_request_that_runs_and_of_one_that_has_ended(make: Make) -> None:
+    async def test() -> None:
+        async with make() as at:
+            request = at.ask(hangs=True)
+            await request.next()
+            assert at.engine.traces.trace(request.id).state == "running"
+            at.engine.cancel(request)
+            assert at.engine.traces.trace(request.id).state == "client_closed_request"
+
+    run(test())

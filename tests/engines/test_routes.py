@@ -1,0 +1,174 @@
+"""Over HTTP: what a client of OpenAI gets when another server writes the answer."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.relayed import Choices
+from tests.engines.fake_openai import MODEL, Behaviour
+from tests.engines.openai_engines import Stand, stand
+from tests.frontend.fakes import Metrics, run
+
+Json = dict[str, Any]
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a decorator?"}], "max_tokens": 6}
+DOCS = {"collection": "docs", "k": 2}
+
+
+@asynccontextmanager
+async def client(*behaviours: Behaviour) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
+    async with stand(*behaviours) as at:
+        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
+        app = create_app(Service(at.engine, at.library, Metrics()), settings)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as made:
+            yield made, at
+
+
+def events(answer: httpx.Response) -> list[Json]:
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_whole_answer_and_its_stream_say_the_same() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            whole = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
+            message = whole["choices"][0]["message"]
+            assert message["role"] == "assistant"
+            assert len(message["content"]) == 6
+            assert whole["choices"][0]["finish_reason"] == "length"
+            assert whole["usage"]["completion_tokens"] == 6
+            assert len(whole["retrieval"]["passages"]) == 2
+            assert {"embed", "retrieval", "prefill", "ttft", "e2e"} <= set(whole["timings"])
+            assert whole["id"].startswith("chatcmpl-")
+            streamed = await http.post(
+                "/v1/chat/completions", json=CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+            )
+            first, *chunks, usage = events(streamed)
+            assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert {chunk["id"] for chunk in chunks} == {first["id"]}
+            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            assert "timings" in chunks[-1]
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == 6
+
+    run(test())
+
+
+def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            body = CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1}
+            whole = (await http.post("/v1/chat/completions", json=body)).json()
+            assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+            assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
+            for choice in whole["choices"]:
+                assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+
+    run(test())
+
+
+def test_tool_calls_grow_by_their_index() -> None:
+    found = Choices()
+    call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "search", "arguments": ""}}
+    found.add(({"index": 0, "delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None},))
+    for part in ('{"q": ', '"x"}'):
+        more = {"index": 0, "function": {"arguments": part}}
+        found.add(({"index": 0, "delta": {"tool_calls": [more]}, "finish_reason": None},))
+    other = {"index": 1, "id": "call-2", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+    found.add(({"index": 0, "delta": {"tool_calls": [other]}, "finish_reason": "tool_calls"},))
+    (choice,) = found.whole()
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"] == [
+        {"id": "call-1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}},
+        {"id": "call-2", "type": "function", "function": {"name": "stop", "arguments": "{}"}},
+    ]
+
+
+def test_a_completion_is_answered_whole_and_streamed() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            body = {"model": MODEL, "prompt": "def f(", "max_tokens": 5}
+            whole = (await http.post("/v1/completions", json=body)).json()
+            assert whole["object"] == "text_completion"
+            streamed = events(await http.post("/v1/completions", json=body | {"stream": True}))
+            assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == whole["choices"][0]["text"]
+
+    run(test())
+
+
+def test_token_ids_are_told_to_who_asks_for_them_alone() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            plain = await http.post("/v1/chat/completions", json=CHAT)
+            assert "token_ids" not in plain.text
+            asked = (await http.post("/v1/chat/completions", json=CHAT | {"return_token_ids": True})).json()
+            assert bytes(asked["choices"][0]["token_ids"]).decode() == asked["choices"][0]["message"]["content"]
+            assert bytes(asked["prompt_token_ids"]).decode().startswith("<u>What is")
+
+    run(test())
+
+
+def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() -> None:
+    async def test() -> None:
+        async with client() as (http, at):
+            turns = [
+                {"role": "user", "content": [{"type": "text", "text": "What is in it?"}]},
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]},
+                {"role": "tool", "content": "nothing", "tool_call_id": "1"},
+            ]
+            body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
+            answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
+            assert answer.status_code == 200
+            assert at.library.calls[0]["query"] == "What is in it?"
+            (sent,) = at.fake.generations()
+            assert sent["messages"][1:] == turns
+            assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
+            assert "retrieval" not in sent
+
+    run(test())
+
+
+def test_what_is_all_but_a_field_of_ours_is_refused() -> None:
+    async def test() -> None:
+        async with client() as (http, at):
+            answer = await http.post("/v1/chat/completions", json=CHAT | {"retreival": DOCS})
+            assert answer.status_code == 400
+            assert "did you mean 'retrieval'" in answer.json()["error"]["message"]
+            assert not at.fake.asked
+
+    run(test())
+
+
+def test_errors_are_http_errors_before_the_first_token_and_events_after_it() -> None:
+    async def test() -> None:
+        async with client(Behaviour(breaks_after=4)) as (http, at):
+            broken = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
+            *_, last = events(broken)
+            assert last["error"]["code"] == "worker_lost"
+            refused = await http.post("/v1/chat/completions", json=CHAT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_unreachable"
+            health = await http.get("/health")
+            assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
+            at.fake.behaviour.breaks_after = None
+            at.clock.forward(60)
+            await at.engine.servers.look()
+            assert (await http.get("/health")).status_code == 200
+
+    run(test())
+
+
+def test_the_model_is_listed_with_its_context() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            (model,) = (await http.get("/v1/models")).json()["data"]
+            assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
+
+    run(test())
