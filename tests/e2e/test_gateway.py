@@ -180,6 +180,20 @@ def test_a_client_that_goes_away_frees_the_servers_slot(node: RunningNode, gatew
     assert gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
 
 
+def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: RunningNode, gateway: RunningNode) -> None:
+    asked = [f"Question {number}: what does a with statement do?" for number in range(6)]
+    expected = [chat(node, text, max_tokens=400)["choices"][0]["token_ids"] for text in asked]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = [threads.submit(chat, gateway, text, max_tokens=400) for text in asked]
+        eventually(lambda: node.metric("trinity_requests_in_flight") == len(asked), 60, "the server to have them")
+        node.kill("frontend-0")
+        found = [answer.result() for answer in answers]
+    assert [answer["choices"][0]["token_ids"] for answer in found] == expected
+    assert {answer["usage"]["completion_tokens"] for answer in found} == {400}
+    eventually(lambda: gateway.metric("trinity_requests_restarted_total") >= 1, 30, "the metric to tell of it")
+    node.wait_ready()
+
+
 def test_the_gateway_measures_what_passes_through_it(gateway: RunningNode) -> None:
     chat(gateway, "one more")
     assert gateway.metric("trinity_time_to_first_token_seconds_count") > 0

@@ -58,8 +58,8 @@ class FakeServer(httpx.AsyncBaseTransport):
     asked: list[tuple[str, Json]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     open: int = 0
+    says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
     on_chunk: Callable[[int], None] = lambda count: None
-    clean_close: bool = False
 
     def generations(self) -> list[Json]:
         """The bodies from which answers were asked."""
@@ -107,7 +107,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         if not body.get("stream"):
             usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
             return _json(200, {"choices": [], "usage": usage})
-        chunks = self._chunks(prompt, answers, body, chat, ids)
+        chunks = self.says or self._chunks(prompt, answers, body, chat, ids)
         return httpx.Response(200, stream=_Stream(self, chunks), headers={"content-type": "text/event-stream"})
 
     def _prompt(self, body: Json, chat: bool) -> list[int] | httpx.Response:

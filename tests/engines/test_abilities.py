@@ -15,7 +15,7 @@ from runtime.engines.openai.servers import Servers
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.config import OpenAiSection
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
-from tests.engines.openai_engines import stand
+from tests.engines.openai_engines import stand, until
 from tests.frontend.fakes import Clock, run
 
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
@@ -129,6 +129,25 @@ def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on(
             await at.engine.servers.look()
             assert at.engine.servers.up == [second]
             assert "no such model" in first.problem
+
+    run(test())
+
+
+def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
+    async def test() -> None:
+        clock = Clock()
+        fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
+        servers = Servers(
+            [Server(f"http://fake{number}/v1", transport=fake) for number, fake in enumerate(fakes)],
+            partial(ask, section=SECTION),
+            clock,
+        )
+        looks = [asyncio.create_task(look) for look in servers.due()]
+        await until(lambda: [member.name for member in servers.up] == ["http://fake1/v1"])
+        assert servers.due() == []  # the first is being asked
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
 
     run(test())
 

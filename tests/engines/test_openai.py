@@ -557,3 +557,41 @@ def test_by_token_ids_a_probe_brings_no_more_tokens_than_it_may() -> None:
             assert all(60 <= count <= 100 for count in inserted)
 
     run(test())
+
+
+NONSENSE = [
+    {"choices": [7]},
+    {"choices": {"a": 1}},
+    {"choices": [{"index": "x", "delta": {"content": "a"}}]},
+    {"choices": [{"index": 5, "delta": {"content": "a"}}]},
+    {"choices": [{"index": 0, "delta": {"content": 7}}]},
+    {"choices": [{"index": 0, "delta": "text"}]},
+    {"choices": [], "usage": {"prompt_tokens": "many", "completion_tokens": 1}},
+    {"choices": [], "usage": [1]},
+]
+
+
+@pytest.mark.parametrize("chunk", NONSENSE, ids=str)
+def test_a_chunk_that_makes_no_sense_ends_its_request_with_a_typed_error(chunk: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with stand(restarts=RestartLimits(0, 0)) as at:
+            at.fake.says = [chunk]
+            error = await _refusal(at.chat(max_tokens=4))
+            assert type(error) is EngineFailed
+            assert "makes no sense" in error.message
+            assert [ended.code for ended in at.ended] == ["engine_failed"]
+            assert at.fake.open == 0
+
+    run(test())
+
+
+def test_a_delta_that_is_null_is_an_empty_one() -> None:
+    async def test() -> None:
+        async with stand(restarts=RestartLimits(0, 0)) as at:
+            at.fake.says = [
+                {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+                {"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}]},
+            ]
+            assert (await whole(at.chat())).text == "a"
+
+    run(test())

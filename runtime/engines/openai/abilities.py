@@ -1,16 +1,19 @@
 """What a server can do, found by asking it: a handful of requests of one token each."""
 
+import asyncio
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.engines.openai.server import Server
-from runtime.errors import ConfigError, EngineRefusedKey, InvalidRequest, TrinityError
+from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
 from runtime.node.config import OpenAiSection
 
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+
+_ANSWER_S = 60.0  # for a handful of answers of one token
 _TURNS = [{"role": "user", "content": "Count to nine."}, {"role": "assistant", "content": "One two three"}]
 GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
 """What has a server take a chat's last turn, the assistant's, for the beginning of its answer."""
@@ -83,10 +86,17 @@ async def ask(server: Server, section: OpenAiSection) -> Abilities:
     ConfigError for what no waiting mends: a key that it refuses, a model that it lacks, a context that is too short.
     """
     try:
-        context = await _model(server, section)
-        found = await _streams(server, section.name, context)
+        async with asyncio.timeout(_ANSWER_S):
+            return await _ask(server, section)
+    except TimeoutError:
+        raise EngineUnreachable(f"{server.url} does not answer within {_ANSWER_S:.0f} s") from None
     except EngineRefusedKey as error:
         raise ConfigError(f"model.api_key_file: {error.message}") from error
+
+
+async def _ask(server: Server, section: OpenAiSection) -> Abilities:
+    context = await _model(server, section)
+    found = await _streams(server, section.name, context)
     if not found.by_tokens and found.chat:
         goes_on = await _goes_on(server, section.name)
         renders = await _has(server, "/apply-template", {"messages": _TURNS[:1]}, "prompt", str)

@@ -65,7 +65,7 @@ class OpenAiEngine:
         self._max_in_flight = max_in_flight
         self._clock, self._on_end, self._on_refused = clock, on_end, on_refused
         self._tasks: dict[Request, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
         self._restarts = 0
 
     # ---- for the routes
@@ -145,7 +145,7 @@ class OpenAiEngine:
                 await asyncio.sleep(_TICK_S)
         finally:
             self.end_all(WorkerLost("the frontend is stopping"))
-            ending = [*self._tasks.values(), *([self._looking] if self._looking else [])]
+            ending = [*self._tasks.values(), *self._looks]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -156,8 +156,10 @@ class OpenAiEngine:
         for request in self._requests.late(self._clock()):
             told = len(request.told.tokens)
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self.servers.look())
+        for look in self.servers.due():
+            task = asyncio.create_task(look)
+            self._looks.add(task)
+            task.add_done_callback(self._looks.discard)
 
     def close(self) -> None:
         """Nothing is open once `run` has ended."""

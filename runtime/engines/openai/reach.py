@@ -4,11 +4,9 @@ import asyncio
 
 from runtime.engines.openai.abilities import Abilities, ask
 from runtime.engines.openai.server import Server
-from runtime.errors import EngineUnreachable, TrinityError
+from runtime.errors import TrinityError
 from runtime.node.config import OpenAiSection
 from runtime.node.placement import read_engine_key
-
-_ANSWER_S = 60.0
 
 
 def reach(section: OpenAiSection) -> list[tuple[str, Abilities | TrinityError]]:
@@ -18,10 +16,7 @@ def reach(section: OpenAiSection) -> list[tuple[str, Abilities | TrinityError]]:
     async def one(url: str) -> Abilities | TrinityError:
         server = Server(url, key, section.connect_s)
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                return await ask(server, section)
-        except TimeoutError:
-            return EngineUnreachable(f"{url} does not answer within {_ANSWER_S:.0f} s")
+            return await ask(server, section)
         except TrinityError as error:
             return error
         finally:

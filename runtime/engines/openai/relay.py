@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.engines.openai.sequel import Script
-from runtime.errors import InvalidRequest
+from runtime.errors import EngineFailed, InvalidRequest
 from runtime.serving import stages
 from runtime.serving.frontend.relayed import Relayed
 from runtime.serving.messages import Probe
@@ -14,6 +14,7 @@ Json = dict[str, Any]
 
 _HALF = "\ufffd"  # what servers make of a character whose bytes are not all there
 _SILENT = ("role", "content")
+_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class Relay:
@@ -79,9 +80,15 @@ class Relay:
         return self._stops.stopped
 
     def take(self, chunk: Json) -> None:
-        """A chunk. Raises InvalidRequest if it lacks what the request asked for."""
+        """A chunk. Raises InvalidRequest if it lacks what the request asked for, EngineFailed if it makes no sense."""
+        try:
+            self._take(chunk)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(f"the engine's stream has a chunk that makes no sense: {error}") from error
+
+    def _take(self, chunk: Json) -> None:
         if usage := chunk.get("usage"):
-            self.usage = usage
+            self.usage = {name: int(usage[name]) for name in _COUNTS} | usage
         if self.script.prompt_ids is None and (ids := chunk.get("prompt_token_ids")):
             self.script.prompt_ids = ids
         loud = []
@@ -96,14 +103,20 @@ class Relay:
     def _fitted(self, choice: Json) -> tuple[Json, str, list[int]] | None:
         """The choice as the client's endpoint has it, its text and its tokens; None if there is nothing to tell yet."""
         choice.pop("prompt_token_ids", None)
-        ids = choice.get("token_ids") or []
+        ids = list(choice.get("token_ids") or ())
         if not self._wants_ids:
             choice.pop("token_ids", None)
         if self._chat and "text" in choice:  # a chat that goes on as a completion
             choice["delta"] = {"content": choice.pop("text")}
         index = choice.setdefault("index", 0)
+        if not isinstance(index, int) or not 0 <= index < self._choices:
+            raise ValueError(f"a choice has the index {index!r}, {self._choices} were asked for")
         delta = choice.get("delta")
+        if self._chat and delta is None:
+            delta = choice["delta"] = {}
         text = (choice.get("text") if delta is None else delta.get("content")) or ""
+        if not isinstance(text, str):
+            raise TypeError(f"its text is {type(text).__name__}")
         loud = bool(text or ids) or (delta is not None and any(delta[name] for name in delta if name not in _SILENT))
         if loud and self._wants_logprobs and choice.get("logprobs") is None and text:
             raise InvalidRequest("logprobs: the engine does not tell any; leave it out", "logprobs")

@@ -44,7 +44,9 @@ class Server:
         self.url = url
         self._root = _without_version(url)
         self._http = httpx.AsyncClient(
-            headers={"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {}),
+            # Not compressed: a stream's chunks would wait for each other, and an answer's size be known too late.
+            headers={"content-type": "application/json", "accept-encoding": "identity"}
+            | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx.Timeout(None, connect=connect_s),  # an answer may take as long as its request's deadline
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_S),
             trust_env=False,
@@ -106,7 +108,7 @@ class Server:
 
     async def _chunks(self, answer: httpx.Response) -> AsyncIterator[Json]:
         try:
-            async for data in payloads(answer.aiter_bytes()):
+            async for data in payloads(answer.aiter_raw()):
                 if data == DONE:
                     return
                 chunk = from_json(data)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 
 from runtime.engines.openai.abilities import Abilities
@@ -120,10 +120,16 @@ class Servers:
         if refused := [error for task in tasks if (error := task.result()) is not None]:
             raise refused[0]
 
+    def due(self) -> list[Coroutine[None, None, None]]:
+        """To be run: each asks a server again that is down. One that takes its time keeps no other waiting."""
+        found = [m for m in self.members if m.abilities is None and not m.asking and m.due_ns <= self._clock()]
+        for member in found:
+            member.asking = True
+        return [self._again(member) for member in found]
+
     async def look(self) -> None:
-        """Ask again those that are down, and due."""
-        due = [m for m in self.members if m.abilities is None and not m.asking and m.due_ns <= self._clock()]
-        await asyncio.gather(*(self._again(member) for member in due))
+        """Ask all that are due."""
+        await asyncio.gather(*self.due())
 
     async def _first(self, member: Member) -> ConfigError | None:
         try:
