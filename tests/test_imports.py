@@ -7,8 +7,8 @@ import pytest
 
 # Slow to import, or large: what only some processes need.
 HEAVY = {
-    "fastapi", "gguf", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client", "psutil", "pydantic",
-    "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch", "transformers", "typer",
+    "fastapi", "gguf", "httpx", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client", "psutil",
+    "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch", "transformers", "typer",
     "uvicorn", "zmq",
 }  # fmt: skip
 
@@ -17,6 +17,7 @@ NEEDED = {
     "runtime.pool.process": {"numba", "zmq"},
     "runtime.serving.prefill.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
+    "runtime.engines.frontend": {"fastapi", "numba", "pydantic", "starlette", "uvicorn", "zmq"},
     "runtime.serving.frontend.process": {"fastapi", "numba", "pydantic", "starlette", "uvicorn", "zmq"},
     "runtime.node.supervisor": {"prometheus_client", "psutil", "zmq"},
     "runtime.preflight": {"prometheus_client", "psutil"},

@@ -1,21 +1,12 @@
 """The frontend's process, with the engine that the configuration names."""
 
-import logging
-from functools import partial
-
-from runtime.engines.openai.abilities import ask
-from runtime.engines.openai.engine import OpenAiEngine
-from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
 from runtime.engines.trinity import trinity_engine
 from runtime.node.config import OpenAiSection
-from runtime.node.placement import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import Measures
 from runtime.serving.frontend.searches import SearchSource
-from runtime.serving.frontend.starts import RestartLimits
 
 
 async def engine_of(worker: Worker, measures: Measures, search: SearchSource) -> Engine:
@@ -25,21 +16,9 @@ async def engine_of(worker: Worker, measures: Measures, search: SearchSource) ->
     section = worker.plan.config.model
     if not isinstance(section, OpenAiSection):
         return trinity_engine(worker, measures)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would have a line for every request
-    key, http = read_engine_key(section), worker.plan.config.http
-    servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
-    await servers.reach()
-    return OpenAiEngine(
-        servers,
-        section,
-        search,
-        epoch=worker.epoch,
-        max_in_flight=http.max_in_flight,
-        restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
-        on_end=measures.relayed,
-        on_refused=measures.refused,
-        keep_traces=http.traces,
-    )
+    from runtime.engines.openai.start import openai_engine  # its HTTP client is nothing for the others
+
+    return await openai_engine(worker, section, measures, search)
 
 
 def run(worker: Worker) -> None:

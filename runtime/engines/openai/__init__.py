@@ -3,6 +3,7 @@
 Retrieval, prompts and probes are Trinity's own here; the server is asked for tokens alone.
 
 ```
+start.py        made from the configuration; reach.py asks for `trinity doctor`
 engine.py       the interface: requests in, pieces out, each ends once
 generation.py   one request's course: retrieve → assemble → stream → probe → … → end
 servers.py      which server takes it: the least loaded of those that answer; who is down is asked again

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -34,7 +35,9 @@ from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.tokenize import Tokens
 from runtime.serving.model.model_info import ModelInfo, model_directory
-from runtime.serving.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +190,9 @@ def _connection_limits(http: HttpSection) -> ConnectionLimits:
     )
 
 
-def _tokenizer(model: str) -> Tokenizer:
+def _tokenizer(model: str) -> "Tokenizer":
+    from runtime.serving.model.tokenizer import Tokenizer  # few are asked for tokens
+
     return Tokenizer.load(model_directory(model))
 
 

@@ -6,14 +6,16 @@ Whoever goes on with an answer in another request needs them: another node in fr
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
 
 from runtime.errors import InvalidRequest
 from runtime.serving.frontend.api_types import ChatMessage, StrictModel, chat_message, json_object, validated
 from runtime.serving.messages import Message
-from runtime.serving.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.serving.model.tokenizer import Tokenizer
 
 
 class TokenizeBody(StrictModel):
@@ -37,7 +39,7 @@ class TokenizeBody(StrictModel):
 class Tokens:
     """A model's tokenizer in a thread of its own, loaded at its first use."""
 
-    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+    def __init__(self, load: "Callable[[], Tokenizer]") -> None:
         self._load = load
         self._tokenizer: Tokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
-from runtime.serving.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.serving.model.tokenizer import Tokenizer
 
 _INSTRUCTION = "Answer the question with the help of these passages."
 _FEWEST_TOKENS = 16  # of a passage that is cut: less of one says nothing
@@ -21,7 +24,7 @@ class Prompt:
     used: tuple[Passage, ...] = ()
 
 
-def query_text(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
+def query_text(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
     """What to search for: the last message of the user, or the prompt's text."""
     if messages:
         return last_question(messages)
@@ -35,7 +38,7 @@ def last_question(messages: Sequence[Message]) -> str:
 
 
 def build_prompt(
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     messages: Sequence[Message] = (),
     prompt: str | Sequence[int] = "",
     passages: Sequence[Passage] = (),
@@ -73,7 +76,7 @@ def build_prompt(
         room -= excess  # tokens can split differently where texts meet: take that much less
 
 
-def passages_chunk(tokenizer: Tokenizer, passages: Sequence[Passage], budget_tokens: int) -> Prompt:
+def passages_chunk(tokenizer: "Tokenizer", passages: Sequence[Passage], budget_tokens: int) -> Prompt:
     """At most `budget_tokens` tokens that bring passages found by a probe into the middle of an answer.
 
     To append them: the last sampled token has not been through the model yet. Feed these tokens at its position and
@@ -90,7 +93,7 @@ def passages_chunk(tokenizer: Tokenizer, passages: Sequence[Passage], budget_tok
         room -= len(tokens) - budget_tokens
 
 
-def _fit(tokenizer: Tokenizer, passages: Sequence[Passage], room: int) -> tuple[list[str], tuple[Passage, ...]]:
+def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tuple[list[str], tuple[Passage, ...]]:
     """Texts of the nearest passages that have about `room` tokens together, the last one cut, and these passages."""
     texts: list[str] = []
     used: list[Passage] = []
@@ -119,7 +122,7 @@ def passages_block(texts: Sequence[str]) -> str:
     return "\n\n".join([_INSTRUCTION, *texts])
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], prompt: str | Sequence[int], block: str) -> list[int]:
+def _render(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int], block: str) -> list[int]:
     """The request's tokens, with `block` in its system message or before it, unless it is empty."""
     if messages:
         return tokenizer.chat(_with_system(messages, block) if block else messages)

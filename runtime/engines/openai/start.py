@@ -1,0 +1,38 @@
+"""The engine of a node in front of servers, made from its configuration."""
+
+import logging
+from functools import partial
+
+from runtime.engines.openai.abilities import ask
+from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.server import Server
+from runtime.engines.openai.servers import Servers
+from runtime.node.config import OpenAiSection
+from runtime.node.placement import read_engine_key
+from runtime.node.worker import Worker
+from runtime.serving.frontend.measures import Measures
+from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.frontend.starts import RestartLimits
+
+
+async def openai_engine(
+    worker: Worker, section: OpenAiSection, measures: Measures, search: SearchSource
+) -> OpenAiEngine:
+    """All servers are asked first. Raises ConfigError for one that can never serve what is configured; one that does
+    not answer now is waited for meanwhile.
+    """
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would have a line for every request
+    key, http = read_engine_key(section), worker.plan.config.http
+    servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
+    await servers.reach()
+    return OpenAiEngine(
+        servers,
+        section,
+        search,
+        epoch=worker.epoch,
+        max_in_flight=http.max_in_flight,
+        restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
+        on_end=measures.relayed,
+        on_refused=measures.refused,
+        keep_traces=http.traces,
+    )
