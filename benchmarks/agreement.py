@@ -50,7 +50,7 @@ def figures(stage: Stage, at: Times, wait: Times, latency: Times) -> Figures:
     }
 
 
-def compared(bench: Bench, times: ServiceTimes, limits: PoolSection, rate: float, seconds: float, seed: int) -> Any:
+def compared(bench: Bench, times: ServiceTimes, config: NodeConfig, rate: float, seconds: float, seed: int) -> Any:
     """One run: the real figures, the simulated ones, and the share of its core that the pool had."""
     parts = zip(_STAGES, (_PREFILL, 1 - _PREFILL), strict=True)
     loads = [Load(stage, seconds, (bench.usual,), rate=rate * part, seed=seed + len(stage)) for stage, part in parts]
@@ -62,7 +62,7 @@ def compared(bench: Bench, times: ServiceTimes, limits: PoolSection, rate: float
     stages = [stage for stage, outcome in zip(_STAGES, outcomes, strict=True) for _ in outcome.answers[0]]
     at = rows[:, 0] - rows[:, 0].min()
     order = np.argsort(at, kind="stable").tolist()
-    fates = run_pool([Query(int(at[i]), stages[i], int(rows[i, 3])) for i in order], times, limits)
+    fates = run_pool([Query(int(at[i]), stages[i], int(rows[i, 3])) for i in order], times, config)
     simulated = np.zeros((len(rows), 2), np.int64)
     simulated[order] = [(fate.wait_ns, fate.latency_ns) for fate in fates]
     found: dict[str, Any] = {"real": {}, "simulated": {}, "pool_cpu": bench.cpu, **paces}
@@ -79,8 +79,7 @@ def as_it_was(times: ServiceTimes, counted: dict[str, float]) -> tuple[ServiceTi
     extends, active = counted["trinity_pool_extends_total"], counted["trinity_pool_slot_steps_total"]
     queries = sum(counted[f"trinity_pool_queries_{stage}_total"] for stage in _STAGES)
     extend = counted["trinity_pool_extend_seconds_total"] / (extends * times.extend_s + active * times.extend_slot_s)
-    rounds = counted["trinity_pool_rounds_total"]
-    loop = counted["trinity_pool_round_seconds_total"] / (rounds * times.round_s + queries * times.query_s)
+    loop = counted["trinity_pool_loop_seconds_total"] / (extends * times.round_s + queries * times.query_s)
     found = replace(
         times,
         extend_s=times.extend_s * extend,
@@ -100,8 +99,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"{told['processor']}, {told['cores']} cores, {told['system']}, Python {told['python']}; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; seed {report['seed']}; an extend costs {report['extend_s'] * 1e6:.1f} µs and "
-        f"{report['extend_slot_s'] * 1e6:.2f} µs a slot, a query {report['query_s'] * 1e6:.1f} µs more, a "
-        f"round {report['round_s'] * 1e6:.1f} µs, waking {report['wake_s'] * 1e6:.1f} µs.",
+        f"{report['extend_slot_s'] * 1e6:.2f} µs a slot, a query {report['query_s'] * 1e6:.1f} µs more, the "
+        f"loop {report['round_s'] * 1e6:.1f} µs an extend, waking {report['wake_s'] * 1e6:.1f} µs.",
     ]
     for load, run in report["runs"].items():
         had = (
@@ -124,10 +123,7 @@ def main() -> None:
     runs = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         name, collection, queries, recall = data_of(options, Path(folder))
-        limits = PoolSection(
-            slots=options.slots, spare_slots=options.slots, top_m=options.top_m, search_width=options.search_width,
-            prefill_target_s=options.prefill_target_ms / 1e3,
-        )  # fmt: skip
+        limits = PoolSection(slots=options.slots or "auto", top_m=options.top_m, search_width=options.search_width)
         config = NodeConfig(pool=limits, collections=(CollectionSection("docs", str(collection)),))
         times = calibrate(config, ServiceTimes())
         bench = Bench(options, collection, queries, stack, pools=("trinity",))
@@ -135,7 +131,7 @@ def main() -> None:
         capacity = sum(outcome.per_second() for outcome in bench.ask("trinity", *flood))
         for load in _LOADS:
             found = [
-                compared(bench, times, limits, load * capacity, seconds, options.seed + 10 * n) for n in range(repeats)
+                compared(bench, times, config, load * capacity, seconds, options.seed + 10 * n) for n in range(repeats)
             ]
             runs[str(load)] = min(found, key=lambda run: float(run["extend_pace"]))
             print(f"{load:.0%}: {runs[str(load)]}", file=sys.stderr)

@@ -42,6 +42,7 @@ from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.pool import slots_of
 from runtime.simulator.result import Result
 from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
@@ -112,9 +113,10 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
     needs = demands(setup, arrivals)
     others = max(seconds for name, seconds in needs.items() if name != "pool")
     unit = demands(replace(setup, times=replace(setup.times, extend_s=0.0, extend_slot_s=1e-6)), arrivals)["pool"]
-    slot_s = SPARE * others / unit * 1e-6 - fixed_s / setup.config.pool.slots
+    slots = slots_of(setup.config.pool, setup.times)
+    slot_s = SPARE * others / unit * 1e-6 - fixed_s / slots
     if slot_s < 0:
-        sys.exit(f"--fixed {fixed_s}: an extend of {setup.config.pool.slots} slots takes no longer than that")
+        sys.exit(f"--fixed {fixed_s}: an extend of {slots} slots takes no longer than that")
     return replace(setup, times=replace(setup.times, extend_s=fixed_s, extend_slot_s=slot_s))
 
 

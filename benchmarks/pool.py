@@ -149,10 +149,9 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"{told['processor']}, {told['cores']} cores, {told['system']}, Python {told['python']}; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-        + f"; seed {shown['seed']}, {shown['rounds']} rounds of {shown['seconds']:g} s, {shown['slots']} slots, "
-        f"prefill target {shown['prefill_target_ms']:g} ms; load average "
-        f"{report['overall']['load_average']:.1f}, the pool had {report['overall']['pool_cpu']:.0%} of its core; "
-        f"took {report['took_s'] / 60:.1f} minutes.",
+        + f"; seed {shown['seed']}, {shown['rounds']} rounds of {shown['seconds']:g} s; "
+        f"load average {report['overall']['load_average']:.1f}, the pool had {report['overall']['pool_cpu']:.0%} of "
+        f"its core; took {report['took_s'] / 60:.1f} minutes.",
         "",
         "| ratio | bar | | of each round |",
         "|---|---:|---:|---|",
@@ -201,10 +200,9 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="synthetic vectors, one short round")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=0, help="instead of what ships")
     parser.add_argument("--top-m", type=int, default=128)
     parser.add_argument("--search-width", type=int, default=4)
-    parser.add_argument("--prefill-target-ms", type=float, default=0.0, help="pool.prefill_target_s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     return parser
@@ -227,7 +225,7 @@ def main() -> None:
         "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}",
         "machine": machine(),
         "versions": {name: version(name) for name in ("numpy", "numba", "pyzmq")},
-        "settings": {key: getattr(options, key) for key in ("seed", "rounds", "seconds", "slots", "prefill_target_ms")},
+        "settings": {key: getattr(options, key) for key in ("seed", "rounds", "seconds", "slots")},
         "rounds": [{key: round(value, 2) for key, value in found.items()} for found in rounds],
         "overall": {key: round(value, 2) for key, value in overall(rounds).items()},
         "took_s": round(time.monotonic() - began, 1),

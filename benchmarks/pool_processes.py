@@ -1,8 +1,8 @@
 """The processes of the pool's benchmarks: pools without the rest of a node, clients, and the bare engine.
 
-Pools are real pool processes over one collection, each pinned to the first core; two client processes are pinned to the
-last. Those compared (ours, one FIFO queue, static batches) are the same loop and engine with another scheduler
-(`benchmarks/pool_schedulers.py`).
+Pools are real pool processes over one collection, each pinned to the first core; two client processes are pinned to
+the last. Those compared (ours, one FIFO queue, static batches) are the same loop and engine with another `pool.policy`.
+What is not told otherwise is configured as it ships.
 """
 
 import argparse
@@ -19,18 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.pool_schedulers import POOLS
-from gpu import CpuEngine, SearchParams
 from ipc import MemoryReference, RingClient, RingFull
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
+from runtime.pool.process import Pool
 from runtime.retrieval.collection import Collection
 
 Vectors = NDArray[np.float32]
 _context = multiprocessing.get_context("spawn")
+POOLS = ("trinity", "fifo", "static")
+STATIC_SLOTS = 32  # of a static batch
 
 
 class Load(NamedTuple):
@@ -70,14 +71,14 @@ class Outcome(NamedTuple):
 # ---- processes
 
 
-def _pool_main(plan: NodePlan, name: str, table: MemoryReference, core: int, pipe: Connection) -> None:
+def _pool_main(plan: NodePlan, table: MemoryReference, core: int, pipe: Connection) -> None:
     _pin(core)
-    pool = POOLS[name](Worker(WorkerSpec(plan, "pool-0", 1, table, os.getppid())))
+    pool = Pool(Worker(WorkerSpec(plan, "pool-0", 1, table, os.getppid())))
     gc.collect()
     gc.freeze()
     pipe.send(os.getpid())
     while not pipe.poll():
-        for _ in range(200):
+        for _ in range(50):
             pool.step()
     pool.close()
 
@@ -143,30 +144,20 @@ def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> O
     return Outcome([np.array(kind, np.int64).reshape(-1, 4) for kind in answers], dropped, failed, load.seconds)
 
 
-def _engine_main(collection: Path, queries: Vectors, load: Load, slots: int, core: int, pipe: Connection) -> None:
-    """The engine by itself: slots filled as they come free."""
+def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe: Connection) -> None:
+    """The engine by itself, on one thread: queries run to completion, slots filled as they come free."""
     _pin(core)
-    engine = CpuEngine({"docs": Collection.open(collection).index}, slots=slots, max_k=128)
+    index = Collection.open(collection).index
     _, k, top_m, width = load.kinds[0]
-    params = SearchParams(k, top_m, width)
-    slot = engine.admit(queries[0], params, "docs")
-    while slot not in engine.extend():  # compiles
-        pass
-    engine.result(slot)
-    engine.release(slot)
+    index.search(queries[:8], k, top_m=top_m, search_width=width)  # compiles
     gc.freeze()
     pipe.send("ready")
     while pipe.recv() is not None:
-        done = count = 0
+        done = 0
         end, cpu = time.monotonic_ns() + int(load.seconds * 1e9), time.process_time()
         while time.monotonic_ns() < end:
-            while engine.free_slots:
-                engine.admit(queries[count * 7919 % len(queries)], params, "docs")
-                count += 1
-            for slot in engine.extend().tolist():
-                engine.result(slot)
-                engine.release(slot)
-                done += 1
+            first = done % max(len(queries) - 512, 1)
+            done += len(index.search(queries[first : first + 512], k, top_m=top_m, search_width=width)[0])
         pipe.send(done / (time.process_time() - cpu))
 
 
@@ -207,7 +198,7 @@ class Bench:
         collection: Path,
         queries: Vectors,
         stack: ExitStack,
-        pools: tuple[str, ...] = tuple(POOLS),
+        pools: tuple[str, ...] = POOLS,
     ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.cpu = 0.0
@@ -217,20 +208,17 @@ class Bench:
         self._clocks: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
         for name in pools:
-            settings = {
-                "slots": options.slots,
-                "spare_slots": options.slots,
-                "prefill_target_s": options.prefill_target_ms / 1e3,
-            }
+            slots = STATIC_SLOTS if name == "static" else options.slots
+            settings = {"policy": name} | ({"slots": slots} if slots else {})
             plan = resolve(parse_config({"pool": settings, "collections": [{"name": "docs", "path": str(collection)}]}))
             self._tables[name] = WorkerTable.create("pool", "pool-0", metrics_of("pool", plan.config.slo))
             stack.callback(self._tables[name].close)
-            pipe = stack.enter_context(process(_pool_main, plan, name, self._tables[name].reference, pool_core))
+            pipe = stack.enter_context(process(_pool_main, plan, self._tables[name].reference, pool_core))
             self._clocks[name] = _cpu_clock(pipe.recv())
             self._endpoints[name] = plan.endpoint("pool-0")
         self._clients = [stack.enter_context(process(_client_main, queries, client_core)) for _ in range(2)]
         load = Load("decode", options.seconds, (self.usual,))
-        self._engine = stack.enter_context(process(_engine_main, collection, queries, load, options.slots, pool_core))
+        self._engine = stack.enter_context(process(_engine_main, collection, queries, load, pool_core))
         self._engine.recv()
 
     def engine(self) -> float:

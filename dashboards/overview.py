@@ -136,11 +136,10 @@ def _saturation() -> Row:
         Query(f"{real} / {steps}", "real a step"),
         Query(f"({real} + {padded}) / {steps}", "padded to"),
         Query(f"sum({_s('trinity_pool_active_slots')} + {_s('trinity_pool_padded_slots')})", "padded now"),
-        Query(f"sum({_s('trinity_pool_width')})", "worth while"),
         Query(f"sum({_s('trinity_pool_slots')})", "at most"),
         Query(f"sum({_s('trinity_pool_paused_slots')})", "paused"),
     ]
-    extending, looping = (q.rate(_s(f"trinity_pool_{part}_seconds_total"), ("worker",)) for part in ("extend", "round"))
+    extending, looping = (q.rate(_s(f"trinity_pool_{part}_seconds_total"), ("worker",)) for part in ("extend", "loop"))
     # Each worker's loop is stacked on its own extends by a sum: a stacked panel would stack the workers on one another.
     busy = [
         Query(extending, "{{worker}} extends"),

@@ -5,10 +5,13 @@ it has inlined. Here the code of every function is bound to all sources of `gpu`
 """
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 
 def _digest() -> str:
@@ -26,3 +29,22 @@ def compiled(function: Any) -> Any:
     if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
         file._source_stamp = _STAMP
     return dispatcher
+
+
+def c_function(signature: str) -> Callable[[Callable[..., Any]], int]:
+    """A decorator: the address (int) of a C function of this signature, compiled at once; see `compiled`."""
+
+    def compile_(function: Callable[..., Any]) -> int:
+        made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+        made.enable_caching()
+        file: Any = getattr(getattr(made, "_cache", None), "_cache_file", None)
+        if hasattr(file, "_source_stamp"):
+            file._source_stamp = _STAMP
+        made.compile()
+        _functions.append(made)
+        return int(made.address)
+
+    return compile_
+
+
+_functions: list[Any] = []  # they own the machine code

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gpu.backend import Backend
 from gpu.index import GraphIndex
 from gpu.params import SearchParams
 
@@ -28,6 +29,9 @@ class Engine(Protocol):
     @property
     def dims(self) -> Mapping[str, int]:
         """The vector length of each collection."""
+
+    def backend(self) -> Backend:
+        """What a compiled loop calls instead of the methods below; see `Backend` for what may be called beside it."""
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """Search one more index from now on, under a name of its own; queries in their slots go on.

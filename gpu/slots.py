@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from heapq import heappop, heappush
+from enum import IntEnum
 from types import MappingProxyType
 
 import numpy as np
@@ -88,6 +87,13 @@ class Collections:
         self.data[self._numbers.pop(name)] = None
         del self._dims[name]
 
+    def name(self, number: int) -> str:
+        """The collection of a number. Raises UnknownCollection."""
+        for name, known in self._numbers.items():
+            if known == number:
+                return name
+        raise UnknownCollection(f"no collection has the number {number}")
+
     def number(self, name: str) -> int:
         """The number of a collection. Raises UnknownCollection."""
         number = self._numbers.get(name)
@@ -96,43 +102,70 @@ class Collections:
         return number
 
 
-class SlotState(Enum):
-    FREE = "free"
-    ACTIVE = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
+class SlotState(IntEnum):
+    FREE = 0
+    ACTIVE = 1
+    PAUSED = 2
+    FINISHED = 3
+
+
+_NAMES = {
+    SlotState.FREE: "free",
+    SlotState.ACTIVE: "running",
+    SlotState.PAUSED: "paused",
+    SlotState.FINISHED: "finished",
+}
+
+ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES = range(4)
+"""Words of a slot table: how many slots are running and free, below which one none is free, and each one's state."""
 
 
 class SlotTable:
-    """The state of every slot. `active` int32 [slots] begins with the `active_count` running ones, oldest first."""
+    """The state of every slot. `active` int32 [slots] begins with the `active_count` running ones, oldest first.
+
+    words: int64 [STATES + slots], where compiled code finds and changes the same.
+    """
 
     def __init__(self, slots: int, active: npt.NDArray[np.int32]) -> None:
-        self._state = [SlotState.FREE] * slots
-        self._free = list(range(slots))  # a heap: the lowest is taken first, so that few slots lie close together
+        self.words = np.zeros(STATES + slots, np.int64)
+        self._words = self.words.data
+        self._words[FREE_COUNT] = slots
+        self._slots = slots
         self.active = active
-        self.active_count = 0
 
     def __len__(self) -> int:
-        return len(self._state)
+        return self._slots
+
+    @property
+    def active_count(self) -> int:
+        return int(self._words[ACTIVE_COUNT])
+
+    @active_count.setter
+    def active_count(self, count: int) -> None:
+        self._words[ACTIVE_COUNT] = count
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
+        return int(self._words[FREE_COUNT])
 
     @property
     def taken(self) -> list[int]:
         """The slots that are not free."""
-        return [slot for slot, state in enumerate(self._state) if state is not SlotState.FREE]
+        return np.flatnonzero(self.words[STATES:] != SlotState.FREE).tolist()
 
     def next_free(self) -> int:
-        """The slot that `take` would take. Raises NoFreeSlot."""
-        if not self._free:
-            raise NoFreeSlot(f"all {len(self._state)} slots are taken")
-        return self._free[0]
+        """The slot that `take` would take: the lowest, so that few slots lie close together. Raises NoFreeSlot."""
+        words = self._words
+        if not words[FREE_COUNT]:
+            raise NoFreeSlot(f"all {self._slots} slots are taken")
+        while words[STATES + words[LOWEST]] != SlotState.FREE:
+            words[LOWEST] += 1
+        return int(words[LOWEST])
 
     def take(self) -> int:
         """Make `next_free` a running slot."""
-        slot = heappop(self._free)
+        slot = self.next_free()
+        self._words[FREE_COUNT] -= 1
         self._activate(slot)
         return slot
 
@@ -140,7 +173,7 @@ class SlotTable:
         """Raises InvalidSlot unless the slot is running."""
         self.expect(slot, SlotState.ACTIVE)
         self._deactivate(slot)
-        self._state[slot] = SlotState.PAUSED
+        self._words[STATES + slot] = SlotState.PAUSED
 
     def resume(self, slot: int) -> None:
         """Raises InvalidSlot unless the slot is paused."""
@@ -150,7 +183,7 @@ class SlotTable:
     def finish(self, slots: list[int]) -> None:
         """These running slots are done; whoever calls this has taken them out of `active`."""
         for slot in slots:
-            self._state[slot] = SlotState.FINISHED
+            self._words[STATES + slot] = SlotState.FINISHED
 
     def finish_where(self, done: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
         """The running slots for which `done` [active_count] says so are done; returns them, oldest first."""
@@ -164,18 +197,20 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Raises InvalidSlot for a free slot."""
         self.expect(slot, SlotState.ACTIVE, SlotState.PAUSED, SlotState.FINISHED)
-        if self._state[slot] is SlotState.ACTIVE:
+        words = self._words
+        if words[STATES + slot] == SlotState.ACTIVE:
             self._deactivate(slot)
-        self._state[slot] = SlotState.FREE
-        heappush(self._free, slot)
+        words[STATES + slot] = SlotState.FREE
+        words[FREE_COUNT] += 1
+        words[LOWEST] = min(words[LOWEST], slot)
 
     def expect(self, slot: int, *wanted: SlotState) -> None:
         """Raise InvalidSlot for a slot that does not exist or is in another state."""
-        if not 0 <= slot < len(self._state):
-            raise InvalidSlot(f"slot {slot} is outside 0..{len(self._state) - 1}")
-        if self._state[slot] not in wanted:
-            names = " or ".join(state.value for state in wanted)
-            raise InvalidSlot(f"slot {slot} is {self._state[slot].value}; it must be {names}")
+        if not 0 <= slot < self._slots:
+            raise InvalidSlot(f"slot {slot} is outside 0..{self._slots - 1}")
+        if self._words[STATES + slot] not in wanted:
+            names = " or ".join(_NAMES[state] for state in wanted)
+            raise InvalidSlot(f"slot {slot} is {_NAMES[SlotState(self._words[STATES + slot])]}; it must be {names}")
 
     def expect_taken(self, slot: int) -> None:
         """Raise InvalidSlot for a free slot."""
@@ -184,7 +219,7 @@ class SlotTable:
     def _activate(self, slot: int) -> None:
         self.active[self.active_count] = slot
         self.active_count += 1
-        self._state[slot] = SlotState.ACTIVE
+        self._words[STATES + slot] = SlotState.ACTIVE
 
     def _deactivate(self, slot: int) -> None:
         position = self.active[: self.active_count].tolist().index(slot)  # so few are found faster in a list

@@ -112,6 +112,21 @@ class SessionServer:
         return bool(late)
 
     @property
+    def clients(self) -> int:
+        """Attached clients."""
+        return len(self._clients)
+
+    @property
+    def malformed(self) -> int:
+        """Session messages so far that were none."""
+        return self._roster.counts["malformed"]
+
+    @property
+    def late(self) -> bool:
+        """Whether there are clients for `look_at_late`."""
+        return bool(self._late)
+
+    @property
     def _ended(self) -> bool:
         """Whether there is something to do that is in no ring."""
         return self.desk.vacant

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu import running
+from gpu.backend import Backend
+from gpu.cpu import backend, running
 from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import COLLECTION, EXTENDS
@@ -57,6 +58,8 @@ class CpuEngine:
         self._batch = self._state.batch
         self._slots = SlotTable(slots, self._batch.active)
         self._asked: list[_Kind | None] = [None] * slots
+        self._handle = backend.Handle()
+        self._point_handle()
 
     @property
     def free_slots(self) -> int:
@@ -74,6 +77,17 @@ class CpuEngine:
     def state_bytes(self) -> int:
         """Bytes that the slots take, over the indexes themselves."""
         return self._state.nbytes
+
+    def backend(self) -> Backend:
+        """See `Engine.backend`."""
+        return Backend(
+            backend.admit, backend.extend, backend.harvest, backend.change, self._handle.address,
+            self._collections.number,
+        )  # fmt: skip
+
+    def _point_handle(self) -> None:
+        ids = [None if data is None else data.ids for data in self._collections.data]
+        self._handle.point_to(self._state.handle, self._slots.words, ids)
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """See `Engine.load`. The slots move to arrays in which queries of this index have room too."""
@@ -98,6 +112,7 @@ class CpuEngine:
         self._batch = self._state.batch
         self._state.take_over(old, self._slots.taken, self._slots.active_count)
         self._slots.active = self._batch.active
+        self._point_handle()
         self._kinds.clear()
         self._latest = None
 

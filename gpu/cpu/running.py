@@ -9,7 +9,7 @@ from gpu.compiled import compiled
 from gpu.cpu.queries import write_query
 from gpu.cpu.results import write_result
 from gpu.cpu.stages import extend
-from gpu.cpu.tables import COLLECTION, FILLED, QUERY, START, VISITED_BITS, batch_at
+from gpu.cpu.tables import COLLECTION, FILLED, PATIENCE, START, TOP_M, VISITED_BITS, WIDTH, K, batch_at
 
 INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -23,16 +23,24 @@ def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def admit(handle, slot, query, line):  # type: ignore[no-untyped-def]
-    """Take a query, float32 [d], into a slot; `line` holds its columns before QUERY. Returns whether it is finite."""
-    batch = batch_at(handle)
-    if not write_query(query, batch.forms[line[COLLECTION]], batch.queries[slot]):
+def admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
+    """Take a query, float32 [d], into a slot. Returns whether it is finite."""
+    if not write_query(query, batch.forms[collection], batch.queries[slot]):
         return False
-    for column in range(QUERY):
-        batch.slots[slot, column] = line[column]
-    batch.slots[slot, START] = -1
+    line = batch.slots[slot]
+    line[COLLECTION], line[K], line[TOP_M], line[WIDTH] = collection, k, top_m, width
+    line[PATIENCE], line[VISITED_BITS], line[START] = patience, bits, -1
     reset_slot(batch, slot)
     return True
+
+
+@compiled
+def admit(handle, slot, query, line):  # type: ignore[no-untyped-def]
+    """As `admit_to`; `line` holds the slot's columns before QUERY."""
+    return admit_to(
+        batch_at(handle), slot, query, line[COLLECTION], line[K], line[TOP_M], line[WIDTH], line[PATIENCE],
+        line[VISITED_BITS],
+    )  # fmt: skip
 
 
 @compiled

@@ -1,10 +1,12 @@
 """The state of a running batch: plain arrays, allocated once, that the stages read and write."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu.compiled import compiled
 from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes, table_offset
 from gpu.cpu.tables import (
     BLOCK_BYTES,
@@ -88,9 +90,20 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
     return table
 
 
-def visited_bits(top_m: int, degree: int) -> int:
+@compiled
+def visited_bits(top_m: int, degree: int) -> Any:
     """The nodes that a search of this length meets at most, as a power of two: the table forgets little."""
-    return min(max((top_m * degree - 1).bit_length(), _MIN_VISITED_BITS), _MAX_VISITED_BITS)
+    bits = _MIN_VISITED_BITS
+    while bits < _MAX_VISITED_BITS and (1 << bits) < top_m * degree:
+        bits += 1
+    return bits
+
+
+@compiled
+def visited_bits_of(collection: Any, top_m: int) -> Any:
+    """`visited_bits` for a collection's line of the table."""
+    coded = collection[BLOCKS] != 0  # only parents are marked then, not all candidates
+    return visited_bits(top_m, _PARENTS_A_NODE if coded else collection[DEGREE])
 
 
 class BatchState:
@@ -161,8 +174,6 @@ class BatchState:
 
     def line(self, collection: int, params: SearchParams) -> npt.NDArray[np.int64]:
         """The columns before QUERY of a slot whose query asks this."""
-        coded = self.batch.collections[collection, BLOCKS] != 0  # only parents are marked then, not all candidates
-        each = _PARENTS_A_NODE if coded else int(self.batch.collections[collection, DEGREE])
-        bits = visited_bits(params.top_m, each)
+        bits = visited_bits_of(self.batch.collections[collection], params.top_m)
         wanted = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
         return np.array(wanted, np.int64)

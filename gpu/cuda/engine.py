@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from gpu.backend import Backend
+from gpu.callbacks import Callbacks
 from gpu.cpu.queries import Form as QueryForm
 from gpu.cpu.queries import checked, refusal, write_query
 from gpu.cuda import layout
@@ -167,6 +169,11 @@ class CudaEngine:
         """The most extends of a launch: what was wanted, or 1 where the device cannot."""
         assert self._graphs is not None
         return self._graphs.limit
+
+    def backend(self) -> Backend:
+        """See `Engine.backend`. Python's functions, called back."""
+        self._callbacks = Callbacks(self, self._collections)
+        return self._callbacks.backend()
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """See `Engine.load`. The loop stands still while it is copied to the device.

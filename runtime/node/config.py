@@ -186,16 +186,19 @@ class DecodeSection(KvHolder, frozen=True):
 class PoolSection(Placed, frozen=True):
     """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
 
-    `slots` queries are active at most, and `reserve` is the share owed to prefill queries. The engine has `spare_slots`
-    more, so that prefill queries can run while paused decode queries keep theirs. `prefill_target_s`: within which a
-    prefill query ought to be answered, else decode queries are paused for it (each `max_pauses` times at most, all of
-    them for `decode_stall_s` at most); 0: as soon as possible. `aging_s`: a decode query older than this goes before
-    younger prefill queries, beyond the reserve. `flush_prefill_s`, `flush_s`: how long a query waits for company in an
-    idle pool. `extends_per_launch`: on a GPU, the most extends in one launch; it ends early when a query is finished or
-    arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares.
+    `slots` queries are active at most; "auto": the fewest with which an extend wastes no more than a tenth, measured at
+    start (few on a CPU, hundreds on a GPU). The engine has as many again for paused queries. `policy` is what decides
+    who is active (docs/scheduler.md); "paper", "fifo" and "static" are there to compare with. `reserve` is r, the share
+    of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be answered;
+    "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them for
+    `aging_s`. `flush_prefill_s`, `flush_s`: τ_pre and τ, how long slots are held back while fewer queries wait than
+    slots are free. `extends_per_launch`: on a GPU, the most extends in one launch; it ends early when a query is
+    finished or arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal
+    shares.
     """
 
-    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
+    slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
+    policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"
     extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1
     arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
@@ -205,13 +208,15 @@ class PoolSection(Placed, frozen=True):
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
-    spare_slots: Annotated[int, Meta(ge=0, le=4096)] = 8
-    prefill_target_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
-    aging_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.01
+    prefill_target_s: Literal["auto"] | Annotated[float, Meta(ge=0.0, le=60.0)] = "auto"
+    aging_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
     flush_prefill_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     flush_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
-    decode_stall_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
+
+    def prefill_target(self, slo: "SloSection") -> float:
+        """L_pre,max in seconds."""
+        return slo.ttft_s / 20 if self.prefill_target_s == "auto" else self.prefill_target_s
 
 
 class HandoverSection(_Section, frozen=True):

@@ -155,9 +155,8 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         *_by_stage(
             "trinity_pool_deadline_misses_total", "Answers after the deadline or target", "trinity_pool_missed_{}_total"
         ),
-        Counter("trinity_pool_preemptions_total", "Decode queries paused for prefill queries or shorter ones"),
-        Counter("trinity_pool_rounds_total", "Rounds of the pool's loop with active queries"),
-        Counter("trinity_pool_round_seconds_total", "What those rounds took beside engine steps"),
+        Counter("trinity_pool_preemptions_total", "Decode queries paused for prefill queries"),
+        Counter("trinity_pool_loop_seconds_total", "What the pool's loop took between engine steps"),
         Counter("trinity_pool_extend_seconds_total", "What engine steps took"),
         Counter("trinity_pool_extends_total", "Engine steps"),
         Counter("trinity_pool_slot_steps_total", "Active slots summed over engine steps"),
@@ -166,7 +165,6 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
         Gauge("trinity_pool_active_slots", "Slots that the next extend advances"),
         Gauge("trinity_pool_padded_slots", "Slots that a step covers without a query: a GPU's graphs have fixed sizes"),
         Gauge("trinity_pool_paused_slots", "Slots of paused decode queries"),
-        Gauge("trinity_pool_width", "Active slots that are worth while by the measured cost of an extend"),
         Gauge("trinity_pool_slots", "Active slots at most"),
         Gauge("trinity_pool_reserve_ratio", "Share of the slots owed to prefill queries now, 0 to 1"),
         Gauge("trinity_pool_flush_prefill_seconds", "How long a prefill query waits for company now"),

@@ -105,6 +105,14 @@ class WorkerTable:
         """Called by the worker's own loop: a loop that hangs lets its heartbeat grow old."""
         self._header[3] = time.monotonic_ns()
 
+    def address(self, name: str) -> int:
+        """Where a metric's value (float64) is, or a histogram's first bucket, for compiled code that counts."""
+        return self._memory.address + 8 * (_HEADER_WORDS + self._offsets[name])
+
+    def edges(self, name: str) -> tuple[float, ...]:
+        """A histogram's buckets' upper edges, without the last one's."""
+        return self._edges[name]
+
     def add(self, name: str, amount: float = 1.0) -> None:
         self._values[self._offsets[name]] += amount
 

@@ -1,93 +1,98 @@
-"""What the scheduler learns as it goes: how many extends a query takes, and how long an extend takes.
+"""What the policy learns as it goes: how many extends a query takes, and how long an extend takes. Compiled.
 
-Both are fed by whoever runs the scheduler, with its own clock: the pool with what it measured, a simulator with what it
-was calibrated to.
+- Ê: the extends of queries that ask alike, a running mean over those that finished. One not seen yet is assumed to
+  follow CAGRA's rule: every entry of top_m is expanded, and a few more.
+- T_ext(a): an extend with `a` active slots, as a line `fixed + each·a` in ns, by least squares over the last few
+  hundred, older ones forgotten exponentially. On a GPU `each` is about 0 until it saturates, on a CPU it is nearly
+  everything. Before the first extend all is 0, and only slots count.
 """
 
-from typing import NamedTuple
+from typing import Any
 
-_MAX_KINDS = 1024  # clients choose parameters freely; what is learnt of them is bounded
-_MEMORY = 64  # queries after which an old one counts for 1/e
-_ROUNDS = 256  # the same of rounds
+import numpy as np
+
+from runtime.pool.compiled import compiled
+from runtime.pool.tables import COST_A, COST_AA, COST_AT, COST_COUNT, COST_T, EACH_NS, FIXED_NS, KINDS, KINDS_KNOWN
+
+_MEMORY = 64.0  # queries after which an old one counts for 1/e
+_EXTENDS = 256.0  # the same of extends
 _INERTIA = 16.0  # slots², how much spread it takes to change what is fixed in proportion to what is not
-_OUTLIER = 4.0  # a round that took longer than this many times what was expected counts as that long
+_OUTLIER = 4.0  # an extend that took longer than this many times what was expected counts as that long
+_LEAN_SHARE = 0.25
 
 
-class Kind(NamedTuple):
-    """Queries that take about as many extends as each other."""
-
-    collection: str
-    top_m: int
-    search_width: int
-    patience: int | None = None
+@compiled
+def kind_a(collection: int, top_m: int) -> Any:
+    """The first word of what queries that ask alike have in common."""
+    return (np.int64(collection) + 1) << 32 | np.int64(top_m)
 
 
-class ExtendEstimate:
-    """Ê: how many extends a query of a kind takes, a running mean over those that finished."""
-
-    def __init__(self) -> None:
-        self._means: dict[Kind, tuple[float, int]] = {}
-
-    def of(self, kind: Kind) -> float:
-        """A kind not seen yet is assumed to follow CAGRA's rule: every entry of top_m is expanded, and a few more."""
-        known = self._means.get(kind)
-        return known[0] if known else kind.top_m / kind.search_width + 3.0
-
-    def learn(self, kind: Kind, extends: int) -> None:
-        mean, count = self._means.get(kind, (0.0, 0))
-        if not count and len(self._means) >= _MAX_KINDS:
-            self._means.clear()
-        count = min(count + 1, _MEMORY)
-        self._means[kind] = (mean + (extends - mean) / count, count)
+@compiled
+def kind_b(width: int, patience: int) -> Any:
+    """The second one."""
+    return np.int64(width) << 32 | np.int64(patience)
 
 
-class ExtendCost:
-    """T_ext(a): how long an extend with `a` active slots takes, as a line `fixed + each·a` in ns.
+@compiled
+def row_of_kind(tables: Any, a: int, b: int) -> Any:
+    """The row of estimates for queries that ask so; made if there is none."""
+    if tables.words[KINDS_KNOWN] > 3 * KINDS // 4:
+        tables.kinds[:] = 0
+        tables.words[KINDS_KNOWN] = 0
+    row = (a * 31 + (a >> 32) * 17 + b * 7 + (b >> 32)) % KINDS
+    while tables.kinds[row, 0] != 0:
+        if tables.kinds[row, 0] == a and tables.kinds[row, 1] == b:
+            return row
+        row = (row + 1) % KINDS
+    tables.kinds[row, 0], tables.kinds[row, 1] = a, b
+    tables.means[row, 0] = (a & 0xFFFFFFFF) / max(b >> 32, 1) + 3.0
+    tables.means[row, 1] = 0.0
+    tables.words[KINDS_KNOWN] += 1
+    return row
 
-    Least squares over the last few hundred rounds, older ones forgotten exponentially. On a GPU `each` is about 0 until
-    it saturates, on a CPU it is nearly everything. Before the first round all is 0, and only slots count.
-    """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._a = self._t = self._aa = self._at = 0.0
-        self.fixed_ns = self.each_ns = 0.0
+@compiled
+def learn_extends(tables: Any, row: int, extends: int) -> None:
+    """A query of a kind took so many."""
+    count = min(tables.means[row, 1] + 1.0, _MEMORY)
+    tables.means[row, 1] = count
+    tables.means[row, 0] = extends if count == 1.0 else tables.means[row, 0] + (extends - tables.means[row, 0]) / count
 
-    def learn(self, active: float, extend_ns: float) -> None:
-        """An extend of `active` slots (of several, their mean) took `extend_ns`."""
-        expected = self.of(active)
-        if self._count > 8 and expected > 0.0:
-            extend_ns = min(extend_ns, _OUTLIER * expected)  # the process lost its core for a while
-        self._count = min(self._count + 1, _ROUNDS)
-        weight = 1.0 / self._count
-        self._a += (active - self._a) * weight
-        self._t += (extend_ns - self._t) * weight
-        self._aa += (active * active - self._aa) * weight
-        self._at += (active * extend_ns - self._at) * weight
-        spread = self._aa - self._a * self._a
-        # The less the numbers of active slots differed, the more the line keeps its shape: what has changed then is how
-        # fast the machine is.
-        shaped = self.each_ns * self._t / self.of(self._a) if self.each_ns else 0.0
-        self.each_ns = (self._at - self._a * self._t + _INERTIA * shaped) / (spread + _INERTIA)
-        self.each_ns = min(max(self.each_ns, 0.0), self._t / self._a)
-        self.fixed_ns = self._t - self.each_ns * self._a
 
-    def of(self, active: float) -> float:
-        """Expected ns of an extend with `active` slots."""
-        return self.fixed_ns + self.each_ns * active
+@compiled
+def extend_ns(tables: Any, active: float) -> Any:
+    """T_ext(active)."""
+    return tables.floats[FIXED_NS] + tables.floats[EACH_NS] * active
 
-    def most_within(self, extend_ns: float, limit: int) -> int:
-        """The most active slots, up to `limit`, with which an extend takes no longer than `extend_ns`."""
-        room = extend_ns - self.fixed_ns
-        if room <= 0.0:
-            return 0
-        return limit if self.each_ns * limit <= room else int(room / self.each_ns)
 
-    def worthwhile(self, limit: int, waste: float) -> int:
-        """The fewest active slots, 1..limit, of whose extend the fixed part is no more than `waste` of the rest.
+@compiled
+def learn_cost(tables: Any, active: float, took_ns: float) -> None:
+    """An extend of `active` slots (of several, their mean) took so long."""
+    cost = tables.floats
+    expected = extend_ns(tables, active)
+    if cost[COST_COUNT] > 8 and expected > 0.0:
+        took_ns = min(took_ns, _OUTLIER * expected)  # the process lost its core for a while
+    cost[COST_COUNT] = min(cost[COST_COUNT] + 1.0, _EXTENDS)
+    weight = 1.0 / cost[COST_COUNT]
+    cost[COST_A] += (active - cost[COST_A]) * weight
+    cost[COST_T] += (took_ns - cost[COST_T]) * weight
+    cost[COST_AA] += (active * active - cost[COST_AA]) * weight
+    cost[COST_AT] += (active * took_ns - cost[COST_AT]) * weight
+    mean, total = cost[COST_A], cost[COST_T]
+    # The less the numbers of active slots differed, the more the line keeps its shape: what has changed then is how
+    # fast the machine is.
+    each, known = cost[EACH_NS], extend_ns(tables, mean)
+    shaped = each * total / known if each > 0.0 and known > 0.0 else 0.0
+    each = (cost[COST_AT] - mean * total + _INERTIA * shaped) / (cost[COST_AA] - mean * mean + _INERTIA)
+    cost[EACH_NS] = min(max(each, 0.0), total / mean)
+    cost[FIXED_NS] = total - cost[EACH_NS] * mean
 
-        More would hardly raise queries per second, and make each of them slower.
-        """
-        if self.each_ns * waste * limit <= self.fixed_ns or self.each_ns == 0.0:
-            return limit
-        return max(1, -int(-self.fixed_ns // (self.each_ns * waste)))
+
+@compiled
+def lean_slots(tables: Any, most: int) -> Any:
+    """The fewest active slots, 1..most, of whose extend no more than a quarter is its fixed part."""
+    fixed, each = tables.floats[FIXED_NS], tables.floats[EACH_NS]
+    share = _LEAN_SHARE / (1.0 - _LEAN_SHARE)
+    if each * share * most <= fixed:
+        return most
+    return max(1, int(np.ceil(fixed / (each * share))))

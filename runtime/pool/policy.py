@@ -1,45 +1,263 @@
-"""The scheduler's settings."""
+"""The pool's policy: which queries are active in the next extend. Compiled functions over `Tables`; production's loop,
+the simulator and the tests call these. No clock, no engine, no ring: time is handed in.
 
-from dataclasses import dataclass
+Two queues. Q_pre has prefill queries by least slack = ddl − (now + Ê·T_ext), ddl = arrival + L_pre,max or the caller's
+deadline if that is earlier. Q_dec has decode queries, first come first served. Of N slots, those that are free are
+given out before every extend:
 
-_MS = 1_000_000
-CROWD = 3  # queries that wait or are paused, from which on throughput counts for more than the next answer
+- **Hold.** While fewer queries wait than slots are free, no prefill query has waited for τ_pre and no decode query for
+  τ, none is given a slot. (0: never hold.)
+- **Reserve.** Prefill has ⌈rN⌉ of the N slots while its queries wait, decode the rest; what one cannot use is the
+  other's at once.
+- **Preemption.** A prefill query without slack and without a free slot, while fewer than ⌈rN⌉ are prefill's, pauses the
+  decode query with most extends left. That goes on where it stopped, before any decode query that came later; none is
+  paused more than `max_pauses` times.
+- **Aging.** When decode queries wait or are paused and none was active for `aging`, the first of them has the next free
+  slot, before any prefill query, and is not paused any more. So a decode query with `p` others before it is answered,
+  whatever prefill does, no later than (p + 1)·(aging + the rest of one prefill query + the longest decode query + an
+  extend) after it came, where a query's time is its extends with N active.
+
+Two rules are not the paper's (`trinity` has them, `paper` does not):
+
+- **Credit.** What of its share r prefill leaves to decode it may take back later, up to `aging` of the whole batch:
+  while it has credit, all N slots are owed to it, a decode query is paused for it at once, and as many more as make
+  its extends faster: down to the fewest slots of whose extend a quarter is fixed. So at less than its share prefill is
+  as fast as if it were alone, and beyond it r divides.
+- **Turns.** A decode query's turn is its arrival plus `_STRETCH` times what a query of its size takes alone, its size
+  being Ê rounded up to a power of two. Q_dec is in the order of turns: queries alike are first come, first served,
+  shorter ones pass longer ones that came a little earlier, and `p` above grows no more once a query has waited for
+  `_STRETCH` times what it takes. One that waits also takes the slot of an active one whose turn is after its own and
+  that has `_MUCH_LONGER` times its extends left.
+
+What cannot make its deadline any more when its turn comes is late: it is refused, not run. `fifo` is one queue by
+arrival; `static` is that, and a batch begins when the last one is done.
+"""
+
+import math
+from typing import Any
+
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
+from runtime.pool.estimate import extend_ns, lean_slots, learn_cost, learn_extends, row_of_kind
+from runtime.pool.queues import before, leave, list_in, note, push, queue_of, take, unlist
+
+ACCEPTED, OVERLOADED, TOO_LATE = range(3)
+_STRETCH = 8.0
+_MUCH_LONGER = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the scheduler is told once. (`reserve` and `flush_prefill_ns` are its first values: both may change.)
+# ---- queries come and go
 
-    slots: N, the most queries that are active at a time.
-    spare: engine slots beyond N, in which prefill queries run while paused decode queries keep theirs.
-    queue: queries that may wait.
-    reserve: r in [0, 1]; ⌈rN⌉ slots are owed to prefill queries.
-    prefill_target_ns: L_pre,max, within which a prefill query ought to be answered (never later than its deadline).
-    aging_ns: a decode query that is older than this goes before younger prefill queries, beyond the reserve.
-    flush_prefill_ns, flush_ns: τ_pre and τ, how long a query may wait for company while nothing runs.
-    max_pauses: how often a decode query may be paused.
-    decode_stall_ns: when decode queries wait and none has run for this long, the oldest one runs, whatever else waits.
-    waste: the fixed part of an extend that is put up with, as a share of the rest; so many slots are worth while.
+
+@compiled
+def add(t: Any, entry: int, now: int) -> Any:
+    """Let a query wait: ACCEPTED; or OVERLOADED or TOO_LATE, and it does not.
+
+    Decode queries leave a quarter of the queue free, so that there is room for prefill queries however many come.
     """
+    e, w = t.entries[entry], t.words
+    decode = e[at.STAGE] == at.DECODE
+    if w[at.QUEUED] + w[at.QUEUED + 1] >= w[at.QUEUE] or (decode and w[at.QUEUED + at.DECODE] >= w[at.DECODE_QUEUE]):
+        return OVERLOADED
+    if e[at.DEADLINE] <= now:
+        return TOO_LATE
+    e[at.KIND] = row_of_kind(t, e[at.KIND_A], e[at.KIND_B])
+    e[at.EXTENDS] = max(1, round(t.means[e[at.KIND], 0]))
+    e[at.PAUSES], e[at.STATE] = 0, at.WAITING
+    e[at.SERIAL] = w[at.SERIALS] = w[at.SERIALS] + 1
+    e[at.START_BY] = e[at.ARRIVAL]
+    if not decode and w[at.RULES] < at.FIFO:
+        due = min(e[at.DEADLINE], e[at.ARRIVAL] + w[at.TARGET_NS])
+        e[at.START_BY] = due - int(e[at.EXTENDS] * extend_ns(t, w[at.SLOTS]))
+    if decode and w[at.RULES] == at.TRINITY:
+        e[at.START_BY] = _turn(t, e)
+    push(t, queue_of(t, entry), entry)
+    return ACCEPTED
 
-    slots: int
-    spare: int = 0
-    queue: int = 4096
-    reserve: float = 0.3
-    prefill_target_ns: int = 1 << 61
-    aging_ns: int = 0
-    flush_prefill_ns: int = 0
-    flush_ns: int = 0
-    max_pauses: int = 16
-    decode_stall_ns: int = 50 * _MS
-    waste: float = 0.03
 
-    @property
-    def engine_slots(self) -> int:
-        """Slots that the engine needs: for active and paused queries together."""
-        return self.slots + self.spare
+@compiled
+def _turn(t: Any, e: Any) -> Any:
+    """When a decode query's turn is: of two whose expected extends have as many bits, never the later one's first."""
+    bits = 0
+    while e[at.EXTENDS] >> bits:
+        bits += 1
+    turn = e[at.ARRIVAL] + int(_STRETCH * (1 << bits) * extend_ns(t, 1))
+    turn = t.words[at.LAST_TURN + bits] = max(turn, t.words[at.LAST_TURN + bits])
+    return turn
 
-    @property
-    def decode_queue(self) -> int:
-        """Decode queries that may wait: the rest of the queue is kept for prefill."""
-        return self.queue - self.queue // 4
+
+@compiled
+def finished(t: Any, entry: int, extends: int) -> None:
+    """A query is answered, after so many extends, and has left its slot."""
+    learn_extends(t, t.entries[entry, at.KIND], extends)
+    leave(t, entry)
+
+
+@compiled
+def advanced(t: Any, prefill: int, active: int, extends: int, took_ns: int) -> None:
+    """So many extends of `active` queries, `prefill` of them prefill's, took so long in all, the loop included."""
+    w, f = t.words, t.floats
+    w[at.DONE] += extends
+    learn_cost(t, active, took_ns / extends)
+    if w[at.RULES] == at.TRINITY and (prefill < active or w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]):
+        f[at.CREDIT] = min(max(f[at.CREDIT] + (f[at.RESERVE] - prefill / active) * took_ns, 0.0), float(w[at.AGING_NS]))
+
+
+# ---- who is active next
+
+
+@compiled
+def schedule(t: Any, now: int) -> None:
+    """Give out the slots of the next extend. Who is admitted, pausing, resumed or late stands in `changes`."""
+    w = t.words
+    w[at.CHANGED : at.CHANGED + 4] = 0
+    _drop_late(t, now)
+    slots = w[at.SLOTS]
+    if w[at.RULES] >= at.FIFO:
+        if w[at.RULES] == at.FIFO or _active(t) == 0:
+            while _active(t) < slots and w[at.QUEUED + at.DECODE]:
+                _start(t, at.DECODE)
+        return
+    if w[at.LISTED + at.DECODE] or not (w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]) or w[at.RAN_NS] < 0:
+        w[at.RAN_NS] = now
+    hold = held_until(t, now) > now
+    if now - w[at.RAN_NS] >= w[at.AGING_NS] and _active(t) < slots and _may_start(t, at.DECODE, hold):
+        t.entries[_start(t, at.DECODE), at.PAUSES] = w[at.MAX_PAUSES]
+    owed, credit = reserved(t, slots), t.floats[at.CREDIT] > 0.0
+    if credit:
+        owed = slots
+    while _may_start(t, at.PREFILL, hold) and w[at.LISTED + at.PREFILL] < owed:
+        if _active(t) >= slots:
+            pressed = credit or t.entries[t.queues[at.PREFILL, 0], at.START_BY] <= now
+            if not pressed or not _pause_one(t):
+                break
+        _start(t, at.PREFILL)
+    room = slots
+    if credit and w[at.LISTED + at.PREFILL]:
+        room = max(w[at.LISTED + at.PREFILL], lean_slots(t, slots))
+        while _active(t) > room and _pause_one(t):
+            pass
+    while _active(t) < room and _may_start(t, at.DECODE, hold):
+        _start(t, at.DECODE)
+    while _active(t) < slots and _may_start(t, at.PREFILL, hold):
+        _start(t, at.PREFILL)
+    if w[at.RULES] == at.TRINITY and not w[at.QUEUED] and not hold:
+        _let_shorter_run(t, slots)
+
+
+@compiled
+def _let_shorter_run(t: Any, slots: int) -> None:
+    """Decode queries give their slots to much shorter ones whose turn is before theirs.
+
+    Half of the engine's slots for paused queries are left to prefill.
+    """
+    w = t.words
+    most = slots + (w[at.ENGINE_SLOTS] - slots + 1) // 2
+    while _active(t) >= slots and w[at.QUEUED + at.DECODE] and _active(t) + w[at.LISTED + at.HELD_BACK] < most:
+        longest, shorter = _most_left(t), t.queues[at.DECODE, 0]
+        if longest < 0 or t.entries[longest, at.START_BY] <= t.entries[shorter, at.START_BY]:
+            return
+        left = t.entries[longest, at.EXTENDS] + t.entries[longest, at.BEGAN] - w[at.DONE]
+        if left < _MUCH_LONGER * t.entries[shorter, at.EXTENDS]:
+            return
+        _pause_one(t)
+        _start(t, at.DECODE)
+
+
+@compiled
+def reserved(t: Any, slots: int) -> Any:
+    """⌈r·slots⌉."""
+    return math.ceil(t.floats[at.RESERVE] * slots)
+
+
+@compiled
+def held_until(t: Any, now: int) -> Any:
+    """Until when what waits is held back, if that is later than `now`; NEVER_NS where nothing waits or is to wait."""
+    w, until = t.words, at.NEVER_NS
+    waiting = w[at.QUEUED] + w[at.QUEUED + 1]
+    if w[at.RULES] >= at.FIFO or waiting == 0 or waiting >= w[at.SLOTS] - _active(t):
+        return now if waiting else at.NEVER_NS
+    if w[at.QUEUED]:
+        first = t.queues[at.PREFILL, 0]
+        until = min(t.entries[first, at.ARRIVAL] + w[at.FLUSH_PREFILL_NS], t.entries[first, at.START_BY])
+    if w[at.QUEUED + at.DECODE]:
+        until = min(until, t.entries[t.queues[at.DECODE, 0], at.ARRIVAL] + w[at.FLUSH_NS])
+    return until
+
+
+@compiled
+def _active(t: Any) -> Any:
+    return t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]
+
+
+@compiled
+def _may_start(t: Any, stage: int, hold: bool) -> Any:
+    paused = t.words[at.LISTED + at.HELD_BACK]
+    if stage == at.DECODE and paused:
+        return True
+    return not hold and t.words[at.QUEUED + stage] > 0 and _active(t) + paused < t.words[at.ENGINE_SLOTS]
+
+
+@compiled
+def _start(t: Any, stage: int) -> Any:
+    """The next query of a stage becomes active: one that waits, or a paused one whose turn is before."""
+    w, entry = t.words, -1
+    if stage == at.DECODE and w[at.LISTED + at.HELD_BACK]:
+        entry = t.lists[at.HELD_BACK, 0]
+        for i in range(1, w[at.LISTED + at.HELD_BACK]):
+            if before(t.entries, t.lists[at.HELD_BACK, i], entry):
+                entry = t.lists[at.HELD_BACK, i]
+        room = _active(t) + w[at.LISTED + at.HELD_BACK] < w[at.ENGINE_SLOTS]
+        if w[at.QUEUED + at.DECODE] and room and before(t.entries, t.queues[at.DECODE, 0], entry):
+            entry = -1
+    if entry >= 0:
+        unlist(t, at.HELD_BACK, entry)
+        note(t, at.RESUMED, entry)
+    else:
+        entry = take(t, stage)
+        t.entries[entry, at.BEGAN] = 0
+        note(t, at.ADMITTED, entry)
+    t.entries[entry, at.BEGAN] += w[at.DONE]
+    t.entries[entry, at.STATE] = at.ACTIVE
+    list_in(t, t.entries[entry, at.STAGE], entry)
+    return entry
+
+
+@compiled
+def _pause_one(t: Any) -> Any:
+    """Pause the active decode query with most extends left, of those that still may be. Whether there was one."""
+    found = _most_left(t)
+    if found < 0:
+        return False
+    unlist(t, at.DECODE, found)
+    t.entries[found, at.BEGAN] -= t.words[at.DONE]  # minus the extends that it has had, until it goes on
+    t.entries[found, at.PAUSES] += 1
+    t.entries[found, at.STATE] = at.PAUSED
+    list_in(t, at.HELD_BACK, found)
+    note(t, at.PAUSING, found)
+    return True
+
+
+@compiled
+def _most_left(t: Any) -> Any:
+    """The active decode query with most extends left, of those that still may be paused; -1 if there is none."""
+    found, most = -1, -1
+    for i in range(t.words[at.LISTED + at.DECODE]):
+        entry = t.lists[at.DECODE, i]
+        left = t.entries[entry, at.EXTENDS] + t.entries[entry, at.BEGAN]
+        if t.entries[entry, at.PAUSES] < t.words[at.MAX_PAUSES] and (found < 0 or left > most):
+            found, most = entry, left
+    return found
+
+
+@compiled
+def _drop_late(t: Any, now: int) -> None:
+    """Those at the front that cannot make their deadlines any more, had they a slot now."""
+    for queue in range(2):
+        while t.words[at.QUEUED + queue]:
+            front = t.queues[queue, 0]
+            beside = t.words[at.LISTED] if queue == at.PREFILL else min(_active(t), t.words[at.SLOTS] - 1)
+            if t.entries[front, at.DEADLINE] > now + int(t.entries[front, at.EXTENDS] * extend_ns(t, beside + 1)):
+                break
+            t.entries[take(t, queue), at.STATE] = at.FREE
+            note(t, at.LATE, front)

@@ -1,49 +1,43 @@
-"""A vector-pool worker's process. Its loop: receive → schedule → extend → publish."""
+"""A vector-pool worker's process: the compiled loop, and between its turns what only Python can do."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import get_args
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gpu import DeviceUnavailable, Engine, GpuError, GraphIndex, OutOfDeviceMemory, SearchParams, open_engine
+from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
-from ipc import IpcError, Memo, Parameters, Request, RingServer, Stage
+from ipc import IpcError, SessionServer
 from ipc.device_arena import DeviceArena, arena_bytes
-from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, ResourceBusy
-from runtime.node.config import PoolSection
-from runtime.node.metrics import MALFORMED_MESSAGES, POOL_EXTENDS, POOL_LATENCY, POOL_WAIT_DECODE, POOL_WAIT_PREFILL
+from ipc.spin import SpinBudget
+from runtime.errors import ConfigError, ResourceBusy
+from runtime.node.metrics import MALFORMED_MESSAGES
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
-from runtime.pool.estimate import Kind
-from runtime.pool.pace import NEWS_NS, ends_round, round_ns
-from runtime.pool.policy import Policy
-from runtime.pool.queues import NEVER_NS, Entry
+from runtime.pool.loop import IDLE
+from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.replacing import Replacing
-from runtime.pool.scheduler import Scheduler
+from runtime.pool.settings import policy_of
 from runtime.pool.shard import key_of, open_shard
+from runtime.pool.sizing import Measured, fewest_slots, measure
 
-_IDLE_MS = 100.0  # the longest sleep: the loop writes its heartbeat in between
-_TABLE_NS = 2_000_000  # how often gauges are written, and knobs read
+_CONTROL_NS = 2_000_000  # how often the loop returns to Python
+_IDLE_MS = 100.0  # the longest sleep: the heartbeat is written in between
 _SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
-_RECEIVE = 64  # requests a round: what has a slot is not kept waiting by many arrivals
-_CALIBRATED = (8, 1, 16, 4)  # active slots of warm-up batches, after those that compile
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
-_RECEIVED = {stage: f"trinity_pool_queries_{stage}_total" for stage in get_args(Stage)}
-_MISSED = {stage: f"trinity_pool_missed_{stage}_total" for stage in get_args(Stage)}
+AUTO_SLOTS = {"cpu": 32}
+AUTO_GPU_SLOTS = 512
+"""The most active slots that `slots = "auto"` considers."""
+SLOTS_UNMEASURED = 4
+"""As long as there is no collection to measure with."""
 
 
 class Pool:
-    """One pool worker: ring server → scheduler → engine → ring server."""
+    """One pool worker: rings → loop → rings."""
 
-    def __init__(self, worker: Worker, scheduler: Callable[[Policy], Scheduler[Request]] = Scheduler) -> None:
+    def __init__(self, worker: Worker) -> None:
         config = worker.plan.config
         limits = config.pool
-        policy = policy_of(limits)
         self._worker, self._table = worker, worker.table
-        self._targeted = policy.prefill_target_ns > 0
-        catalogue = PoolCatalogue(
+        self._catalogue = catalogue = PoolCatalogue(
             config.collections,
             worker.place.index,
             worker.log,
@@ -53,241 +47,105 @@ class Pool:
         )
         indexes = {shard.key: shard.index for shard in catalogue.served}
         worker.start.part("collections")
-        self._engine = _open(worker, indexes, policy.engine_slots)
-        self._scheduler = scheduler(policy)
-        self._warm_up(indexes, SearchParams(1, limits.top_m, limits.search_width))
+        most = limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.place.device, AUTO_GPU_SLOTS)
+        self._engine = _open(worker, indexes, min(2 * most, MAX_SLOTS))
+        self._backend = backend = self._engine.backend()
+        measured = self._measure(indexes, most)
+        policy = policy_of(config, slots_of(limits.slots, measured))
         worker.start.part("first searches")
-        self._slots: list[Entry[Request] | None] = [None] * policy.engine_slots  # who has the engine's slot
-        self._begin_ns = [0] * policy.engine_slots  # since when
-        self._known: Memo[Parameters, tuple[Kind, SearchParams]] = Memo(_known)
-        self._table_ns = 0  # when gauges are written next
-        self._extends_ns = 0  # what this round's extends took
         self._arena = _arena(worker, catalogue.offer.max_dim)
-        self._server = RingServer(
+        self._server = SessionServer(
             worker.plan.endpoint(worker.name),
             catalogue.offer,
             epoch=worker.epoch,
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
-            spin_us=_SPIN_US if worker.place.spin else 0.0,
+            spin_us=0.0,  # the loop looks before it returns
             arena=self._arena,
+            number=lambda served: backend.number(key_of(served.name, served.identity)),
         )
+        self._loop = PoolLoop(
+            policy,
+            self._server,
+            backend,
+            worker.table,
+            max_dim=catalogue.offer.max_dim,
+            max_width=max(limits.search_width, _SEARCH_WIDTH),
+        )
+        for collection in measured:
+            self._loop.learn(collection)
+        self._loop.compile()
+        worker.start.part("loop")
+        self._spin = SpinBudget(int(_SPIN_US * 1e3) if worker.place.spin else 0)
         self._engine.interrupt_when(self._server.has_news)
         self._replacing = Replacing(catalogue, self._engine, self._server, worker.table)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
-        self._table.set("trinity_pool_slots", limits.slots)
+        self._table.set("trinity_pool_slots", policy.slots)
         self._malformed = 0  # session messages that the metric has
 
-    def _warm_up(self, indexes: Mapping[str, GraphIndex], params: SearchParams) -> None:
-        """Queries through every collection: compiling and first touches belong to the start, not to a user's query.
-
-        The scheduler learns what extends cost with few and with many active slots.
-        """
-        for name, index in indexes.items():
-            self._extend_until_one_is_done(name, index.dim, 1, params)  # compiles
-            for active in (min(active, self._engine.free_slots) for active in _CALIBRATED):
-                for ns in self._extend_until_one_is_done(name, index.dim, active, params):
-                    self._scheduler.cost.learn(active, ns)
-
-    def _extend_until_one_is_done(self, name: str, dim: int, active: int, params: SearchParams) -> list[int]:
-        """What each extend took, in ns."""
-        engine, times, done = self._engine, [], False
-        slots = [engine.admit(_direction(dim, n), params, name) for n in range(active)]
-        while not done:
-            begin_ns = time.monotonic_ns()
-            done = len(engine.extend()) > 0
-            times.append((time.monotonic_ns() - begin_ns) // engine.extends_made)
-        for slot in slots:
-            engine.release(slot)
-        return times
+    def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[Measured]]:
+        """Queries through every collection: compiling and first touches belong to the start, not to a user's query."""
+        limits, number = self._worker.plan.config.pool, self._backend.number
+        return [
+            measure(self._backend, index.data, number(name), limits.top_m, limits.search_width, most)
+            for name, index in indexes.items()
+        ]
 
     @property
     def busy(self) -> bool:
-        return self._scheduler.busy
+        """Whether a query is in the pool."""
+        return self._loop.busy
 
     def step(self) -> None:
-        """One round of the loop."""
-        begin = time.monotonic_ns()
-        self._table.beat()
-        self._receive()
-        self._schedule()
-        self._extends_ns = 0
-        finished = self._extend()
-        self._publish(finished)
-        self._tell()
-        if self._extends_ns:
-            self._table.add("trinity_pool_rounds_total")
-            self._table.add("trinity_pool_extend_seconds_total", self._extends_ns / 1e9)
-            self._table.add("trinity_pool_round_seconds_total", (time.monotonic_ns() - begin - self._extends_ns) / 1e9)
-        if not self._engine.active_slots:
-            self._rest()
-
-    def _tell(self) -> None:
-        """Now and then the table learns how things are."""
+        """One turn of the loop, and what Python does between two."""
         now = time.monotonic_ns()
-        if now >= self._table_ns:
-            self._table_ns = now + _TABLE_NS
-            self._turn_knobs()
-            self._replacing.step(now)
-            self._write_gauges()
+        self._control(now)
+        spin_ns = min(self._spin.ns, _CONTROL_NS)
+        stopped = self._loop.run(now + _CONTROL_NS, spin_ns)
+        self._write_gauges()
+        if stopped == IDLE and not self._server.late:
+            self._rest(now)
+
+    def _control(self, now: int) -> None:
+        """Clients come and go, knobs turn, collections change."""
+        self._table.beat()
+        self._server.look_at_late()
+        self._server.housekeep(now)
+        self._loop.forget_gone()
+        self._turn_knobs()
+        self._replacing.step(now)
+        self._loop.make_room(self._catalogue.offer.max_dim)
 
     def _turn_knobs(self) -> None:
         """What the supervisor's control loop wants by now."""
-        self._scheduler.reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
-        self._scheduler.flush_prefill_ns = int(min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0) * 1e9)
+        reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
+        flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0)
+        self._loop.turn(reserve, int(flush_s * 1e9))
+        self._table.set("trinity_pool_reserve_ratio", reserve)
+        self._table.set("trinity_pool_flush_prefill_seconds", flush_s)
 
     def _write_gauges(self) -> None:
-        scheduler, table = self._scheduler, self._table
-        waiting = scheduler.waiting
-        table.set("trinity_pool_queue_prefill", waiting["prefill"])
-        table.set("trinity_pool_queue_decode", waiting["decode"])
-        table.set("trinity_pool_active_slots", self._engine.active_slots)
-        table.set("trinity_pool_padded_slots", self._engine.padded_slots if self._engine.active_slots else 0)
-        table.set("trinity_pool_paused_slots", scheduler.paused)
-        table.set("trinity_pool_width", scheduler.width)
-        table.set("trinity_pool_reserve_ratio", scheduler.reserve)
-        table.set("trinity_pool_flush_prefill_seconds", scheduler.flush_prefill_ns / 1e9)
-        sessions = self._server.statistics()
-        table.set("trinity_pool_clients", sessions.clients)
-        table.add(MALFORMED_MESSAGES.name, sessions.malformed - self._malformed)
-        self._malformed = sessions.malformed
+        loop, table = self._loop, self._table
+        prefill, decode = loop.waiting
+        active = loop.active
+        table.set("trinity_pool_queue_prefill", prefill)
+        table.set("trinity_pool_queue_decode", decode)
+        table.set("trinity_pool_active_slots", active)
+        table.set("trinity_pool_padded_slots", loop.padded if active else 0)
+        table.set("trinity_pool_paused_slots", loop.paused)
+        table.set("trinity_pool_clients", self._server.clients)
+        table.add(MALFORMED_MESSAGES.name, self._server.malformed - self._malformed)
+        self._malformed = self._server.malformed
 
-    def _rest(self) -> None:
-        """Nothing runs: sleep until a request comes, or what is held back for company must wait no longer."""
+    def _rest(self, begin: int) -> None:
+        """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer."""
         now = time.monotonic_ns()
-        until = self._scheduler.held_until(now)
-        if until is not None:
+        until = self._loop.held_until(now)
+        if until > now:
             self._server.wait(min((until - now) / 1e6, _IDLE_MS))
-        elif not self.busy:
-            self._server.wait(_IDLE_MS)
-
-    # ---- receive
-
-    def _receive(self) -> None:
-        for request in self._server.receive(_RECEIVE):
-            stage, now = request.parameters.stage, request.receive_ns
-            self._table.add(_RECEIVED[stage])
-            try:
-                kind, _ = self._known[request.parameters]
-                self._scheduler.add(Entry(stage, request.deadline_ns or NEVER_NS, now, request, kind), now)
-            except GpuError:
-                self._refuse(request, "invalid_request")
-            except Overloaded:
-                self._refuse(request, "overloaded")
-            except DeadlineExceeded:
-                self._refuse(request, "deadline_exceeded")
-        for cancel in self._server.cancellations():
-            self._cancel(cancel.client, cancel.request_id)
-
-    def _cancel(self, client: int, request_id: int) -> None:
-        for slot, entry in enumerate(self._slots):
-            if entry is not None and (entry.query.client, entry.query.request_id) == (client, request_id):
-                self._scheduler.left(entry)
-                self._free(slot)
-                self._server.publish(client, request_id, "cancelled")
-                return
-        waiting = self._scheduler.remove(lambda request: (request.client, request.request_id) == (client, request_id))
-        if waiting is not None:
-            self._server.publish(client, request_id, "cancelled")
-
-    # ---- schedule
-
-    def _schedule(self) -> None:
-        now = time.monotonic_ns()
-        changes = self._scheduler.next(now)
-        for entry in changes.late:
-            self._refuse(entry.query, "deadline_exceeded")
-        for entry in changes.admitted:
-            self._admit(entry, now)
-        for entry in changes.paused:
-            if entry.slot >= 0:  # it may have been refused by the engine just now
-                self._engine.pause(entry.slot)
-                self._table.add("trinity_pool_preemptions_total")
-        for entry in changes.resumed:
-            self._engine.resume(entry.slot)
-
-    def _admit(self, entry: Entry[Request], now: int) -> None:
-        request = entry.query
-        try:
-            kind, params = self._known[request.parameters]
-            slot = self._engine.admit(request.vector, params, kind.collection)
-        except GpuError:
-            self._scheduler.left(entry)
-            self._refuse(request, "invalid_request")
-            return
-        self._slots[slot], self._begin_ns[slot], entry.slot = entry, now, slot
-        wait = POOL_WAIT_PREFILL if entry.stage == "prefill" else POOL_WAIT_DECODE
-        self._table.observe(wait, (now - request.enqueue_ns) / 1e9)
-
-    # ---- extend
-
-    def _extend(self) -> list[int]:
-        """Advance every active query, extend after extend, until it is worth while to look around; who finished."""
-        engine, scheduler = self._engine, self._scheduler
-        if not engine.active_slots:
-            return []
-        finished: list[int] = []
-        extends = slot_steps = padded_steps = 0
-        begin = time.monotonic_ns()
-        until = begin + round_ns(scheduler)
-        ask_ns = NEVER_NS if scheduler.held_back else begin + NEWS_NS
-        over = False
-        while not over:
-            active = engine.active_slots
-            finished += engine.extend().tolist()
-            made = engine.extends_made
-            extends += made
-            slot_steps += made * active
-            padded_steps += made * engine.padded_slots
-            now = time.monotonic_ns()
-            over = now >= until or not engine.active_slots or (bool(finished) and self._ends_round(finished))
-            if now >= ask_ns:
-                over = over or self._server.has_news()
-                ask_ns = now + NEWS_NS
-        scheduler.advanced(extends)
-        scheduler.cost.learn(slot_steps / extends, (now - begin) / extends)
-        self._extends_ns = now - begin
-        add = self._table.add
-        add("trinity_pool_extends_total", extends)
-        add("trinity_pool_slot_steps_total", slot_steps)
-        add("trinity_pool_padded_slot_steps_total", padded_steps)
-        return finished
-
-    def _ends_round(self, finished: list[int]) -> bool:
-        return ends_round(self._scheduler, [entry.stage for slot in finished if (entry := self._slots[slot])])
-
-    # ---- publish
-
-    def _publish(self, finished: list[int]) -> None:
-        for slot in finished:
-            entry = self._slots[slot]
-            assert entry is not None
-            request = entry.query
-            ids, distances = self._engine.result(slot)
-            found = len(ids) if ids[-1] != -1 else int(np.count_nonzero(ids != -1))
-            extends = self._engine.extends(slot)
-            self._server.publish(
-                request.client, request.request_id, "ok", ids[:found], distances[:found],
-                extends=extends, begin_ns=self._begin_ns[slot],
-            )  # fmt: skip
-            self._scheduler.finished(entry, extends)
-            self._free(slot)
-            now = time.monotonic_ns()
-            if now > (min(entry.due_ns, entry.deadline_ns) if self._targeted else entry.deadline_ns):
-                self._table.add(_MISSED[entry.stage])
-            self._table.observe(POOL_LATENCY, (now - request.enqueue_ns) / 1e9)
-            self._table.observe(POOL_EXTENDS, extends)
-
-    def _free(self, slot: int) -> None:
-        self._slots[slot] = None
-        self._engine.release(slot)
-
-    def _refuse(self, request: Request, status: str) -> None:
-        self._table.add("trinity_pool_queries_refused_total")
-        self._table.add(f"trinity_pool_refused_{status}_total")
-        self._server.publish(request.client, request.request_id, status)
+            self._spin.learn(time.monotonic_ns() - begin)
 
     def drain(self) -> None:
         """Take nothing new: clients of a node with several pools turn to the others."""
@@ -299,6 +157,13 @@ class Pool:
         if self._arena is not None:
             self._arena.close()
         self._engine.close()
+
+
+def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> int:
+    """N: as configured, or as the collection asks for that wants most of them."""
+    if isinstance(configured, int):
+        return configured
+    return max((fewest_slots(one) for one in measured), default=SLOTS_UNMEASURED)
 
 
 def _arena(worker: Worker, dim: int) -> DeviceArena | None:
@@ -334,33 +199,6 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engi
         raise ResourceBusy(f"pool.devices: {worker.name} does not fit on {device!r}: {error}") from error
     except DeviceUnavailable as error:
         raise ConfigError(f"pool.devices: {worker.name} cannot run on {device!r}: {error}") from error
-
-
-def _direction(dim: int, number: int) -> NDArray[np.float32]:
-    """Queries that differ, whatever the data."""
-    return np.cos(np.arange(dim, dtype=np.float32) * (number + 1))
-
-
-def _known(asked: Parameters) -> tuple[Kind, SearchParams]:
-    """What scheduler and engine make of a query's parameters. Raises `GpuError`."""
-    params = SearchParams(asked.k, asked.top_m, asked.search_width, asked.patience)
-    return Kind(key_of(asked.collection, asked.identity), asked.top_m, asked.search_width, asked.patience), params
-
-
-def policy_of(limits: PoolSection) -> Policy:
-    """The scheduler's settings, as configured."""
-    return Policy(
-        slots=limits.slots,
-        spare=min(limits.spare_slots, MAX_SLOTS - limits.slots),
-        queue=limits.queue,
-        reserve=limits.reserve,
-        prefill_target_ns=int(limits.prefill_target_s * 1e9),
-        aging_ns=int(limits.aging_s * 1e9),
-        flush_prefill_ns=int(limits.flush_prefill_s * 1e9),
-        flush_ns=int(limits.flush_s * 1e9),
-        max_pauses=limits.max_pauses,
-        decode_stall_ns=int(limits.decode_stall_s * 1e9),
-    )
 
 
 def run(worker: Worker) -> None:

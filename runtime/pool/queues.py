@@ -1,119 +1,130 @@
-"""Q_pre and Q_dec, and the queries in them."""
+"""Where entries stand: free, in Q_pre or Q_dec (heaps by START_BY, and of equal ones by SERIAL), or in the list of who
+is active or paused. Compiled."""
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
-from ipc import Stage
-from runtime.pool.estimate import Kind
-
-T = TypeVar("T")
-NEVER_NS = 1 << 62
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
 
 
-@dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
-    """A query as the scheduler sees it: waiting, running or paused. Times are monotonic ns.
-
-    stage, arrival_ns, kind; deadline_ns: after it the answer is worth nothing (NEVER_NS: no such time); query: whatever
-    the caller keeps of it, and slot: the engine's slot that it has, written by the caller (-1: none yet). The rest is
-    the scheduler's own: when it ought to be answered (`due_ns`), by when it ought to have a slot (`start_by_ns`; of two
-    equal ones the smaller `number` goes first), its expected extends, the extend count at which it began, or would have
-    without its pauses, and how many those were.
-    """
-
-    stage: Stage
-    deadline_ns: int
-    arrival_ns: int
-    query: T
-    kind: Kind
-    slot: int = -1
-    due_ns: int = NEVER_NS
-    start_by_ns: int = NEVER_NS
-    number: int = 0
-    extends: float = 0.0
-    began: int = 0
-    pauses: int = 0
+@compiled
+def before(entries: Any, a: int, b: int) -> Any:
+    """Whether entry `a` goes before `b`."""
+    if entries[a, at.START_BY] != entries[b, at.START_BY]:
+        return entries[a, at.START_BY] < entries[b, at.START_BY]
+    return entries[a, at.SERIAL] < entries[b, at.SERIAL]
 
 
-class Queue(list[tuple[int, int, Entry[T]]]):
-    """Q_pre or Q_dec, a heap: whoever ought to have a slot first is first, and of equal ones who came first."""
-
-    _count = 0
-
-    @property
-    def front(self) -> Entry[T]:
-        return self[0][2]
-
-    def push(self, entry: Entry[T]) -> None:
-        self._count = entry.number = self._count + 1
-        heapq.heappush(self, (entry.start_by_ns, entry.number, entry))
-
-    def take(self) -> Entry[T]:
-        return heapq.heappop(self)[2]
-
-    def take_out(self, matches: Callable[[T], bool]) -> Entry[T] | None:
-        """The entry of the query that `matches`, wherever it stands."""
-        for i, (_, _, entry) in enumerate(self):
-            if matches(entry.query):
-                self[i] = self[-1]
-                self.pop()
-                heapq.heapify(self)
-                return entry
-        return None
+@compiled
+def _rise(entries: Any, heap: Any, place: int) -> None:
+    entry = heap[place]
+    while place > 0 and before(entries, entry, heap[(place - 1) // 2]):
+        heap[place] = heap[(place - 1) // 2]
+        place = (place - 1) // 2
+    heap[place] = entry
 
 
-@dataclass(slots=True)
-class _Size:
-    """What waits of one size, and the last place in the queue that one of it was given."""
-
-    waiting: int = 0
-    work: float = 0.0
-    last_ns: int = 0
-
-
-class DecodeQueue(Queue[T]):
-    """Q_dec. Queries are alike whose expected extends have as many bits: among those it is first come, first served."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, _Size] = {}
-
-    @property
-    def oldest_ns(self) -> int:
-        """When the one that waits longest came."""
-        return min(entry.arrival_ns for _, _, entry in self)
-
-    def place(self, entry: Entry[T], wait_ns: float) -> None:
-        """Its turn is `wait_ns` after its arrival for each extend that its size stands for; never before its like's."""
-        bits = _bits(entry)
-        size = self._sizes.setdefault(bits, _Size())
-        size.last_ns = entry.start_by_ns = max(entry.arrival_ns + int(wait_ns * (1 << bits)), size.last_ns)
-
-    def work_before(self, entry: Entry[T]) -> float:
-        """Extends that those who wait are expected to take, without those of longer queries than this one."""
-        return sum(size.work for bits, size in self._sizes.items() if bits <= _bits(entry))
-
-    def push(self, entry: Entry[T]) -> None:
-        super().push(entry)
-        size = self._sizes.setdefault(_bits(entry), _Size())
-        size.waiting += 1
-        size.work += entry.extends
-
-    def take(self) -> Entry[T]:
-        return self._without(super().take())
-
-    def take_out(self, matches: Callable[[T], bool]) -> Entry[T] | None:
-        found = super().take_out(matches)
-        return self._without(found) if found else None
-
-    def _without(self, entry: Entry[T]) -> Entry[T]:
-        size = self._sizes[_bits(entry)]
-        size.waiting -= 1
-        size.work = size.work - entry.extends if size.waiting else 0.0  # no rounding errors pile up
-        return entry
+@compiled
+def _sink(entries: Any, heap: Any, place: int, count: int) -> None:
+    entry = heap[place]
+    while 2 * place + 1 < count:
+        child = 2 * place + 1
+        if child + 1 < count and before(entries, heap[child + 1], heap[child]):
+            child += 1
+        if not before(entries, heap[child], entry):
+            break
+        heap[place] = heap[child]
+        place = child
+    heap[place] = entry
 
 
-def _bits(entry: Entry[T]) -> int:
-    return int(entry.extends).bit_length()
+@compiled
+def push(tables: Any, queue: int, entry: int) -> None:
+    """Put an entry into a queue."""
+    count = tables.words[at.QUEUED + queue]
+    tables.queues[queue, count] = entry
+    tables.words[at.QUEUED + queue] = count + 1
+    _rise(tables.entries, tables.queues[queue], count)
+
+
+@compiled
+def take(tables: Any, queue: int) -> Any:
+    """Take the first entry out of a queue that is not empty."""
+    heap = tables.queues[queue]
+    first = heap[0]
+    count = tables.words[at.QUEUED + queue] = tables.words[at.QUEUED + queue] - 1
+    if count:
+        heap[0] = heap[count]
+        _sink(tables.entries, heap, 0, count)
+    return first
+
+
+@compiled
+def take_out(tables: Any, queue: int, entry: int) -> None:
+    """Take an entry out of its queue, wherever it stands."""
+    heap = tables.queues[queue]
+    place = 0
+    while heap[place] != entry:
+        place += 1
+    count = tables.words[at.QUEUED + queue] = tables.words[at.QUEUED + queue] - 1
+    if place < count:
+        heap[place] = heap[count]
+        _sink(tables.entries, heap, place, count)
+        _rise(tables.entries, heap, place)
+
+
+@compiled
+def new_entry(t: Any) -> Any:
+    """An entry to be filled; there is one for each query that may wait or have a slot, and one more."""
+    t.words[at.FREE_ENTRIES] -= 1
+    return t.free[t.words[at.FREE_ENTRIES]]
+
+
+@compiled
+def free_entry(t: Any, entry: int) -> None:
+    """The query of an entry that has left queue and slot has ended."""
+    t.entries[entry, at.STATE] = at.FREE
+    t.free[t.words[at.FREE_ENTRIES]] = entry
+    t.words[at.FREE_ENTRIES] += 1
+
+
+@compiled
+def leave(t: Any, entry: int) -> None:
+    """A query has left its queue or its slot: it was cancelled, or its client is gone."""
+    if t.entries[entry, at.STATE] == at.WAITING:
+        take_out(t, queue_of(t, entry), entry)
+    elif t.entries[entry, at.STATE] == at.PAUSED:
+        unlist(t, at.HELD_BACK, entry)
+    else:
+        unlist(t, t.entries[entry, at.STAGE], entry)
+    t.entries[entry, at.STATE] = at.FREE
+
+
+@compiled
+def queue_of(t: Any, entry: int) -> Any:
+    """The queue that an entry waits in."""
+    return at.DECODE if t.words[at.RULES] >= at.FIFO else t.entries[entry, at.STAGE]
+
+
+@compiled
+def list_in(t: Any, which: int, entry: int) -> None:
+    """It is active or paused from now on."""
+    t.entries[entry, at.PLACE] = t.words[at.LISTED + which]
+    t.lists[which, t.words[at.LISTED + which]] = entry
+    t.words[at.LISTED + which] += 1
+
+
+@compiled
+def unlist(t: Any, which: int, entry: int) -> None:
+    """Its place goes to the last of the list."""
+    t.words[at.LISTED + which] -= 1
+    last, place = t.lists[which, t.words[at.LISTED + which]], t.entries[entry, at.PLACE]
+    t.lists[which, place] = last
+    t.entries[last, at.PLACE] = place
+
+
+@compiled
+def note(t: Any, kind: int, entry: int) -> None:
+    """A change of the schedule that is being made."""
+    t.changes[kind, t.words[at.CHANGED + kind]] = entry
+    t.words[at.CHANGED + kind] += 1

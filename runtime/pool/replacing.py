@@ -2,7 +2,7 @@
 goes when nobody can ask for it any more."""
 
 from gpu import Engine, GpuError
-from ipc import RingServer
+from ipc import SessionServer
 from runtime.node.table import WorkerTable
 from runtime.pool.catalogue import Change, PoolCatalogue
 from runtime.pool.shard import Shard
@@ -15,7 +15,7 @@ class Replacing:
     the engine until no session offers it and no slot searches it.
     """
 
-    def __init__(self, catalogue: PoolCatalogue, engine: Engine, server: RingServer, table: WorkerTable) -> None:
+    def __init__(self, catalogue: PoolCatalogue, engine: Engine, server: SessionServer, table: WorkerTable) -> None:
         self._catalogue, self._engine, self._server, self._table = catalogue, engine, server, table
         self._names = catalogue.names
         self._leaving: dict[str, Shard] = {}

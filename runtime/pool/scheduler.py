@@ -1,58 +1,38 @@
-"""Which queries are active in the next extends. Pure: no clock, no engine, no ring; the simulator runs it as it is.
+"""The policy for callers in Python (the simulator and tests): queries are objects, and refusals are errors."""
 
-Two queues. Q_pre holds prefill queries, the least slack first: slack = due − (now + Ê·T_ext), where `due` is the
-arrival plus L_pre,max or the deadline if that is earlier. Q_dec holds decode queries by their *turns*: the arrival plus
-`stretch` times what a query of that size takes alone. So a short one passes long ones that came a little earlier;
-those whose Ê have as many bits are alike, and are served first come, first served.
-
-- **Reserve.** Of N slots ⌈rN⌉ are owed to prefill: while fewer are prefill's and its queries wait, every slot that
-  comes free is theirs. Beyond that prefill goes first too, until decode's next query has aged: then the older one does.
-  A share that one stage cannot fill goes to the other at once.
-- **Preemption.** A waiting prefill query without slack left takes an active decode query's place while fewer than
-  ⌈rN⌉ are prefill's, and while prefill queries run, only as many decode queries are active beside them as let the most
-  pressed one be answered in time, by the measured cost of an extend. In a full batch, a waiting decode query takes the
-  place of an active one whose turn is after its own and that has `_MUCH_LONGER` times its extends left. The others are
-  paused: they keep their engine slots and their turns. None is paused more than `max_pauses` times. Pauses never make
-  the batch so narrow that too much of an extend is its fixed part (see Width): where an extend costs the same however
-  many are in it, as on a GPU, nobody is paused for a speed that would not come.
-- **No starvation.** When decode queries wait or are paused and none was active for `decode_stall_ns`, the one whose
-  turn it is has the next place and is not paused any more. So a decode query is answered, whatever prefill does, no
-  later than (p + 1)·(decode_stall + the rest of one prefill query + the longest decode query + a round) after it
-  came, with `p` others that were active then or have turns before its own. However many come, `p` grows no more once it
-  has waited for `stretch` times what its size takes alone.
-- **Width.** A narrow batch is faster for those in it and wastes more of each extend on its fixed part. The batch is as
-  wide as keeps the waste under `waste` of the rest, N slots at most. Everyone who waits pays for the waste, so the more
-  wait the less is put up with; unless prefill is to be answered as soon as possible (L_pre,max = 0): then the batch
-  stays narrow, and pauses may cost `_URGENT_WASTE`. A crowd has `_CROWDED_WIDTH` places in any case, so that the loop
-  can see to several that have finished at a time (`pace`).
-- **Company.** While nothing runs, a query waits for others until the flush timeout of its stage is over.
-- **Admission.** `add` refuses what finds the queue full, and what cannot make its deadline by the estimates: beside
-  as many as it would share the batch with. Else a crowd would be answered a little too late, every one of it.
-"""
-
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ipc import Stage
+from ipc import STAGES, Stage
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.pool.estimate import ExtendCost, ExtendEstimate
-from runtime.pool.pace import round_ns
-from runtime.pool.policy import CROWD, Policy
-from runtime.pool.queues import NEVER_NS, DecodeQueue, Entry, Queue
-from runtime.pool.running import RunningBatch, turn
+from runtime.pool import policy, queues
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
+from runtime.pool.estimate import extend_ns, kind_a, kind_b, learn_cost
+from runtime.pool.settings import Policy
+from runtime.pool.tables import NEVER_NS, Tables, handle_of, new_tables, tables_at
 
 T = TypeVar("T")
-_HALF = 4  # queries that wait, at which only half the waste is put up with (1 or 16 do alike)
-_CROWDED_WIDTH = 8  # the least that is active in a crowd, on a CPU (see Width)
-_MUCH_LONGER = 2.0  # in extends that are left, for a decode query to give its place to another
-_URGENT_WASTE = 0.25  # of capacity, at most, for prefill queries that are to be answered as soon as possible
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[T]):
+    """A query: when it came, by when its answer is wanted (NEVER_NS: at no time), in monotonic ns, and how it asks."""
+
+    stage: Stage
+    arrival_ns: int
+    query: T
+    deadline_ns: int = NEVER_NS
+    collection: int = 0
+    top_m: int = 64
+    search_width: int = 4
+    patience: int = 0
+    number: int = -1  # its row of the tables, while it is in the pool
 
 
 @dataclass(slots=True)
-class Round(Generic[T]):
-    """What changes before the next extends. `late` have left the queue: they cannot make their deadlines any more."""
+class Changes(Generic[T]):
+    """What changes before the next extend. `late` have left the queue: they cannot make their deadlines any more."""
 
     admitted: list[Entry[T]] = field(default_factory=list)
     paused: list[Entry[T]] = field(default_factory=list)
@@ -61,295 +41,188 @@ class Round(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """The running batch's places, given to the queries of two queues; see the module's text.
+    """One pool's queries under a `Policy`.
 
-    A caller gives it every query (`add`), asks before each round who changes place (`next`), says what was done
-    (`advanced`, `cost.learn`), and who left its slot (`finished`, `left`) or its queue (`remove`).
+    A caller gives it every query (`add`), asks before each extend who is active in it (`next`), says what was done
+    (`advanced`), and who ended (`finished`, `left`).
     """
 
-    stretch = 16  # more would bring short decode queries little, and cost long ones more
+    def __init__(self, settings: Policy) -> None:
+        self.tables: Tables = new_tables(settings)
+        self._handle = handle_of(self.tables)
+        self._entries: dict[int, Entry[T]] = {}
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.reserve = policy.reserve
-        self.flush_prefill_ns = policy.flush_prefill_ns
-        self.extends = ExtendEstimate()
-        self.cost = ExtendCost()
-        self._prefill: Queue[T] = Queue()
-        self._decode: DecodeQueue[T] = DecodeQueue()
-        self._batch: RunningBatch[T] = RunningBatch(policy.max_pauses)
-        self._done = 0  # extends so far
-        self._decode_ran_ns: int | None = None  # when a decode query was active, or none wanted to be
+    @property
+    def reserve(self) -> float:
+        """r."""
+        return float(self.tables.floats[at.RESERVE])
 
-    # ---- what is so
+    @reserve.setter
+    def reserve(self, reserve: float) -> None:
+        self.tables.floats[at.RESERVE] = reserve
+
+    @property
+    def flush_prefill_ns(self) -> int:
+        """τ_pre."""
+        return int(self.tables.words[at.FLUSH_PREFILL_NS])
+
+    @flush_prefill_ns.setter
+    def flush_prefill_ns(self, timeout_ns: int) -> None:
+        self.tables.words[at.FLUSH_PREFILL_NS] = timeout_ns
+
+    @property
+    def credit_ns(self) -> float:
+        """What prefill may take beyond its reserve."""
+        return float(self.tables.floats[at.CREDIT])
 
     @property
     def waiting(self) -> dict[Stage, int]:
-        return {"prefill": len(self._prefill), "decode": len(self._decode)}
+        """Queries in each queue (under `fifo` and `static`: all in decode's)."""
+        return {stage: int(self.tables.words[at.QUEUED + code]) for code, stage in enumerate(STAGES)}
 
     @property
     def running(self) -> dict[Stage, int]:
         """Active queries by stage."""
-        return {"prefill": len(self._batch.prefill), "decode": len(self._batch.decode)}
+        return {stage: int(self.tables.words[at.LISTED + code]) for code, stage in enumerate(STAGES)}
 
     @property
     def paused(self) -> int:
-        return len(self._batch.paused)
+        return int(self.tables.words[at.LISTED + at.HELD_BACK])
 
     @property
     def busy(self) -> bool:
-        return bool(self._batch.held or self._prefill or self._decode)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so many wait or are paused that throughput counts more than the next answer."""
-        return len(self._prefill) + len(self._decode) + len(self._batch.paused) >= CROWD
-
-    @property
-    def held_back(self) -> bool:
-        """Whether a query waits for its place, or is paused."""
-        return bool(self._prefill or self._decode or self._batch.paused)
-
-    @property
-    def width(self) -> int:
-        """How many active queries are worth while now, N at most."""
-        width = self._worthwhile(len(self._prefill) + len(self._decode))
-        return max(width, min(_CROWDED_WIDTH, self._policy.slots)) if self.crowded else width
-
-    def _worthwhile(self, waiting: int) -> int:
-        """The same, were so many waiting."""
-        policy = self._policy
-        waste = policy.waste if policy.prefill_target_ns == 0 else policy.waste / (1 + waiting / _HALF)
-        return self.cost.worthwhile(policy.slots, waste)
-
-    def reserved(self, slots: int) -> int:
-        """⌈r·slots⌉."""
-        return math.ceil(self.reserve * slots)
-
-    # ---- queries come and go
+        return bool(self._entries)
 
     def add(self, entry: Entry[T], now_ns: int) -> None:
-        """Let a query wait. Raises `Overloaded` when the queue is full and `DeadlineExceeded` for a hopeless one.
+        """Let a query wait. Raises `Overloaded` for a full queue, `DeadlineExceeded` for a deadline in the past."""
+        number = _add(
+            self._handle, STAGES.index(entry.stage), entry.arrival_ns, entry.deadline_ns, entry.collection, entry.top_m,
+            entry.search_width, entry.patience, now_ns,
+        )  # fmt: skip
+        if number == -policy.OVERLOADED:
+            raise Overloaded(f"the pool's queue is full: {sum(self.waiting.values())} queries wait")
+        if number == -policy.TOO_LATE:
+            raise DeadlineExceeded("the query's deadline has passed")
+        entry.number = number
+        self._entries[number] = entry
 
-        Decode queries leave a quarter of the queue free, so that there is room for prefill queries however many come.
-        """
-        policy = self._policy
-        waiting = len(self._prefill) + len(self._decode)
-        if waiting >= policy.queue:
-            raise Overloaded(f"the pool's queue is full: {waiting} queries wait, and {policy.queue} may")
-        if entry.stage == "decode" and len(self._decode) >= policy.decode_queue:
-            raise Overloaded(f"{len(self._decode)} decode queries wait, and {policy.decode_queue} may")
-        entry.extends = self.extends.of(entry.kind)
-        if entry.deadline_ns != NEVER_NS and self._finish_ns(entry, now_ns) >= entry.deadline_ns:
-            raise DeadlineExceeded("the pool cannot answer the query before its deadline")
-        if entry.stage == "decode":
-            self._decode.place(entry, self.stretch * self.cost.of(1))
-            self._decode.push(entry)
-            return
-        entry.due_ns = min(entry.deadline_ns, entry.arrival_ns + policy.prefill_target_ns)
-        entry.start_by_ns = entry.due_ns - int(entry.extends * self.cost.of(policy.slots))
-        self._prefill.push(entry)
+    def next(self, now_ns: int) -> Changes[T]:
+        """Give out the slots of the next extend."""
+        if not _schedule(self._handle, now_ns):
+            return Changes()
+        admitted, paused, resumed, late = (
+            [self._entries[number] for number in self.tables.changes[kind, : self.tables.words[at.CHANGED + kind]]]
+            for kind in range(4)
+        )
+        for entry in late:
+            self._free(entry)
+        return Changes(admitted, paused, resumed, late)
 
-    def _finish_ns(self, entry: Entry[T], now_ns: int) -> int:
-        """When the query would be answered if all went well for it: decode queries wait for those before them."""
-        ahead = 0.0
-        if entry.stage == "decode":
-            width = self.width
-            ahead = self._decode.work_before(entry) / width * self.cost.of(width)
-        return now_ns + int(ahead + self._run_ns(entry))
+    def held_until(self, now_ns: int) -> int | None:
+        """Until when what waits is held back; None if it is not, or nothing waits."""
+        until = int(_held_until(self._handle, now_ns))
+        return until if now_ns < until < NEVER_NS else None
 
-    def _run_ns(self, entry: Entry[T]) -> float:
-        """What a waiting query takes from its slot to its answer, beside those that would share the batch with it.
-
-        Decode is paused for prefill, for which only prefill counts. Decode's answers wait for the end of a round in a
-        crowd.
-        """
-        batch = self._batch
-        if entry.stage == "prefill":
-            return entry.extends * self.cost.of(min(max(len(batch.prefill) + len(self._prefill), 1), self.width))
-        beside = batch.active + len(self._prefill) + len(self._decode)
-        run_ns = entry.extends * self.cost.of(min(max(beside, 1), self.width))
-        return run_ns + round_ns(self) if run_ns and self.crowded else run_ns
-
-    def advanced(self, extends: int) -> None:
-        """Every active query has advanced by `extends`. What they took: `cost.learn`."""
-        self._done += extends
+    def advanced(self, extends: int, took_ns: float) -> None:
+        """Every active query has advanced by `extends`, which took so long in all."""
+        _advanced(self._handle, extends, int(took_ns))
 
     def finished(self, entry: Entry[T], extends: int) -> None:
         """A query is answered, after so many extends, and has left its slot."""
-        self.extends.learn(entry.kind, extends)
-        self._batch.leave(entry)
+        _finished(self._handle, entry.number, extends)
+        self._forget(entry)
 
     def left(self, entry: Entry[T]) -> None:
-        """A query has left its slot without an answer."""
-        self._batch.leave(entry)
+        """A query has left its queue or its slot without an answer. Raises ValueError if it is in neither."""
+        if self._entries.get(entry.number) is not entry:
+            raise ValueError("the query is not in the pool")
+        _left(self._handle, entry.number)
+        self._forget(entry)
 
-    def remove(self, matches: Callable[[T], bool]) -> T | None:
-        """Take the waiting query that `matches` out (it was cancelled, or its client is gone); None if none does."""
-        found = self._prefill.take_out(matches) or self._decode.take_out(matches)
-        return found.query if found else None
+    def learn_cost(self, active: float, took_ns: float) -> None:
+        """An extend of `active` slots took so long, in a calibration."""
+        _learn_cost(self._handle, float(active), float(took_ns))
 
-    # ---- who is active next
+    def extend_ns(self, active: float) -> float:
+        """T_ext: what an extend of `active` slots is expected to take."""
+        return float(_extend_ns(self._handle, float(active)))
 
-    def next(self, now_ns: int) -> Round[T]:
-        """Give the places of the next round's extends."""
-        batch, width = self._batch, self.width
-        changes: Round[T] = Round()
-        self._drop_late(now_ns, changes)
-        if batch.decode or not (batch.paused or self._decode) or self._decode_ran_ns is None:
-            self._decode_ran_ns = now_ns
-        if not batch.held and self.held_until(now_ns) is not None:
-            return changes
-        if now_ns - self._decode_ran_ns >= self._policy.decode_stall_ns and batch.active < width:
-            self._let_one_decode_run(changes)
-        if self._prefill:
-            self._preempt(now_ns, width, changes)
-        self._fill(now_ns, width, changes)
-        if self._decode and not self._prefill:
-            self._let_shorter_run(width, changes)
-        if batch.prefill:
-            self._make_room(now_ns, width, changes)
-        return changes
+    def _free(self, entry: Entry[T]) -> None:
+        _free(self._handle, entry.number)
+        self._forget(entry)
 
-    def held_until(self, now_ns: int) -> int | None:
-        """Until when what waits is held back for company; None if it is not, or nothing waits."""
-        prefill, decode, batch = self._prefill, self._decode, self._batch
-        waiting = len(prefill) + len(decode)
-        if not waiting or batch.held or waiting >= self.width:
-            return None
-        until = NEVER_NS
-        if prefill:
-            until = min(prefill.front.arrival_ns + self.flush_prefill_ns, prefill.front.start_by_ns)
-        if decode:
-            until = min(until, decode.oldest_ns + self._policy.flush_ns)
-        return until if until > now_ns else None
+    def _forget(self, entry: Entry[T]) -> None:
+        del self._entries[entry.number]
+        entry.number = -1
 
-    def _drop_late(self, now_ns: int, changes: Round[T]) -> None:
-        """Those at the front that cannot make their deadlines any more."""
-        for queue in (self._prefill, self._decode):
-            while queue:
-                deadline_ns = queue.front.deadline_ns
-                if deadline_ns == NEVER_NS or deadline_ns > now_ns + self._run_ns(queue.front):
-                    break
-                changes.late.append(queue.take())
 
-    def _let_one_decode_run(self, changes: Round[T]) -> None:
-        if self._may_start("decode"):
-            self._batch.settle(self._start("decode", changes))
+@compiled
+def _add(
+    handle: Any,
+    stage: int,
+    arrival: int,
+    deadline: int,
+    collection: int,
+    top_m: int,
+    width: int,
+    patience: int,
+    now: int,
+) -> Any:
+    t = tables_at(handle)
+    number = queues.new_entry(t)
+    entry = t.entries[number]
+    entry[at.STAGE], entry[at.ARRIVAL], entry[at.DEADLINE] = stage, arrival, deadline
+    entry[at.KIND_A], entry[at.KIND_B] = kind_a(collection, top_m), kind_b(width, patience)
+    verdict = policy.add(t, number, now)
+    if verdict == policy.ACCEPTED:
+        return number
+    queues.free_entry(t, number)
+    return -verdict
 
-    def _preempt(self, now_ns: int, width: int, changes: Round[T]) -> None:
-        """Decode queries give their places to waiting prefill queries without slack, as far as prefill is owed them."""
-        batch, owed = self._batch, self.reserved(width)
-        while batch.active >= width and len(batch.prefill) < owed and self._may_start("prefill"):
-            if self._prefill.front.start_by_ns > now_ns or not self._pause_last(changes):
-                return
-            self._start("prefill", changes)
 
-    def _fill(self, now_ns: int, width: int, changes: Round[T]) -> None:
-        batch, room = self._batch, self._decode_room(now_ns, width)
-        while batch.active < width:
-            stage = self._choose(now_ns, width)
-            if stage == "decode" and len(batch.decode) >= room:
-                stage = "prefill" if self._may_start("prefill") else None
-            if stage is None:
-                return
-            self._start(stage, changes)
-            if stage == "prefill":
-                room = self._decode_room(now_ns, width)
+@compiled
+def _schedule(handle: Any, now: int) -> Any:
+    t = tables_at(handle)
+    policy.schedule(t, now)
+    return t.words[at.CHANGED : at.CHANGED + 4].sum()
 
-    def _let_shorter_run(self, width: int, changes: Round[T]) -> None:
-        """Decode queries give their places to much shorter ones whose turn is before theirs.
 
-        Half of the spare slots are left to prefill.
-        """
-        batch, policy = self._batch, self._policy
-        while batch.active >= width and self._decode and batch.held < policy.slots + policy.spare // 2:
-            longer, shorter = batch.last(), self._next_decode()
-            if shorter in batch.paused or longer is None or longer.start_by_ns <= shorter.start_by_ns:
-                return
-            if self._left(longer) < _MUCH_LONGER * shorter.extends:
-                return
-            self._pause(longer, changes)
-            self._start("decode", changes)
+@compiled
+def _held_until(handle: Any, now: int) -> Any:
+    return policy.held_until(tables_at(handle), now)
 
-    def _make_room(self, now_ns: int, width: int, changes: Round[T]) -> None:
-        """Pause decode queries until those that are left let prefill be in time."""
-        room = self._decode_room(now_ns, width)
-        while len(self._batch.decode) > room:
-            if not self._pause_last(changes):
-                return
 
-    def _choose(self, now_ns: int, width: int) -> Stage | None:
-        """Whose turn the next place is."""
-        decode = self._may_start("decode")
-        if not (self._prefill and self._may_start("prefill")):
-            return "decode" if decode else None
-        if not decode:
-            return "prefill"
-        if len(self._batch.prefill) < self.reserved(width):
-            return "prefill"
-        arrival = self._next_decode().arrival_ns
-        aged = now_ns - arrival >= self._policy.aging_ns and arrival < self._prefill.front.arrival_ns
-        return "decode" if aged else "prefill"
+@compiled
+def _advanced(handle: Any, extends: int, took_ns: int) -> None:
+    t = tables_at(handle)
+    prefill = t.words[at.LISTED + at.PREFILL]
+    policy.advanced(t, prefill, prefill + t.words[at.LISTED + at.DECODE], extends, took_ns)
 
-    def _decode_room(self, now_ns: int, width: int) -> int:
-        """How many decode queries may be active beside the prefill queries that are."""
-        prefill = self._batch.prefill
-        if not prefill:
-            return width
-        allowed = min((entry.due_ns - now_ns) / self._left(entry) for entry in prefill)
-        return max(0, self.cost.most_within(allowed, width) - len(prefill), self._fewest(width) - len(prefill))
 
-    def _fewest(self, width: int) -> int:
-        """Below how many active queries pauses would waste more than they may."""
-        if self._policy.prefill_target_ns == 0:
-            return self.cost.worthwhile(width, _URGENT_WASTE)
-        return min(width, self._worthwhile(len(self._decode)))
+@compiled
+def _finished(handle: Any, number: int, extends: int) -> None:
+    t = tables_at(handle)
+    policy.finished(t, number, extends)
+    queues.free_entry(t, number)
 
-    def _left(self, entry: Entry[T]) -> float:
-        """Extends that an active query is expected to take yet. Some take more than expected: never next to none."""
-        return max(entry.extends - (self._done - entry.began), 0.25 * entry.extends, 1.0)
 
-    def _may_start(self, stage: Stage) -> bool:
-        batch = self._batch
-        if stage == "decode" and batch.paused:
-            return True
-        queue = self._prefill if stage == "prefill" else self._decode
-        return bool(queue) and batch.held < self._policy.engine_slots
+@compiled
+def _left(handle: Any, number: int) -> None:
+    t = tables_at(handle)
+    queues.leave(t, number)
+    queues.free_entry(t, number)
 
-    def _next_decode(self) -> Entry[T]:
-        """Whose turn it is, paused or waiting. There is one that may start."""
-        paused, waiting = self._batch.paused, self._decode
-        if not paused:
-            return waiting.front
-        if waiting and self._batch.held < self._policy.engine_slots:
-            return min(paused[0], waiting.front, key=turn)
-        return paused[0]
 
-    def _start(self, stage: Stage, changes: Round[T]) -> Entry[T]:
-        """The next query of a stage becomes active."""
-        batch = self._batch
-        if stage == "decode" and batch.paused and self._next_decode() is batch.paused[0]:
-            entry = batch.resume(self._done)
-            if entry in changes.paused:
-                changes.paused.remove(entry)
-            else:
-                changes.resumed.append(entry)
-            return entry
-        entry = (self._prefill if stage == "prefill" else self._decode).take()
-        batch.admit(entry, self._done)
-        changes.admitted.append(entry)
-        return entry
+@compiled
+def _free(handle: Any, number: int) -> None:
+    queues.free_entry(tables_at(handle), number)
 
-    def _pause_last(self, changes: Round[T]) -> bool:
-        entry = self._batch.last()
-        if entry is not None:
-            self._pause(entry, changes)
-        return entry is not None
 
-    def _pause(self, entry: Entry[T], changes: Round[T]) -> None:
-        self._batch.pause(entry, self._done)
-        if entry in changes.resumed:
-            changes.resumed.remove(entry)
-        else:
-            changes.paused.append(entry)
+@compiled
+def _learn_cost(handle: Any, active: float, took_ns: float) -> None:
+    learn_cost(tables_at(handle), active, took_ns)
+
+
+@compiled
+def _extend_ns(handle: Any, active: float) -> Any:
+    return extend_ns(tables_at(handle), active)

@@ -24,6 +24,7 @@ from runtime.simulator.roofline import PassRoofline
 from runtime.simulator.service import ServiceTimes
 
 _REPEAT = 3
+_SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, where the pool finds out by itself how many it has
 _QUERIES = 256  # different ones that the pool's loop is asked
 
 Progress = Callable[[str], None]
@@ -83,7 +84,7 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
     engine = open_engine(
         device,
         {"docs": index},
-        slots=pool.slots,
+        slots=pool.slots if isinstance(pool.slots, int) else _SLOTS[device == "cpu"],
         max_top_m=pool.top_m,
         max_k=1,
         max_search_width=pool.search_width,

@@ -1,7 +1,7 @@
 """What the pool's loop takes beside its extends: a real pool worker, asked through its ring.
 
 Both costs are of a loop whose code and data were driven out of the caches by the vectors that extends read: timed by
-itself it would take a third.
+itself it would take less.
 """
 
 import os
@@ -25,24 +25,24 @@ from runtime.node.metrics import metrics_of
 from runtime.node.placement import NodePlan, resolve
 from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
-from runtime.pool.process import policy_of
 
 _ALONE, _FEW, _CROWD = 200, 1000, 4000  # queries: one at a time, three, and many
+_WINDOW = 256  # of these
 _START_S = 120.0
 _SILENT_S = 30.0
 
 
 class Totals(NamedTuple):
-    """Rounds of a pool's loop, queries in them, and the seconds they took beside extends."""
+    """Extends of a pool, queries in them, and the seconds that the loop took between extends."""
 
-    rounds: float
+    extends: float
     queries: float
     seconds: float
 
 
 class LoopTimes(NamedTuple):
-    """Seconds of a round of the pool's loop, whatever it does, of each query that passes through it, and until a loop
-    that sleeps has begun with a query."""
+    """Seconds of the pool's loop for each extend, for each query that passes through it, and until a loop that sleeps
+    has begun with a query."""
 
     round_s: float
     query_s: float
@@ -52,9 +52,9 @@ class LoopTimes(NamedTuple):
 def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
     """What the pool's loop costs on this machine.
 
-    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: three
-    at a time, each of which has rounds of its own, and many at once, which share them; and one at a time, between which
-    the loop sleeps. Raises `ConfigError` without a worker.
+    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: one at a
+    time, between which the loop sleeps; three at a time; and many at once, which share extends. Raises `ConfigError`
+    without a worker.
     """
     with tempfile.TemporaryDirectory() as folder:
         quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
@@ -64,22 +64,21 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
             begin = _totals(table, plan)
             _ask(client, config, queries, 3, _FEW)
             middle = _totals(table, plan)
-            _ask(client, config, queries, 4 * config.pool.slots, _CROWD)
+            _ask(client, config, queries, _WINDOW, _CROWD)
             end = _totals(table, plan)
     round_s, query_s = solve(_between(begin, middle), _between(middle, end))
-    # Half of the first round has passed when a query begins: the other half comes behind its extends.
-    return LoopTimes(round_s, query_s, max(0.0, statistics.median(waits_ns) / 1e9 - round_s / 2))
+    return LoopTimes(round_s, query_s, statistics.median(waits_ns) / 1e9)
 
 
 def solve(few: Totals, crowd: Totals) -> tuple[float, float]:
-    """Both costs, from seconds = rounds · a round + queries · a query in two measurements; neither is below 0."""
-    determinant = few.rounds * crowd.queries - crowd.rounds * few.queries
+    """Both costs, from seconds = extends · a round + queries · a query in two measurements; neither is below 0."""
+    determinant = few.extends * crowd.queries - crowd.extends * few.queries
     if determinant:
         a_round = (few.seconds * crowd.queries - crowd.seconds * few.queries) / determinant
-        a_query = (few.rounds * crowd.seconds - crowd.rounds * few.seconds) / determinant
+        a_query = (few.extends * crowd.seconds - crowd.extends * few.seconds) / determinant
         if a_round >= 0.0 and a_query >= 0.0:
             return a_round, a_query
-    return crowd.seconds / crowd.rounds, 0.0  # too alike to be told apart
+    return crowd.seconds / crowd.extends, 0.0  # too alike to be told apart
 
 
 def _between(before: Totals, after: Totals) -> Totals:
@@ -92,7 +91,7 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
     Raises `ConfigError` for one that is not answered.
     """
     pool, sent = config.pool, 0
-    window = min(window, pool.ring_slots, policy_of(pool).decode_queue)
+    window = min(window, pool.ring_slots, pool.queue - pool.queue // 4)
     waits: list[int] = []
     until = time.monotonic() + _SILENT_S
     while len(waits) < count:
@@ -117,14 +116,14 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
 
 
 def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
-    """Of all rounds so far; the last one's count comes just after its answers."""
+    """So far; the last one's count comes just after its answers."""
     time.sleep(0.01)
     named = {metric.name: metric for metric in metrics_of("pool", plan.config.slo)}
-    rounds, seconds, *queries = (
+    extends, seconds, *queries = (
         table.read(named[f"trinity_pool_{name}_total"])[0]
-        for name in ("rounds", "round_seconds", "queries_prefill", "queries_decode")
+        for name in ("extends", "loop_seconds", "queries_prefill", "queries_decode")
     )
-    return Totals(rounds, sum(queries), seconds)
+    return Totals(extends, sum(queries), seconds)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from runtime.simulator.pool import slots_of
 from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival
 
@@ -31,7 +32,8 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     append = probes * work.probe_hit * times.prefill_s(round(context), found_tokens)  # holds up the whole batch
     limits = config.pool
     extends = -(-limits.top_m // limits.search_width) + 2
-    query = extends * times.extend_time_s(limits.slots) / limits.slots + times.query_s + times.round_s
+    width = slots_of(limits, times)
+    query = extends * (times.extend_time_s(width) + times.round_s) / width + times.query_s
     ask, probing = (query, probes * query) if work.retrieval else (0.0, 0.0)
     found = {
         "prefill": prefill / n / config.prefill.workers,

@@ -11,7 +11,6 @@ from ipc import Stage
 from runtime.errors import TrinityError
 from runtime.node.config import ModelSection
 from runtime.node.control_law import ControlLaw, Readings, SignalMeter
-from runtime.pool.estimate import Kind
 from runtime.pool.scheduler import Scheduler
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
@@ -19,7 +18,7 @@ from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu
 from runtime.simulator.kv_rows import KvRows
-from runtime.simulator.pool import Search, SimPool
+from runtime.simulator.pool import Search, SimPool, slots_of
 from runtime.simulator.prefill import Ask, SimPrefill
 from runtime.simulator.request import FINISHED, SimRequest
 from runtime.simulator.result import Result, Sample
@@ -82,8 +81,8 @@ class Simulation:
 
     def _pool(self, gpu: Gpu) -> SimPool:
         setup, limits = self._setup, self._setup.config.pool
-        scheduler = setup.policy.scheduler(limits)
-        pool = SimPool(self.events, setup.times, scheduler, Kind("docs", limits.top_m, limits.search_width), gpu)
+        scheduler = setup.policy.scheduler(setup.config, slots_of(limits, setup.times))
+        pool = SimPool(self.events, setup.times, scheduler, limits, gpu)
         self.pools.append(pool)
         return pool
 

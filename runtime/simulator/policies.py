@@ -1,18 +1,17 @@
-"""The policies to try: production's scheduler with the control loop or a fixed reserve, and the naive ones."""
+"""The policies to try: production's with the control loop or a fixed reserve, those it ships to compare with, and the
+naive ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import msgspec
-
 from runtime.errors import ConfigError
-from runtime.node.config import PoolSection
-from runtime.pool.process import policy_of
+from runtime.node.config import NodeConfig
 from runtime.pool.scheduler import Scheduler
+from runtime.pool.settings import RULE_NAMES, policy_of
 from runtime.simulator.naive import NaiveScheduler, Order, PoolScheduler
 from runtime.simulator.pool import Search
 
-Kind = Literal["adaptive", "fixed", "fifo", "prefill-first", "decode-first"]
+Kind = Literal["adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class PolicyChoice:
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
-        """From `adaptive`, `fixed:r`, `fifo`, `prefill-first` or `decode-first`. Raises `ConfigError`."""
+        """From the name of a kind, `fixed:r` for a fixed one. Raises `ConfigError`."""
         kind, _, value = text.partition(":")
         if kind == "fixed":
             try:
@@ -37,16 +36,21 @@ class PolicyChoice:
         for known in get_args(Kind):
             if text == known:
                 return cls(known)
-        raise ConfigError(f"policy {text!r}: known are adaptive, fixed:r, fifo, prefill-first and decode-first")
+        raise ConfigError(
+            f"policy {text!r}: known are adaptive, fixed:r, paper, fifo, static, prefill-first and decode-first"
+        )
 
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind
 
-    def scheduler(self, pool: PoolSection) -> PoolScheduler[Search]:
-        """A new scheduler of one pool."""
-        orders: dict[Kind, Order] = {"fifo": "fifo", "prefill-first": "prefill-first", "decode-first": "decode-first"}
+    def scheduler(self, config: NodeConfig, slots: int) -> PoolScheduler[Search]:
+        """A new one for one pool of so many slots."""
+        orders: dict[Kind, Order] = {"prefill-first": "prefill-first", "decode-first": "decode-first"}
         if (order := orders.get(self.kind)) is not None:
-            return NaiveScheduler(order, pool.slots, pool.queue)
+            return NaiveScheduler(order, slots, config.pool.queue)
+        policy = policy_of(config, slots)
         if self.kind == "fixed":
-            pool = msgspec.structs.replace(pool, reserve=self.reserve)
-        return Scheduler(policy_of(pool))
+            policy = replace(policy, reserve=self.reserve)
+        elif self.kind in RULE_NAMES:
+            policy = replace(policy, rules=self.kind)
+        return Scheduler(policy)

@@ -1,4 +1,4 @@
-"""A simulated vector pool: production's scheduler over a batch of extends on the virtual clock."""
+"""A simulated vector pool: production's policy over a batch of extends on the virtual clock."""
 
 import bisect
 from collections.abc import Callable
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.node.config import PoolSection
 from runtime.node.metrics import POOL_WAIT_PREFILL
-from runtime.pool.estimate import Kind
-from runtime.pool.pace import ends_round, round_ns
-from runtime.pool.queues import Entry
-from runtime.pool.scheduler import Scheduler
+from runtime.pool.scheduler import Entry, Scheduler
+from runtime.pool.sizing import Measured, fewest_slots
 from runtime.simulator.events import Events, ns
 from runtime.simulator.gpu import Gpu
 from runtime.simulator.naive import PoolScheduler
 from runtime.simulator.service import ServiceTimes
 from runtime.simulator.step_batch import StepBatch
+
+_LOOK_NS = 100_000  # how often the policy is asked while someone waits and nobody comes or ends
+_MOST_SLOTS = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -33,47 +35,57 @@ class Search:
     pool: "SimPool | None" = None  # that it was sent to
 
 
+def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
+    """N: as configured, or as a pool would find it with these extends."""
+    if isinstance(limits.slots, int):
+        return limits.slots
+    sizes = [1 << power for power in range(_MOST_SLOTS.bit_length())]
+    return fewest_slots([Measured(size, times.extend_time_s(size) * 1e9) for size in sizes])
+
+
 class SimPool:
-    """One pool worker. `kind` is what the scheduler knows of all queries here: they ask with the same parameters."""
+    """One pool worker. All queries here ask with the parameters that `limits` has as defaults."""
 
     def __init__(
-        self,
-        events: Events,
-        times: ServiceTimes,
-        scheduler: PoolScheduler[Search],
-        kind: Kind,
-        gpu: Gpu,
+        self, events: Events, times: ServiceTimes, scheduler: PoolScheduler[Search], limits: PoolSection, gpu: Gpu
     ) -> None:
-        self._events, self._times, self._kind, self._gpu = events, times, kind, gpu
+        self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self.scheduler = scheduler
-        self._entries: dict[Search, Entry[Search]] = {}  # in the batch
+        if isinstance(scheduler, Scheduler):  # as a pool has measured it before its first query
+            for active in (1, 2, 4, 8) * 4:
+                scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
+        self._entries: dict[Search, Entry[Search]] = {}  # waiting or with a slot
         self.batch: StepBatch[Search] = StepBatch(
-            events, self._between, self._extend_ns, self._loop_ns, ns(times.wake_s), self._ends_round
+            events, self._between, self._step_ns, self._queries_ns, ns(times.wake_s)
         )
-        self._round_ns = ns(times.round_s)
-        self._came = 0  # queries that this round gave a slot
-        self._quiet = True  # whether this round ends when someone comes
-        self._member_steps = 0  # of the batch, before this round
+        self._came = 0  # queries that were given a slot just now
+        self._member_steps = 0  # of the batch, so far
         self._pace = 1.0
+        self._each_ns = 0  # a step of the run under way
         self._wake_ns = -1
         self.wait_counts = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
         self.wait_ns = 0
         self.served = 0
 
     def ask(self, search: Search) -> None:
-        """A query has come through the ring."""
-        entry = Entry(search.stage, search.deadline_ns, self._events.now_ns, search, self._kind)
+        """A query has come through the ring: it joins the next extend, if the policy lets it."""
+        limits = self._limits
+        entry = Entry(
+            search.stage, self._events.now_ns, search, search.deadline_ns,
+            top_m=limits.top_m, search_width=limits.search_width,
+        )  # fmt: skip
         try:
             self.scheduler.add(entry, self._events.now_ns)
         except (Overloaded, DeadlineExceeded) as error:
             self._answer(search, error.code)
             return
-        if self._quiet or not self.batch:
-            self.batch.poke()
+        self._entries[search] = entry
+        self.batch.poke()
 
     def cancel(self, search: Search) -> None:
         """Forget it if it waits; one that has a slot is let go on, as its end is near. No answer follows."""
-        self.scheduler.remove(lambda other: other is search)
+        if search in self._entries and not search.begun_ns:
+            self.scheduler.left(self._entries.pop(search))
 
     def _between(self, done: list[Search], steps: int) -> int:
         now = self._events.now_ns
@@ -86,57 +98,52 @@ class SimPool:
             self._answer(search, "ok")
         changes = self.scheduler.next(now)
         for entry in changes.late:
+            del self._entries[entry.query]
             self._answer(entry.query, "deadline_exceeded")
+        for entry in changes.paused:
+            entry.query.left = self.batch.leave(entry.query)
         for entry in changes.resumed:
             self.batch.join(entry.query, entry.query.left)
         for entry in changes.admitted:
             self._admit(entry)
-        for entry in changes.paused:  # last: a query may be admitted and paused at once, for another's sake
-            entry.query.left = self.batch.leave(entry.query)
         return self._most_steps(now)
 
     def _advanced(self, steps: int) -> None:
-        self.scheduler.advanced(steps)
         active = (self.batch.member_steps - self._member_steps) / steps  # on average: some may have left on the way
         self._member_steps = self.batch.member_steps
-        alone_ns = ns(self._times.extend_time_s(active))
-        if isinstance(self.scheduler, Scheduler):
-            self.scheduler.cost.learn(active, alone_ns * self._pace)
+        self.scheduler.advanced(steps, steps * self._each_ns)
         if self._pace > 1:
-            self._gpu.owe(steps * alone_ns)
+            self._gpu.owe(steps * ns(self._times.extend_time_s(active)))
 
     def _admit(self, entry: Entry[Search]) -> None:
         search = entry.query
         self._came += 1
-        self._entries[search] = entry
         self.batch.join(search, search.extends)
-        search.begun_ns = self._events.now_ns + self._round_ns // 2
+        search.begun_ns = self._events.now_ns
         wait_ns = search.begun_ns - search.asked_ns
         self.wait_ns += wait_ns
         if search.stage == "prefill":
             self.wait_counts[bisect.bisect_left(POOL_WAIT_PREFILL.buckets, wait_ns / 1e9)] += 1
 
     def _most_steps(self, now: int) -> int:
-        """How many extends nothing can change of itself in: the scheduler is asked again then."""
+        """How many extends nothing can change of itself in: the policy is asked again then."""
         if not self.batch and (until := self.scheduler.held_until(now)) is not None and until != self._wake_ns:
             self._wake_ns = until
             self._events.at(until, self.batch.poke)
-        self._quiet = not self.scheduler.held_back
-        if self._quiet:
-            return 1 << 30  # who comes ends it
-        return -(-round_ns(self.scheduler) // max(self._extend_ns(), 1))
+        if len(self._entries) <= len(self.batch):
+            return 1 << 30  # who comes or ends ends it
+        return -(-_LOOK_NS // max(self._step_ns(), 1))
 
-    def _extend_ns(self) -> int:
+    def _step_ns(self) -> int:
+        """One extend, and the loop about it."""
         self._pace = self._gpu.pace
-        return ns(self._times.extend_time_s(len(self.batch)) * self._pace)
+        self._each_ns = ns(self._times.extend_time_s(len(self.batch)) * self._pace + self._times.round_s)
+        return self._each_ns
 
-    def _loop_ns(self) -> int:
-        """What the loop takes beside extends."""
+    def _queries_ns(self) -> int:
+        """What taking in and answering queries costs beside extends."""
         came, self._came = self._came, 0
-        return self._round_ns + ns(came * self._times.query_s)
-
-    def _ends_round(self, done: list[Search]) -> bool:
-        return ends_round(self.scheduler, [search.stage for search in done])
+        return ns(came * self._times.query_s)
 
     def _answer(self, search: Search, status: str) -> None:
         self._events.after(ns(self._times.ring_s), lambda: search.reply(status))

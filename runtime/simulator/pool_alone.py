@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ipc import Stage
-from runtime.node.config import PoolSection
-from runtime.pool.estimate import Kind
-from runtime.pool.process import policy_of
+from runtime.node.config import NodeConfig
 from runtime.pool.scheduler import Scheduler
+from runtime.pool.settings import policy_of
 from runtime.simulator.events import Events
 from runtime.simulator.gpu import Gpu
-from runtime.simulator.pool import Search, SimPool
+from runtime.simulator.pool import Search, SimPool, slots_of
 from runtime.simulator.service import ServiceTimes
 
 
@@ -32,16 +31,11 @@ class Fate:
     latency_ns: int
 
 
-def run_pool(queries: Sequence[Query], times: ServiceTimes, limits: PoolSection) -> list[Fate]:
-    """What becomes of `queries` (by time, all without deadlines), by production's scheduler; in the order given."""
+def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[Fate]:
+    """What becomes of `queries` (by time, all without deadlines), by production's policy; in the order given."""
     events = Events()
-    pool = SimPool(
-        events,
-        times,
-        Scheduler(policy_of(limits)),
-        Kind("docs", limits.top_m, limits.search_width),
-        Gpu(),
-    )
+    limits = config.pool
+    pool = SimPool(events, times, Scheduler(policy_of(config, slots_of(limits, times))), limits, Gpu())
     fates: dict[int, Fate] = {}
 
     def ask(number: int, query: Query) -> None:

@@ -20,7 +20,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
 | `extend_shared` | 2 | an extend beside a busy model on the same GPU, over one alone (time slices); an assumption |
 | `query_s` | 0 | a query of the pool beside its extends: ring, admission, result; measured by `calibrate` |
-| `round_s` | 0 | a round of the pool's loop, whatever it does; measured by `calibrate` |
+| `round_s` | 0 | the pool's loop for each extend; measured by `calibrate` |
 | `wake_s` | 0 | until a pool that sleeps has noticed a query; measured by `calibrate` |
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |

@@ -17,8 +17,7 @@ class StepBatch(Generic[T]):
     """`between(done, steps)` is called between two runs with the members whose steps are over (they have left) and the
     steps that the run took; it may `join` and `leave`, and returns the most steps to take before it is called again.
     `step_ns()` is then asked for the time of one step, and `extra_ns()` for what the run's first step costs beside it.
-    An empty batch notices a `poke` only `wake_ns` later. A run goes on without the members `done` so far unless they
-    are all, or `ends(done)`.
+    An empty batch notices a `poke` only `wake_ns` later.
     """
 
     def __init__(
@@ -28,9 +27,8 @@ class StepBatch(Generic[T]):
         step_ns: Callable[[], int],
         extra_ns: Callable[[], int] = lambda: 0,
         wake_ns: int = 0,
-        ends: Callable[[list[T]], bool] = lambda done: True,
     ) -> None:
-        self._wake_ns, self._ends_run = wake_ns, ends
+        self._wake_ns = wake_ns
         self._events, self._between, self._step_ns, self._extra_ns = events, between, step_ns, extra_ns
         self._ends: dict[T, int] = {}  # member → the step count at which its steps are over
         self._heap: list[tuple[int, int, T]] = []
@@ -38,8 +36,6 @@ class StepBatch(Generic[T]):
         self._taken = 0
         self._run = 0  # the run under way, to know a planned end that was replaced by an earlier one
         self._begin_ns = self._first_ns = self._each_ns = self._steps = 0
-        self._done: list[T] = []  # of this run
-        self._passed = self._most = 0  # steps of this run, and how many it may have
         self._resting = True
         self._poked = False  # in this run
         self.busy_ns = 0
@@ -95,21 +91,15 @@ class StepBatch(Generic[T]):
             self.busy_ns += now - self._begin_ns
             self.member_steps += steps * len(self._ends)
         self._taken += steps
-        self._passed += steps
-        self._steps = 0
-        self._done += self._pop_done()
-        extra_ns = 0
-        over = not self._ends or not self._done or self._passed >= self._most
-        if over or self._poked or self._ends_run(self._done):
-            done, passed, self._done, self._passed, self._poked = self._done, self._passed, [], 0, False
-            self._most = max(self._between(done, passed), 1)
-            if not self._ends:
-                self._resting = True
-                return
-            extra_ns = self._extra_ns()
+        self._steps, self._poked = 0, False
+        most = max(self._between(self._pop_done(), steps), 1)
+        if not self._ends:
+            self._resting = True
+            return
+        extra_ns = self._extra_ns()
         self._begin_ns, self._each_ns = now, max(self._step_ns(), 1)
         self._first_ns = self._each_ns + extra_ns
-        steps = min(self._next_end() - self._taken, self._most - self._passed)
+        steps = min(self._next_end() - self._taken, most)
         self._plan(now + self._first_ns + (steps - 1) * self._each_ns, steps)
 
     def _next_end(self) -> int:

@@ -1,13 +1,12 @@
 """What becomes of requests whose workers die: they go on elsewhere, no token comes twice, and there is an end to it."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from runtime.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, Unavailable, WorkerLost
 from runtime.serving.frontend.requests import Request
-from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens, Welcome
+from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import PASSAGES, Worker, run
 from tests.frontend.links import RESTART_WAIT, Stand, ending, standing
 
@@ -225,31 +224,5 @@ def test_a_new_request_for_which_no_worker_comes_is_told_so_in_time() -> None:
             await stand.worker("decode", "d0", limit=20)
             stand.link.tick()
             assert isinstance(await ending(long), ContextLengthExceeded)
-
-    run(test())
-
-
-def test_a_request_does_not_go_back_and_forth_between_workers_that_have_died() -> None:
-    """Prefill tells of them before their silence does: each costs a request one start, not one after the other."""
-
-    async def test() -> None:
-        async with standing(restarts=3) as stand:
-            prefill = await stand.worker("prefill", "p0")
-            dead = {name: await stand.worker("decode", name, slots=8) for name in ("d0", "d1")}
-            alive = await stand.worker("decode", "d2", slots=1)
-            await alive.report(77, running=1, free_slots=0)
-            await alive.settle()
-            stand.submit()
-            for name, worker in dead.items():
-                worker.close()
-                while stand.link._send(name, Welcome(77)):
-                    await asyncio.sleep(0)
-            for attempt in ("r1", "r1~1"):
-                told = await prefill.hear_prefill()
-                assert (told.request_id, told.decode_worker in dead) == (attempt, True)
-                await prefill.say(Failed(attempt, "worker_lost", f"{told.decode_worker} did not take the hand-over"))
-            told = await prefill.hear_prefill()
-            assert (told.request_id, told.decode_worker) == ("r1~2", "d2")
-            assert stand.link.statistics().lost_workers == 2
 
     run(test())

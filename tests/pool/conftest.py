@@ -69,8 +69,7 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
 def make_pool(collection: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
     """Pools that are closed after the test, never sleep for long, and look around after every extend."""
     monkeypatch.setattr(process, "_IDLE_MS", 1.0)
-    monkeypatch.setattr(process, "round_ns", lambda scheduler: 0)
-    monkeypatch.setattr(process, "_TABLE_NS", 0)
+    monkeypatch.setattr(process, "_CONTROL_NS", 0)
     made: list[InProcessPool] = []
 
     def make(plan: Any = None, name: str = "pool-0", epoch: int = 1, **pool: Any) -> InProcessPool:

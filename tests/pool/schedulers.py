@@ -6,18 +6,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ipc import Stage
-from runtime.pool.estimate import Kind
-from runtime.pool.policy import Policy
-from runtime.pool.queues import NEVER_NS, Entry
-from runtime.pool.scheduler import Scheduler
+from runtime.pool.scheduler import Entry, Scheduler
+from runtime.pool.settings import Policy
+from runtime.pool.tables import NEVER_NS
 
 STAGES = st.sampled_from(["prefill", "decode"])
-KIND = Kind("docs", 40, 4)  # 13 extends are expected
-LONG = Kind("docs", 400, 4)  # 103 extends are expected, eight times as many
+USUAL = 40  # top_m: 13 extends are expected
+LONG = 400  # 103 extends are expected, eight times as many
 
 
-def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0, kind: Kind = KIND) -> Entry[int]:
-    return Entry(stage, deadline, arrival, name, kind)
+def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0, top_m: int = USUAL) -> Entry[int]:
+    return Entry(stage, arrival, name, deadline, top_m=top_m)
 
 
 def scheduler(slots: int, reserve: float, queue: int = 1000, **policy: Any) -> Scheduler[int]:
@@ -38,10 +37,12 @@ def measured(made: Scheduler[int], fixed: float, each: float) -> Scheduler[int]:
     """A scheduler that has seen what extends cost."""
     for _ in range(20):
         for active in (1, 8):
-            made.cost.learn(active, fixed + each * active)
+            made.learn_cost(active, fixed + each * active)
     return made
 
 
-def advanced(made: Scheduler[int], extends: int) -> Scheduler[int]:
-    made.advanced(extends)
+def with_credit(made: Scheduler[int]) -> Scheduler[int]:
+    """Prefill has left its share to a decode query that is active, for a while."""
+    made.advanced(1, 10**12)
+    assert made.credit_ns > 0
     return made

@@ -159,7 +159,8 @@ def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
     pool = make_pool(plan)
     with pool.attach() as client:
         asked = client.submit(QUERY, collection="code", stage="decode", k=3)
-        pool.pool._receive()
+        pool.step()
+        assert pool.pool.busy
         damaged = pool.pool._replacing._catalogue
         entry = damaged._entries["code"]
         old = entry.shard

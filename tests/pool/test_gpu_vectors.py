@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from gpu import GraphIndex
-from ipc import RingServer
 from ipc.device_arena import DeviceArena, arena_bytes
 from ipc.device_memory import CudaReference, DeviceMemory
 from runtime.errors import InvalidRequest
@@ -179,6 +178,6 @@ def test_a_client_without_gpu_vectors_opens_no_gpus_memory(
     monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
     client, (pool,) = start(16)
     assert len(client.search(queries[0], 4).ids) == 4
-    server: RingServer = pool.pool._server
+    server = pool.pool._server
     with pool.held():
         assert [place.lease > 0 for place in server._clients.values()] == [True]

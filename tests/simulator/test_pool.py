@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime.pool.estimate import Kind
-from runtime.pool.policy import Policy
+from runtime.node.config import PoolSection
 from runtime.pool.scheduler import Scheduler
+from runtime.pool.settings import Policy
 from runtime.simulator.events import Events
 from runtime.simulator.gpu import Gpu
 from runtime.simulator.pool import Search, SimPool
@@ -19,7 +19,7 @@ class Stand:
     def __init__(self, gpu: Gpu) -> None:
         self.events = Events()
         scheduler: Scheduler[Search] = Scheduler(Policy(slots=2))
-        self.pool = SimPool(self.events, TIMES, scheduler, Kind("docs", 64, 4), gpu)
+        self.pool = SimPool(self.events, TIMES, scheduler, PoolSection(top_m=64), gpu)
         self.answered_us: dict[int, float] = {}
 
     def ask(self, *extends: int) -> None:

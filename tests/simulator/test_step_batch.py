@@ -76,9 +76,7 @@ def told_of(
         told.append((events.now_ns, sorted(done), steps))
         return most
 
-    batch: StepBatch[str] = StepBatch(
-        events, between, lambda: STEP, lambda: extra_ns, ends=lambda done: not set(ends).isdisjoint(done)
-    )
+    batch: StepBatch[str] = StepBatch(events, between, lambda: STEP, lambda: extra_ns)
     batch.poke()
     for at in pokes:
         events.at(at, batch.poke)
@@ -86,24 +84,20 @@ def told_of(
     return told[1:]
 
 
-def test_a_run_goes_on_without_those_who_are_done_and_are_told_of_together_when_one_comes_that_ends_it() -> None:
-    assert told_of({"a": 1, "b": 3, "c": 5}, ends="b") == [(30, ["a", "b"], 3), (50, ["c"], 2)]
+def test_a_run_ends_with_a_members_last_step_and_with_the_most_steps_it_may_have() -> None:
+    assert told_of({"a": 1, "b": 3}) == [(10, ["a"], 1), (30, ["b"], 2)]
+    assert told_of({"a": 1, "b": 4}, most=2) == [(10, ["a"], 1), (30, [], 2), (40, ["b"], 1)]
 
 
-def test_a_run_ends_with_its_last_member_and_with_the_most_steps_it_may_have() -> None:
-    assert told_of({"a": 1, "b": 3}) == [(30, ["a", "b"], 3)]
-    assert told_of({"a": 1, "b": 3}, most=2) == [(20, ["a"], 2), (30, ["b"], 1)]
-
-
-def test_a_poke_ends_a_run_even_if_those_who_are_done_would_not() -> None:
-    assert told_of({"a": 1, "b": 9}, pokes=(35,))[0] == (40, ["a"], 4)
+def test_a_poke_ends_a_run_with_the_step_under_way() -> None:
+    assert told_of({"a": 4, "b": 9}, pokes=(35,))[0] == (40, ["a"], 4)
     assert told_of({"a": 2, "b": 9}, pokes=(15,))[0] == (20, ["a"], 2)  # in the very step that is a's last
-    assert told_of({"a": 1, "b": 9}, pokes=(5, 6)) == [(10, ["a"], 1), (90, ["b"], 8)]  # and no later run
+    assert told_of({"a": 9, "b": 9}, pokes=(5, 6)) == [(10, [], 1), (90, ["a", "b"], 8)]  # and no later run
 
 
-def test_what_a_run_costs_beside_its_steps_is_paid_once_however_many_leave_it() -> None:
-    assert told_of({"a": 1, "b": 3}, extra_ns=7) == [(37, ["a", "b"], 3)]
-    assert told_of({"a": 1, "b": 3}, extra_ns=7, ends="a") == [(17, ["a"], 1), (44, ["b"], 2)]
+def test_what_a_run_costs_beside_its_steps_is_paid_once() -> None:
+    assert told_of({"a": 3, "b": 3}, extra_ns=7) == [(37, ["a", "b"], 3)]
+    assert told_of({"a": 1, "b": 3}, extra_ns=7) == [(17, ["a"], 1), (44, ["b"], 2)]
 
 
 def test_an_empty_batch_notices_a_poke_only_after_its_time_to_wake_and_a_running_one_at_once() -> None:

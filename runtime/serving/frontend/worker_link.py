@@ -367,19 +367,14 @@ class WorkerLink:
     def _start_again(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
         """Have both its workers forget a request, and start it anew."""
         log.info("is to start again: %s", error.message, extra={"request": request.id})
-        unreachable = self._call_off(request, reported_by)
-        self._starts.leave(request)
-        for name in unreachable:
-            self.lost(name, "its connection is gone")
-        # Prefill tells of decode workers that it cannot reach, which need not be lost.
+        self._call_off(request, reported_by)
+        # Prefill tells of decode workers that it cannot reach before they are known to be lost.
         self._starts.again(request, error, avoid=request.placement.decode if reported_by else "")
 
-    def _call_off(self, request: Request, reported_by: str) -> list[str]:
-        """Have a request's workers forget it; those that cannot be told."""
-        if not request.placed:
-            return []
-        told = {request.placement.prefill, request.placement.decode} - {reported_by}
-        return [name for name in sorted(told) if not self._send(name, Cancel(request.attempt_id))]
+    def _call_off(self, request: Request, reported_by: str) -> None:
+        if request.placed:
+            for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
+                self._send(name, Cancel(request.attempt_id))
 
     def _ended(self, ended: Ended, request: Request) -> None:
         self._starts.leave(request)

@@ -1,0 +1,141 @@
+"""The CPU engine's functions for compiled loops (`gpu.backend`), and the handle that they take."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from gpu.backend import INVALID, PAUSE, RESUME
+from gpu.compiled import c_function, compiled
+from gpu.cpu import running
+from gpu.cpu.simd import pointer
+from gpu.cpu.state import visited_bits_of
+from gpu.cpu.tables import COLLECTION, DIM, EXTENDS, Batch, K, batch_at
+from gpu.slots import ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES, SlotState
+
+_FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)
+_ARRAYS = len(Batch._fields)
+
+# The handle, int64: addresses of the batch's handle, of the slot table's words, and of each collection's ids (int64
+# [collections], 0 where row numbers are the ids), and how many collections there are.
+BATCH, SLOT_WORDS, IDS, COLLECTIONS = range(4)
+HANDLE_WORDS = 4
+
+
+@compiled
+def _words(address: int, count: int) -> Any:
+    return carray(pointer(address), count, np.int64)
+
+
+@compiled
+def _batch(handle: int) -> Any:
+    return batch_at(carray(pointer(_words(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64))
+
+
+@compiled
+def _slot_words(handle: int, batch: Any) -> Any:
+    return _words(_words(handle, HANDLE_WORDS)[SLOT_WORDS], STATES + len(batch.slots))
+
+
+@compiled
+def _deactivate(words: Any, active: Any, slot: int) -> None:
+    place = 0
+    while active[place] != slot:
+        place += 1
+    words[ACTIVE_COUNT] -= 1
+    for i in range(place, words[ACTIVE_COUNT]):
+        active[i] = active[i + 1]
+
+
+@compiled
+def _activate(words: Any, active: Any, slot: int) -> None:
+    active[words[ACTIVE_COUNT]] = slot
+    words[ACTIVE_COUNT] += 1
+    words[STATES + slot] = _ACTIVE
+
+
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    batch = _batch(handle)
+    if not 0 <= collection < len(batch.forms) or batch.forms[collection, DIM] == 0:
+        return INVALID
+    words = _slot_words(handle, batch)
+    slot = words[LOWEST]
+    while words[STATES + slot] != _FREE:
+        slot += 1
+    query = carray(pointer(vector), batch.forms[collection, DIM], np.float32)
+    bits = visited_bits_of(batch.collections[collection], top_m)
+    if not running.admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):
+        return INVALID
+    words[LOWEST] = slot + 1
+    words[FREE_COUNT] -= 1
+    _activate(words, batch.active, slot)
+    return slot
+
+
+@c_function("int64(int64, int64)")
+def extend(handle: int, report: int) -> Any:
+    batch = _batch(handle)
+    words = _slot_words(handle, batch)
+    of_batch = carray(pointer(_words(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
+    done = running.advance(of_batch, words[ACTIVE_COUNT])
+    words[ACTIVE_COUNT] -= done
+    told = _words(report, 2 + 2 * done)
+    told[0], told[1] = 1, 0
+    for i in range(done):
+        slot = batch.finished[i]
+        words[STATES + slot] = _FINISHED
+        told[2 + 2 * i], told[3 + 2 * i] = slot, batch.slots[slot, EXTENDS]
+    return done
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
+    batch = _batch(handle)
+    own = _words(handle, HANDLE_WORDS)
+    k = batch.slots[slot, K]
+    names = _words(own[IDS], own[COLLECTIONS])[batch.slots[slot, COLLECTION]]
+    to_ids, to_distances = _words(ids, k), carray(pointer(distances), k, np.float32)
+    for i in range(k):
+        node = batch.nodes[slot, i]
+        if node < 0:
+            return i
+        to_ids[i] = node if names == 0 else _words(names + 8 * node, 1)[0]
+        to_distances[i] = batch.found[slot, i]
+    return k
+
+
+@c_function("int64(int64, int64, int64)")
+def change(handle: int, slot: int, what: int) -> Any:
+    batch = _batch(handle)
+    words = _slot_words(handle, batch)
+    if what == RESUME:
+        _activate(words, batch.active, slot)
+        return 0
+    if words[STATES + slot] == _ACTIVE:
+        _deactivate(words, batch.active, slot)
+    words[STATES + slot] = _PAUSED
+    if what != PAUSE:
+        words[STATES + slot] = _FREE
+        words[FREE_COUNT] += 1
+        words[LOWEST] = min(words[LOWEST], slot)
+    return 0
+
+
+class Handle:
+    """The handle's words, and what they point to."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(HANDLE_WORDS, np.int64)
+        self._ids = np.zeros(0, np.int64)
+        self._keep_alive: tuple[Any, ...] = ()
+        self.address = int(self._words.ctypes.data)
+
+    def point_to(
+        self, batch: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], ids: list[npt.NDArray[np.int64] | None]
+    ) -> None:
+        """The batch's handle, the slot table's words, and each collection's ids."""
+        self._ids = np.array([0 if one is None else one.ctypes.data for one in ids], np.int64)
+        self._keep_alive = (batch, slots, ids)
+        self._words[:] = batch.ctypes.data, slots.ctypes.data, self._ids.ctypes.data, len(ids)

@@ -1,0 +1,399 @@
+"""The pool's loop, compiled: receive → schedule → extend → publish, from a client's request ring to its result ring.
+
+`run_loop` goes round until a moment given by its caller, or until there is nothing for it to do; it never enters
+Python. Its caller sleeps, and does every millisecond or two what only Python can: clients come, go and die, knobs turn,
+gauges and the heartbeat are written. What it works on, all of it plain arrays:
+
+- the policy's `Tables`; an entry's own columns are below;
+- the desk of a `SessionServer`, and behind it the clients' rings (`ipc.exchange`);
+- the engine's functions, by address (`gpu.backend`);
+- `Loop`, int64 words: where all of this lies, the loop's scratch space, and the places of its metrics in the worker's
+  table, float64.
+
+A query's vector is copied once, from its ring into a row of its entry's, because the client may write the ring's slot
+again; from there the engine reads it. Results go from the engine into the client's result ring.
+"""
+
+from typing import Any
+
+from gpu.backend import INVALID, PAUSE, RELEASE, RESUME
+from ipc import exchange, instructions
+from ipc.descriptors import STATUS_CODES
+from ipc.exchange import DESK_WORDS
+from ipc.instructions import call, floats, words
+from runtime.pool import policy, queues
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
+from runtime.pool.estimate import kind_a, kind_b
+from runtime.pool.tables import NEVER_NS, tables_at
+
+# An entry's own columns: whose query it is, when it was enqueued, received and given a slot, and what it asks.
+(ROW, REQUEST_ID, ENQUEUED, RECEIVED, BEGUN, SLOT, COLLECTION, K, TOP_M, WIDTH, PATIENCE) = range(at.OWN, at.OWN + 11)
+assert at.OWN_WORDS >= 11
+
+# Words of the loop. DESK: address. ADMIT … HANDLE: the engine's. CLOCK: address of a word with the time in ns, 0 for
+# the machine's. MAX_WIDTH: a query's. VECTORS: a row of VECTOR_BYTES for each entry. REPORT: of `extend`. OWNERS: the
+# entry in each slot. EVICTED: rows of clients to be evicted, EVICT of them. STATIC_DONE: entries that are done, with
+# their extends, whose answers wait for the rest of their batch, DONE_COUNT of them. OWN_NS: when the engine was done
+# last, 0 after a sleep. PADDED: slots beyond the active ones in the last extend. METRICS: where they begin, see below.
+(
+    DESK,
+    ADMIT,
+    EXTEND,
+    HARVEST,
+    CHANGE,
+    HANDLE,
+    CLOCK,
+    MAX_WIDTH,
+    VECTORS,
+    VECTOR_BYTES,
+    REPORT,
+    OWNERS,
+    EVICTED,
+    EVICT,
+    STATIC_DONE,
+    DONE_COUNT,
+    OWN_NS,
+    PADDED,
+    METRICS,
+) = range(19)
+# Addresses of counters in the worker's table; those of histograms come in threes: the first bucket, the edges, and how
+# many edges there are.
+COUNTERS = (
+    "queries_prefill",
+    "queries_decode",
+    "missed_prefill",
+    "missed_decode",
+    "queries_refused",
+    "refused_overloaded",
+    "refused_deadline_exceeded",
+    "refused_invalid_request",
+    "preemptions",
+    "loop_seconds",
+    "extend_seconds",
+    "extends",
+    "slot_steps",
+    "padded_slot_steps",
+)
+(
+    QUERIES,
+    _,
+    MISSED,
+    _,
+    REFUSED,
+    OVERLOADED,
+    LATE,
+    UNFIT,
+    PREEMPTIONS,
+    LOOP_S,
+    EXTEND_S,
+    EXTENDS,
+    STEPS,
+    PADDED_STEPS,
+) = range(METRICS, METRICS + len(COUNTERS))
+HISTOGRAMS = ("wait_prefill_seconds", "wait_decode_seconds", "query_seconds", "query_extends")
+(WAITS, _, TOOK, TOOK_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
+LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
+
+IDLE, TIME, IN_ARENA, TO_EVICT, ENGINE_FAILED = range(5)
+"""Why `run_loop` returned: nothing is active; its time is over; the request found has its vector in the arena; clients
+are to be evicted; the engine has failed."""
+
+_RECEIVE = 64  # requests before an extend: what has a slot is not kept waiting by many arrivals
+_LOOKS_PER_YIELD = 32
+_OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
+    STATUS_CODES[status] for status in ("ok", "overloaded", "deadline_exceeded", "invalid_request", "cancelled")
+)
+
+
+@compiled
+def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
+    """Go round until `until`, and look `spin_ns` for a request when there is nothing to do. Why it returned."""
+    t, desk = tables_at(handle), words(loop[DESK], DESK_WORDS)
+    while True:
+        now = _now(loop)
+        stopped = _receive(loop, t, desk, now)
+        if stopped >= 0:
+            return stopped
+        policy.schedule(t, now)
+        if not _carry_out(loop, t, desk, now):
+            return ENGINE_FAILED
+        if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE] == 0:
+            loop[OWN_NS] = 0
+            if loop[EVICT]:
+                return TO_EVICT
+            if desk[exchange.BELLS] or not _spin(loop, desk, min(until, now + spin_ns)):
+                return IDLE
+            continue
+        if not _extend(loop, t, desk):
+            return ENGINE_FAILED
+        if loop[EVICT]:
+            return TO_EVICT
+        if loop[OWN_NS] >= until or desk[exchange.BELLS]:
+            return TIME
+
+
+@compiled
+def _now(loop: Any) -> Any:
+    return words(loop[CLOCK], 1)[0] if loop[CLOCK] else instructions.monotonic_ns()
+
+
+@compiled
+def _spin(loop: Any, desk: Any, until: int) -> Any:
+    """Look for requests, yielding the core every few looks. Whether there are any."""
+    while True:
+        for _ in range(_LOOKS_PER_YIELD):
+            if exchange.anything_new(desk):
+                return True
+        if _now(loop) >= until:
+            return False
+        instructions.sched_yield()
+
+
+# ---- receive
+
+
+@compiled
+def _receive(loop: Any, t: Any, desk: Any, now: int) -> Any:
+    """Take in what clients ask. Below 0, or why Python is needed."""
+    for _ in range(_RECEIVE):
+        found = exchange.find_request(desk)
+        if found == exchange.NONE:
+            return -1
+        if found == exchange.ACCEPTED:
+            take_in(loop, t, desk, desk[exchange.VECTOR], now)
+            exchange.release(desk)
+        elif found == exchange.CANCEL:
+            _cancel(loop, t, desk, desk[exchange.ROW], desk[exchange.REQUEST_ID])
+        elif found == exchange.ARENA:
+            return IN_ARENA
+        elif found == exchange.EVICT:
+            _evict(loop, desk[exchange.ROW])
+            return TO_EVICT
+    return -1
+
+
+@compiled
+def take_in(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
+    """The request found, which was accepted, with its vector at an address: it waits, or is refused."""
+    number = queues.new_entry(t)
+    entry, stage = t.entries[number], desk[exchange.STAGE]
+    _count(loop, QUERIES + stage, 1.0)
+    entry[at.STAGE], entry[at.ARRIVAL] = stage, now
+    entry[at.DEADLINE] = desk[exchange.DEADLINE] if desk[exchange.DEADLINE] > 0 else NEVER_NS
+    entry[ROW], entry[REQUEST_ID] = desk[exchange.ROW], desk[exchange.REQUEST_ID]
+    entry[ENQUEUED], entry[RECEIVED], entry[BEGUN], entry[SLOT] = desk[exchange.ENQUEUE], now, 0, -1
+    entry[COLLECTION], entry[K], entry[TOP_M] = desk[exchange.NUMBER], desk[exchange.K], desk[exchange.TOP_M]
+    entry[WIDTH], entry[PATIENCE] = desk[exchange.WIDTH], desk[exchange.PATIENCE]
+    entry[at.KIND_A] = kind_a(entry[COLLECTION], entry[TOP_M])
+    entry[at.KIND_B] = kind_b(entry[WIDTH], entry[PATIENCE])
+    if entry[COLLECTION] < 0 or entry[K] > entry[TOP_M] or entry[WIDTH] > loop[MAX_WIDTH]:
+        _refuse(loop, t, desk, number, _INVALID)
+        return
+    verdict = policy.add(t, number, now)
+    if verdict == policy.ACCEPTED:
+        instructions.copy(loop[VECTORS] + number * loop[VECTOR_BYTES], vector, 4 * desk[exchange.DIM])
+    else:
+        _refuse(loop, t, desk, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
+
+
+@compiled
+def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
+    """A client does not want an answer any more, or has it already."""
+    for which in range(5):
+        count = t.words[at.QUEUED + which]  # the queues, then the lists
+        numbers = t.queues[which] if which < 2 else t.lists[which - 2]
+        for i in range(count):
+            number = numbers[i]
+            if t.entries[number, ROW] == row and t.entries[number, REQUEST_ID] == request_id:
+                _drop(loop, t, number)
+                _end(loop, desk, t.entries[number], _CANCELLED, 0, 0)
+                queues.free_entry(t, number)
+                return
+
+
+@compiled
+def _drop(loop: Any, t: Any, number: int) -> None:
+    """Out of the queue, or out of the batch and the engine."""
+    if t.entries[number, at.STATE] != at.WAITING:
+        call(loop[CHANGE], (loop[HANDLE], t.entries[number, SLOT], RELEASE))
+    queues.leave(t, number)
+
+
+@compiled
+def forget_client(loop: Any, handle: Any, row: int) -> Any:
+    """A client is gone, and with it what it had asked. How many queries that were."""
+    t = tables_at(handle)
+    dropped = 0
+    for number in range(len(t.entries)):
+        state = t.entries[number, at.STATE]
+        if state != at.FREE and t.entries[number, ROW] == row:
+            if state != at.DONE_WAITING:
+                _drop(loop, t, number)
+            else:
+                call(loop[CHANGE], (loop[HANDLE], t.entries[number, SLOT], RELEASE))
+            queues.free_entry(t, number)
+            dropped += 1
+    return dropped
+
+
+# ---- schedule
+
+
+@compiled
+def _carry_out(loop: Any, t: Any, desk: Any, now: int) -> Any:
+    """What the policy has decided. Whether the engine did it."""
+    changed = t.words[at.CHANGED : at.CHANGED + 4]
+    for i in range(changed[at.LATE]):
+        _refuse(loop, t, desk, t.changes[at.LATE, i], _LATE)
+    for i in range(changed[at.PAUSING]):
+        call(loop[CHANGE], (loop[HANDLE], t.entries[t.changes[at.PAUSING, i], SLOT], PAUSE))
+        _count(loop, PREEMPTIONS, 1.0)
+    for i in range(changed[at.RESUMED]):
+        call(loop[CHANGE], (loop[HANDLE], t.entries[t.changes[at.RESUMED, i], SLOT], RESUME))
+    for i in range(changed[at.ADMITTED]):
+        number = t.changes[at.ADMITTED, i]
+        entry = t.entries[number]
+        vector = loop[VECTORS] + number * loop[VECTOR_BYTES]
+        asked = (entry[COLLECTION], entry[K], entry[TOP_M], entry[WIDTH], entry[PATIENCE])
+        slot = call(loop[ADMIT], (loop[HANDLE], vector, asked[0], asked[1], asked[2], asked[3], asked[4]))
+        if slot == INVALID:
+            queues.leave(t, number)
+            _refuse(loop, t, desk, number, _INVALID)
+            continue
+        if slot < 0:
+            return False
+        entry[SLOT], entry[BEGUN] = slot, now
+        words(loop[OWNERS] + 8 * slot, 1)[0] = number
+        _observe(loop, WAITS + 3 * entry[at.STAGE], (now - entry[ENQUEUED]) / 1e9)
+    return True
+
+
+# ---- extend
+
+
+@compiled
+def _extend(loop: Any, t: Any, desk: Any) -> Any:
+    """One step of the engine, and what it has finished. Whether the engine did it."""
+    prefill = t.words[at.LISTED + at.PREFILL]
+    active = prefill + t.words[at.LISTED + at.DECODE]
+    begin = _now(loop)
+    done = call(loop[EXTEND], (loop[HANDLE], loop[REPORT]))
+    end = _now(loop)
+    if done < 0:
+        return False
+    report = words(loop[REPORT], 2 + 2 * done)
+    policy.advanced(t, prefill, active, report[0], end - (loop[OWN_NS] if loop[OWN_NS] else begin))
+    if loop[OWN_NS]:
+        _count(loop, LOOP_S, (begin - loop[OWN_NS]) / 1e9)
+    _count(loop, EXTEND_S, (end - begin) / 1e9)
+    _count(loop, EXTENDS, report[0])
+    _count(loop, STEPS, report[0] * active)
+    _count(loop, PADDED_STEPS, report[0] * report[1])
+    loop[OWN_NS], loop[PADDED] = end, report[1]
+    if t.words[at.RULES] == at.STATIC:
+        return _publish_together(loop, t, desk, done, end)
+    for i in range(done):
+        number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
+        policy.finished(t, number, report[3 + 2 * i])
+        if not _publish(loop, t, desk, number, report[3 + 2 * i], end):
+            return False
+    return True
+
+
+# ---- publish
+
+
+@compiled
+def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) -> Any:
+    """A query's results into its client's ring. Whether the engine gave them."""
+    entry = t.entries[number]
+    place = exchange.payload_of_result(desk, entry[ROW])
+    if place < 0:
+        _evict(loop, entry[ROW])
+    else:
+        found = call(loop[HARVEST], (loop[HANDLE], entry[SLOT], place, place + 8 * desk[exchange.MAX_K]))
+        if found < 0:
+            return False
+        _end(loop, desk, entry, _OK, found, extends)
+    call(loop[CHANGE], (loop[HANDLE], entry[SLOT], RELEASE))
+    stage = entry[at.STAGE]
+    limit = entry[at.DEADLINE]
+    if stage == at.PREFILL:
+        limit = min(limit, entry[at.ARRIVAL] + t.words[at.TARGET_NS])
+    if now > limit:
+        _count(loop, MISSED + stage, 1.0)
+    _observe(loop, TOOK, (now - entry[ENQUEUED]) / 1e9)
+    _observe(loop, TOOK_EXTENDS, float(extends))
+    queues.free_entry(t, number)
+    return True
+
+
+@compiled
+def _publish_together(loop: Any, t: Any, desk: Any, done: int, now: int) -> Any:
+    """`static`: answers wait until all of their batch are there."""
+    report, kept = words(loop[REPORT], 2 + 2 * done), words(loop[STATIC_DONE], 2 * t.words[at.ENGINE_SLOTS])
+    for i in range(done):
+        number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
+        policy.finished(t, number, report[3 + 2 * i])
+        t.entries[number, at.STATE] = at.DONE_WAITING
+        kept[2 * loop[DONE_COUNT]], kept[2 * loop[DONE_COUNT] + 1] = number, report[3 + 2 * i]
+        loop[DONE_COUNT] += 1
+    if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]:
+        return True
+    for i in range(loop[DONE_COUNT]):
+        if t.entries[kept[2 * i], at.STATE] == at.DONE_WAITING and not _publish(
+            loop, t, desk, kept[2 * i], kept[2 * i + 1], now
+        ):
+            return False
+    loop[DONE_COUNT] = 0
+    return True
+
+
+@compiled
+def _refuse(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
+    """A query that will not be searched; its entry is in no queue and no list."""
+    _count(loop, REFUSED, 1.0)
+    reason = OVERLOADED if status == _OVERLOADED else LATE if status == _LATE else UNFIT
+    _count(loop, reason, 1.0)
+    _end(loop, desk, t.entries[number], status, 0, 0)
+    queues.free_entry(t, number)
+
+
+@compiled
+def _end(loop: Any, desk: Any, entry: Any, status: int, found: int, extends: int) -> None:
+    sent = exchange.answer(
+        desk, entry[ROW], entry[REQUEST_ID], status, found, extends, entry[RECEIVED], entry[BEGUN]
+    )  # fmt: skip
+    if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
+        _evict(loop, entry[ROW])
+
+
+@compiled
+def _evict(loop: Any, row: int) -> None:
+    """Remember a client that only Python can evict."""
+    rows = words(loop[EVICTED], loop[EVICT] + 1)
+    for i in range(loop[EVICT]):
+        if rows[i] == row:
+            return
+    rows[loop[EVICT]] = row
+    loop[EVICT] += 1
+
+
+# ---- metrics
+
+
+@compiled
+def _count(loop: Any, counter: int, amount: float) -> None:
+    floats(loop[counter], 1)[0] += amount
+
+
+@compiled
+def _observe(loop: Any, histogram: int, value: float) -> None:
+    count = loop[histogram + 2]
+    edges, buckets = floats(loop[histogram + 1], count), floats(loop[histogram], count + 2)
+    place = 0
+    while place < count and edges[place] < value:
+        place += 1
+    buckets[place] += 1.0
+    buckets[count + 1] += value

@@ -1,0 +1,198 @@
+"""The compiled loop's memory, made once, and what Python asks of the loop and its policy."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.backend import Backend
+from ipc import SessionServer, exchange
+from ipc.instructions import words
+from runtime.node.table import WorkerTable
+from runtime.pool import loop as of
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
+from runtime.pool.estimate import learn_cost
+from runtime.pool.loop import forget_client, run_loop, take_in
+from runtime.pool.policy import held_until
+from runtime.pool.settings import Policy
+from runtime.pool.sizing import Measured
+from runtime.pool.tables import handle_of, new_tables, tables_at
+
+_LEARNT = 8  # times that a calibration is learnt: as much as so many extends
+_ROWS = 4096  # of clients, at most, that are to be evicted at a time
+
+
+class PoolLoop:
+    """One pool's loop over a server's desk, an engine and a worker's table. All three must outlive it.
+
+    max_dim: of the longest vector; max_width: a query's widest search; clock: the address of a word with the time in
+    ns, 0 for the machine's own.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        server: SessionServer,
+        backend: Backend,
+        table: WorkerTable,
+        *,
+        max_dim: int,
+        max_width: int,
+        clock: int = 0,
+    ) -> None:
+        self.tables = new_tables(policy)
+        self._server, self._backend = server, backend
+        self._handle = handle_of(self.tables)
+        entries, slots = len(self.tables.entries), int(self.tables.words[at.ENGINE_SLOTS])
+        edges = [np.array(table.edges(f"trinity_pool_{name}")) for name in of.HISTOGRAMS]
+        scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _ROWS, 2 * slots)]
+        self._edges, self._scratch = edges, scratch
+        self._vectors = np.zeros((0, 0), np.float32)
+        self.words = np.zeros(of.LOOP_WORDS, np.int64)
+        self.words[of.DESK] = server.desk.address
+        self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
+        self.words[of.CLOCK], self.words[of.MAX_WIDTH] = clock, max_width
+        for word, array in zip((of.REPORT, of.OWNERS, of.EVICTED, of.STATIC_DONE), scratch, strict=True):
+            self.words[word] = array.ctypes.data
+        for number, name in enumerate(of.COUNTERS):
+            self.words[of.METRICS + number] = table.address(f"trinity_pool_{name}_total")
+        for number, (name, edge) in enumerate(zip(of.HISTOGRAMS, edges, strict=True)):
+            place = of.METRICS + len(of.COUNTERS) + 3 * number
+            self.words[place : place + 3] = table.address(f"trinity_pool_{name}"), edge.ctypes.data, len(edge)
+        self._entries = entries
+        self.make_room(max_dim)
+
+    def make_room(self, max_dim: int) -> None:
+        """Let vectors be as long as this. What waits keeps its vector."""
+        stride = -(-max_dim // 16) * 16
+        if stride <= self._vectors.shape[1]:
+            return
+        vectors = np.zeros((self._entries, stride), np.float32)
+        if self._vectors.size:
+            vectors[:, : self._vectors.shape[1]] = self._vectors
+        self._vectors = vectors
+        self.words[of.VECTORS], self.words[of.VECTOR_BYTES] = vectors.ctypes.data, vectors.strides[0]
+
+    # ---- state
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Queries of prefill and of decode that wait for a slot."""
+        prefill, decode = self.tables.words[at.QUEUED : at.QUEUED + 2].tolist()
+        return prefill, decode
+
+    @property
+    def active(self) -> int:
+        """Queries in the next extend."""
+        return int(self.tables.words[at.LISTED : at.LISTED + 2].sum())
+
+    @property
+    def paused(self) -> int:
+        return int(self.tables.words[at.LISTED + at.HELD_BACK])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a query is in the pool."""
+        return bool(self.tables.words[at.FREE_ENTRIES] < self._entries)
+
+    @property
+    def padded(self) -> int:
+        """Slots beyond the active ones that the last extend covered."""
+        return int(self.words[of.PADDED])
+
+    @property
+    def collections_in_use(self) -> set[int]:
+        """The engine's numbers of the collections that queries in the pool ask."""
+        used = self.tables.entries[:, at.STATE] != at.FREE
+        return set(self.tables.entries[used, of.COLLECTION].tolist())
+
+    def held_until(self, now_ns: int) -> int:
+        """When what waits is to be given slots; NEVER_NS where nothing waits."""
+        return int(_held_until(self._handle, now_ns))
+
+    def turn(self, reserve: float, flush_prefill_ns: int) -> None:
+        """Set r and τ_pre."""
+        self.tables.floats[at.RESERVE] = reserve
+        self.tables.words[at.FLUSH_PREFILL_NS] = flush_prefill_ns
+
+    def learn(self, measured: Sequence[Measured]) -> None:
+        """What extends cost, as it was measured."""
+        for _ in range(_LEARNT):
+            for one in measured:
+                self.learn_one(one.active, one.extend_ns)
+
+    def learn_one(self, active: int, extend_ns: float) -> None:
+        """An extend of so many took so long."""
+        _learn_cost(self._handle, float(active), float(extend_ns))
+
+    def compile(self) -> None:
+        """Have everything compiled: that belongs to the start, and not to a user's query."""
+        self.run(0, 0)
+        self.held_until(0)
+        forget_client(self.words, self._handle, -1)
+        _take_in.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
+
+    # ---- running
+
+    def run(self, until_ns: int, spin_ns: int) -> int:
+        """Go round until then, at most; see `run_loop`. Takes care of all but IDLE and TIME, which it returns.
+
+        Raises what the engine raises when it fails.
+        """
+        while True:
+            stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
+            if stopped == of.IN_ARENA:
+                self._take_from_arena()
+                if self._server.late:
+                    return of.TIME
+            elif stopped == of.TO_EVICT:
+                self._evict()
+            elif stopped == of.ENGINE_FAILED:
+                self._backend.check()
+                raise RuntimeError("the engine has failed and does not say why")
+            else:
+                self._server.desk.ring_bells()
+                return stopped
+
+    def _take_from_arena(self) -> None:
+        vector = self._server.take_from_arena()
+        self.forget_gone()
+        if vector is not None:
+            address = self._server.desk.address
+            exchange.accept_request(address)
+            _take_in(self.words, self._handle, vector, time.monotonic_ns())
+            exchange.release_request(address)
+
+    def _evict(self) -> None:
+        count = int(self.words[of.EVICT])
+        self.words[of.EVICT] = 0
+        for row in self._scratch[2][:count].tolist():
+            self._server.evict(row)
+        self.forget_gone()
+
+    def forget_gone(self) -> int:
+        """Drop what clients have asked that are gone; how many queries that were. After each housekeeping."""
+        desk = self._server.desk
+        if not desk.vacant:
+            return 0
+        return sum(int(forget_client(self.words, self._handle, row)) for row in desk.take_vacated())
+
+
+@compiled
+def _take_in(
+    loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
+) -> None:
+    desk = words(loop[of.DESK], exchange.DESK_WORDS)
+    take_in(loop, tables_at(handle), desk, vector.ctypes.data, now)
+
+
+@compiled
+def _learn_cost(handle: npt.NDArray[np.int64], active: float, took_ns: float) -> None:
+    learn_cost(tables_at(handle), active, took_ns)
+
+
+@compiled
+def _held_until(handle: npt.NDArray[np.int64], now: int) -> int:
+    return held_until(tables_at(handle), now)  # type: ignore[no-any-return]

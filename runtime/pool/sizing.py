@@ -1,0 +1,95 @@
+"""How many queries are best active at a time on this machine: T_ext measured with 1, 2, 4 … slots."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.backend import RELEASE, Backend
+from gpu.index_data import IndexData
+from ipc import instructions
+from ipc.instructions import call
+from runtime.pool.compiled import compiled
+
+FIXED_SHARE = 0.1
+"""Of an extend and the loop's round about it, at most, that may be what it would take with no slot at all."""
+LOOP_NS = 500.0
+"""What the loop takes for a round with nothing to receive and nothing to publish (`benchmarks.pool`)."""
+_QUERIES = 16  # of each number of slots, and one more a slot
+
+
+class Measured(NamedTuple):
+    """An extend of `active` slots takes so long."""
+
+    active: int
+    extend_ns: float
+
+
+def fewest_slots(measured: Sequence[Measured]) -> int:
+    """The fewest active slots of whose round no more than FIXED_SHARE is wasted: by so much a slot may cost more there
+    than where it costs least."""
+    each = [(one.active, (one.extend_ns + LOOP_NS) / one.active) for one in measured]
+    least = min(cost for _, cost in each)
+    return next(active for active, cost in each if cost <= least / (1.0 - FIXED_SHARE))
+
+
+def measure(backend: Backend, data: IndexData, number: int, top_m: int, search_width: int, most: int) -> list[Measured]:
+    """T_ext with 1, 2, 4 … `most` slots, over a collection of the engine's that has this number.
+
+    Rows of the index are the queries, each asked once: what one has read is in the caches for a while.
+    """
+    rows = data.rows.codes if data.rows.full is None else data.rows.full
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    queries = [_QUERIES + active for active in sizes]
+    picked = np.random.default_rng(0).permutation(len(rows))[: sum(queries) + 1]
+    vectors = np.resize(rows[picked, : data.rows.dim].astype(np.float32), (sum(queries) + 1, data.rows.dim))
+    engine, report, times = np.array(backend[:5], np.int64), np.zeros(2 + 2 * most, np.int64), np.zeros(4096, np.int64)
+
+    def serve(begin: int, count: int, active: int) -> list[int]:
+        asked = vectors[begin : begin + count]
+        made = _serve(engine, asked, active, number, top_m, search_width, report, times)
+        backend.check()
+        took: list[int] = times[:made].tolist()
+        return took
+
+    serve(0, 1, 1)  # compiles, and first touches
+    found, begin = [], 1
+    for active, count in zip(sizes, queries, strict=True):
+        found.append(Measured(active, statistics.median(serve(begin, count, active))))
+        begin += count
+    return found
+
+
+@compiled
+def _serve(
+    engine: Any,
+    vectors: npt.NDArray[np.float32],
+    active: int,
+    number: int,
+    top_m: int,
+    width: int,
+    report: Any,
+    times: Any,
+) -> Any:
+    """Search all `vectors`, `active` at a time; how many extends that filled, and what each took, in `times`."""
+    admit, extend, change, handle = engine[0], engine[1], engine[3], engine[4]
+    asked = running = made = 0
+    while asked < len(vectors) or running:
+        while running < active and asked < len(vectors):
+            vector = vectors.ctypes.data + asked * vectors.strides[0]
+            running += call(admit, (handle, vector, number, 1, top_m, width, 0)) >= 0
+            asked += 1
+        begin = instructions.monotonic_ns()
+        done = call(extend, (handle, report.ctypes.data))
+        took = instructions.monotonic_ns() - begin
+        if done < 0:
+            break
+        if running == active and made < len(times):
+            times[made] = took // report[0]
+            made += 1
+        for i in range(done):
+            call(change, (handle, report[2 + 2 * i], RELEASE))
+        running -= done
+    return made

@@ -1,0 +1,91 @@
+"""The compiled loop on a clock of its own: who joins which extend, and what it counts."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from runtime.node.config import NodeConfig
+from runtime.node.metrics import metrics_of
+from runtime.pool.settings import Policy, policy_of
+from runtime.simulator.pool_alone import Query
+from tests.pool.virtual_engine import VirtualPool
+
+FIXED, EACH = 500, 4_500
+MakeVirtual = Callable[..., VirtualPool]
+
+
+@pytest.fixture
+def virtual() -> Iterator[MakeVirtual]:
+    made: list[VirtualPool] = []
+
+    def make(queries: Sequence[Query], policy: Policy | None = None) -> VirtualPool:
+        made.append(VirtualPool(queries, policy or policy_of(NodeConfig(), 2), fixed=FIXED, each=EACH))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def counted(pool: VirtualPool, name: str) -> float:
+    metric = next(metric for metric in metrics_of("pool", NodeConfig().slo) if metric.name == f"trinity_pool_{name}")
+    values = pool.table.read(metric)
+    return sum(values[:-1]) if metric.kind == "histogram" else values[0]
+
+
+def test_an_arrival_joins_the_next_extend_while_a_slot_is_free(virtual: MakeVirtual) -> None:
+    pool = virtual([Query(0, "decode", 40), Query(12_000, "decode", 10)])
+    pool.run()
+    assert pool.engine.batches[:4] == [[0], [0], [0], [0, 1]]  # it came in the third, which ended at 15,000
+
+
+def test_with_shipped_defaults_a_prefill_query_joins_the_next_extend_also_in_a_backlog(virtual: MakeVirtual) -> None:
+    backlog = [Query(0, "decode", 40) for _ in range(30)]
+    pool = virtual([*backlog, Query(1_000_000, "prefill", 10), Query(1_200_000, "prefill", 10)])
+    pool.run()
+    batches = pool.engine.batches
+    took = 2 * EACH + FIXED
+    assert all(len(batch) == 2 for batch in batches[: 1_000_000 // took])
+    first = next(number for number, batch in enumerate(batches) if 30 in batch)
+    assert first == -(-1_000_000 // took)
+    assert batches[first : first + 10] == [[30]] * 10  # alone: decode waits while prefill has credit
+    again = batches[first + 10]
+    assert set(again) <= set(batches[first - 1]), "those who were paused go on"
+    assert len(again) == 2
+
+
+def test_every_query_ends_once_whatever_is_paused_for_whom(virtual: MakeVirtual) -> None:
+    queries = [Query(100_000 * n, "decode" if n % 6 else "prefill", 5 + 7 * (n % 11)) for n in range(200)]
+    pool = virtual(queries)
+    fates = pool.run()
+    assert all(fate.latency_ns >= query.extends * (FIXED + EACH) for fate, query in zip(fates, queries, strict=True))
+    assert sum(map(len, pool.engine.batches)) == sum(query.extends for query in queries)
+    assert counted(pool, "preemptions_total") > 0
+    assert not pool.loop.busy
+
+
+def test_the_loop_counts_its_extends_and_what_they_take(virtual: MakeVirtual) -> None:
+    queries = [Query(20_000 * n, "decode", 3 + n % 4) for n in range(50)]
+    pool = virtual(queries)
+    pool.run()
+    extends, steps = counted(pool, "extends_total"), counted(pool, "slot_steps_total")
+    assert extends == len(pool.engine.batches)
+    assert steps == sum(query.extends for query in queries)
+    assert counted(pool, "extend_seconds_total") == pytest.approx((extends * FIXED + steps * EACH) / 1e9)
+    assert counted(pool, "queries_decode_total") == counted(pool, "query_seconds") == 50
+
+
+def test_static_batches_are_answered_together(virtual: MakeVirtual) -> None:
+    queries = [Query(0, "decode", 5), Query(0, "decode", 50), Query(0, "decode", 5)]
+    pool = virtual(queries, Policy(slots=2, rules="static"))
+    first, second, third = pool.run()
+    assert first.latency_ns == second.latency_ns == 5 * (FIXED + 2 * EACH) + 45 * (FIXED + EACH)
+    assert third.wait_ns == second.latency_ns
+
+
+def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
+    queries = [Query(n, "prefill" if n > 4 else "decode", 9) for n in range(8)]
+    pool = virtual(queries, Policy(slots=2, rules="fifo"))
+    waits = [fate.wait_ns for fate in pool.run()]
+    assert waits == sorted(waits)
+    assert counted(pool, "preemptions_total") == 0

@@ -1,0 +1,144 @@
+"""The real loop, over real rings, with an engine whose extends take the time that it is told, on its own clock."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu import SearchParams
+from gpu.callbacks import Callbacks
+from gpu.slots import Collections
+from ipc import RingClient, SessionServer, new_token, private_endpoint
+from runtime.node.config import NodeConfig
+from runtime.node.metrics import metrics_of
+from runtime.node.table import WorkerTable
+from runtime.pool.loop import IDLE
+from runtime.pool.loop_memory import PoolLoop
+from runtime.pool.settings import Policy
+from runtime.simulator.pool_alone import Fate, Query
+
+_FOREVER = 1 << 62
+
+
+class _Collection(Collections):
+    """One collection without an index, whose queries are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._numbers, self._dims["docs"] = {"docs": 0}, 1
+
+
+class VirtualEngine:
+    """What `Callbacks` asks of an engine; an extend takes `fixed + each·active` ns, a query to be taken in `query`."""
+
+    extends_made, padded_slots = 1, 0
+
+    def __init__(self, queries: Sequence[Query], fixed: int, each: int, query: int) -> None:
+        self.queries, self.costs = queries, (fixed, each, query)
+        self.clock = np.zeros(1, np.int64)
+        self.dims = {"docs": 1}
+        self.left: dict[int, int] = {}  # extends by slot
+        self.number: dict[int, int] = {}  # of the query in a slot
+        self.paused: set[int] = set()
+        self.begun: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.batches: list[list[int]] = []  # the queries of each extend
+        self.arrive: Any = None  # called when time has passed
+
+    @property
+    def now(self) -> int:
+        return int(self.clock[0])
+
+    def admit(self, query: npt.NDArray[np.float32], params: SearchParams, collection: str) -> int:
+        slot = next(slot for slot in range(4096) if slot not in self.left)
+        self.number[slot] = number = int(query[0])
+        self.left[slot] = self.queries[number].extends
+        self.begun.setdefault(number, self.now)
+        self.clock[0] += self.costs[2]
+        return slot
+
+    def extend(self) -> npt.NDArray[np.int32]:
+        active = [slot for slot in self.left if slot not in self.paused and self.left[slot]]
+        self.batches.append([self.number[slot] for slot in active])
+        self.clock[0] += self.costs[0] + self.costs[1] * len(active)
+        for slot in active:
+            self.left[slot] -= 1
+        self.arrive()
+        return np.array([slot for slot in active if not self.left[slot]], np.int32)
+
+    def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        self.ended[self.number[slot]] = self.now
+        return np.array([self.number[slot]]), np.zeros(1, np.float32)
+
+    def extends(self, slot: int) -> int:
+        return self.queries[self.number[slot]].extends
+
+    def release(self, slot: int) -> None:
+        del self.left[slot]
+        self.paused.discard(slot)
+
+    def pause(self, slot: int) -> None:
+        self.paused.add(slot)
+
+    def resume(self, slot: int) -> None:
+        self.paused.remove(slot)
+
+
+class VirtualPool:
+    """`queries`, by time, through the real loop. `table` has its metrics, `engine` what it did."""
+
+    def __init__(self, queries: Sequence[Query], policy: Policy, *, fixed: int, each: int, query: int = 0) -> None:
+        self._stack = ExitStack()
+        self.queries, self._sent = queries, 0
+        self.table = WorkerTable.create("pool", "pool-0", metrics_of("pool", NodeConfig().slo))
+        self._stack.callback(self.table.close)
+        self._server = SessionServer(
+            private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192
+        )
+        self._stack.callback(self._server.close)
+        self.engine = VirtualEngine(queries, fixed, each, query)
+        self.engine.arrive = self._arrive
+        engine: Any = self.engine  # what of an engine is called back
+        self._callbacks = Callbacks(engine, _Collection())
+        self.loop = PoolLoop(
+            policy, self._server, self._callbacks.backend(), self.table,
+            max_dim=1, max_width=8, clock=int(self.engine.clock.ctypes.data),
+        )  # fmt: skip
+        for active in (1, 2, 4, 8, 16) * 4:
+            self.loop.learn_one(active, fixed + each * active)
+        made: list[RingClient] = []
+        thread = threading.Thread(
+            target=lambda: made.append(RingClient(self._server.endpoint, "virtual", timeout_ms=60_000.0))
+        )
+        thread.start()
+        while thread.is_alive():
+            self._server.wait(1)
+        (self._client,) = made
+        self._stack.callback(self._client.close)
+
+    def _arrive(self) -> None:
+        while self._sent < len(self.queries) and self.queries[self._sent].at_ns <= self.engine.now:
+            query = self.queries[self._sent]
+            vector = np.array([self._sent], np.float32)
+            self._client.submit(vector, collection="docs", stage=query.stage, k=1, top_m=128, search_width=4)
+            self._sent += 1
+
+    def run(self) -> list[Fate]:
+        """What becomes of them, in their order."""
+        ended = 0
+        while ended < len(self.queries):
+            self._arrive()
+            if self.loop.run(_FOREVER, 0) == IDLE and self._sent < len(self.queries):
+                self.engine.clock[0] = max(self.engine.now, self.queries[self._sent].at_ns)
+            ended += len(self._client.poll())
+        begun, done = self.engine.begun, self.engine.ended
+        return [
+            Fate(query.stage, begun[number] - query.at_ns, done[number] - query.at_ns)
+            for number, query in enumerate(self.queries)
+        ]
+
+    def close(self) -> None:
+        self._stack.close()
