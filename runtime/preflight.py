@@ -1,13 +1,14 @@
 """What a node needs, looked for before anything of it starts: devices, collections, embedders, the model and its KV."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from gpu import DeviceUnavailable, check_device
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.needs import needed_bytes
+from runtime.needs import host_bytes, needed_bytes
 from runtime.node.machine import Machine
 from runtime.node.placement import NodePlan
 from runtime.retrieval.collection import Collection
@@ -52,6 +53,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
             check_embedder(info.embedder_name)
     if plan.config.own_model is not None:
         _check_model(plan, progress)
+    _check_host_memory(plan)
     if any(worker.device != "cpu" for worker in plan.workers):
         _check_gpu_memory(plan, machine or Machine.read())
 
@@ -74,17 +76,6 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
         raise ConfigError(
             f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
         )
-    blocks = (config.decode.workers + config.decode.spares) * config.decode.swap_blocks
-    for worker in (*plan.of_role("prefill"), *plan.of_role("decode"), *plan.spares):
-        if worker.device == "cpu":
-            section = config.prefill if worker.role == "prefill" else config.decode
-            blocks += section.blocks(config.own_model)
-    needed, free = info.kv_bytes(blocks, config.own_model.kv_block_tokens), psutil.virtual_memory().available
-    if needed > free:
-        raise ResourceBusy(
-            f"prefill and decode KV needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
-            "lower kv_blocks or slots of prefill or decode, decode.swap_blocks or model.context_tokens"
-        )
 
 
 def check_files(name: str, directory: Path) -> None:
@@ -94,14 +85,28 @@ def check_files(name: str, directory: Path) -> None:
             raise ModelError(f"model.name = {name!r}: no {pattern} in {directory}")
 
 
+def _check_host_memory(plan: NodePlan) -> None:
+    """What the workers take of the host's memory must be free."""
+    needed, free = host_bytes(plan), psutil.virtual_memory().available
+    if sum(needed.values()) > free:
+        raise ResourceBusy(
+            f"the node needs {sum(needed.values()) / 2**30:.1f} GiB of memory ({_parts(needed)}), "
+            f"{free / 2**30:.1f} are free: "
+            "lower kv_blocks or slots of prefill or decode, decode.swap_blocks, model.context_tokens or spares"
+        )
+
+
+def _parts(needed: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count / 2**30:.1f}" for name, count in needed.items())
+
+
 def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
     needed = needed_bytes(plan)
     for gpu in machine.gpus:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:
-            parts = ", ".join(f"{name} {count / 2**30:.1f}" for name, count in there.items())
             raise ResourceBusy(
-                f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {parts}: lower "
-                "kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
+                f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {_parts(there)}: "
+                "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
             )

@@ -225,7 +225,9 @@ def test_swap_space_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch
     found, machine = on_gpus(tmp_path, free_gib=2.0, swap_blocks=100_000)
     assert needed_bytes(found)["decode-0"] < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    with pytest.raises(ResourceBusy, match=r"KV needs 137\.3 GiB, 1\.0 are free"):
+    with pytest.raises(
+        ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*decode-0 137\.\d.*\), 1\.0 are free"
+    ):
         preflight.check(found, machine=machine)
 
 
@@ -251,10 +253,12 @@ def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
 def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
     monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 << 29))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 << 30))
     model = {"name": "smollm2-135m-instruct"}
     preflight.check(resolve(parse_config({"model": model})))
-    with pytest.raises(ResourceBusy, match=r"KV needs \d\.\d GiB, 1\.5 are free"):
+    with pytest.raises(
+        ResourceBusy, match=r"the node needs \d\.\d GiB of memory \(.*decode-spare-0 1\.\d.*\), 4\.0 are free"
+    ):
         preflight.check(resolve(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
 
 

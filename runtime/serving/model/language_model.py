@@ -190,7 +190,9 @@ def _host_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None) -> n
     """Zeros in the buffer, or in memory of our own. Written, so that the pages are there before the first prompt is."""
     size = 4 * int(np.prod(shape))
     if buffer is None:
-        buffer = memoryview(mmap.mmap(-1, size))  # begins with a page, where numpy's own begins somewhere in it
+        buffer = memoryview(
+            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        )  # begins with a page, where numpy's own begins somewhere in it
     elif not isinstance(buffer, memoryview) or buffer.readonly or buffer.nbytes < size:
         held = buffer.nbytes if isinstance(buffer, memoryview) else 0
         raise ConfigError(f"the KV buffer has {held} bytes, must be writable and have {size}")

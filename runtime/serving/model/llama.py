@@ -60,7 +60,7 @@ class Llama:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"model {info.name!r} has hidden_act {config['hidden_act']!r}; only 'silu' can be served")
         loading = _Loading(config, info, files, device)
-        head = "model.embed_tokens" if config.get("tie_word_embeddings", False) else "lm_head"
+        head = "model.embed_tokens" if info.tied else "lm_head"
         files.require([*loading.names(), f"{head}.weight"])
         with torch.inference_mode():
             return cls(
@@ -94,10 +94,6 @@ class _Loading:
 
     def __init__(self, config: dict[str, Any], info: ModelInfo, files: WeightFiles, device: str) -> None:
         self._info, self._files, self._device = info, files, device
-        mlp = config.get("intermediate_size")
-        if not isinstance(mlp, int) or mlp < 1:
-            raise ModelError(f"model {info.name!r}: config.json's intermediate_size is {mlp!r}, no positive integer")
-        self._mlp = mlp
         self._epsilon = float(config.get("rms_norm_eps", 1e-6))
         self._attention_bias, self._mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
@@ -112,7 +108,7 @@ class _Loading:
         return ["model.embed_tokens.weight", "model.norm.weight", *layers]
 
     def layer(self, number: int) -> _Layer:
-        info, mlp, name = self._info, self._mlp, f"model.layers.{number}"
+        info, mlp, name = self._info, self._info.mlp, f"model.layers.{number}"
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         asking = tuple(f"{name}.self_attn.{part}_proj" for part in "qkv")
         gated = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")

@@ -55,7 +55,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of a Llama model. `max_context_tokens` is what its positions were trained for."""
+    """Sizes of a Llama model. `max_context_tokens` is what its positions were trained for; `mlp` the width of its MLPs;
+    `tied`: the embedding is also the last product's matrix."""
 
     name: str
     layers: int
@@ -65,6 +66,8 @@ class ModelInfo:
     hidden: int
     vocabulary: int
     max_context_tokens: int
+    mlp: int
+    tied: bool
 
     @classmethod
     def read(cls, name_or_dir: str | Path) -> Self:
@@ -104,7 +107,15 @@ class ModelInfo:
             hidden=hidden,
             vocabulary=size("vocab_size"),
             max_context_tokens=size("max_position_embeddings"),
+            mlp=size("intermediate_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
         )
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the matrices of all layers."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, int, int, int, int, int]:
         """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim], float32."""

@@ -1,0 +1,37 @@
+"""What a node's processes take of the memory, as if nothing else ran on the machine."""
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+)")
+
+
+def proportional_bytes(pids: dict[str, int]) -> dict[str, int]:
+    """Pss by process, the pages of a mapped file shared among these processes alone.
+
+    The kernel's own Pss divides by all processes that map a file, so torch would weigh nothing where other nodes run.
+    """
+    own: dict[str, int] = {}
+    files: dict[str, dict[tuple[str, str], int]] = {}
+    for name, pid in pids.items():
+        own[name], files[name] = _mapped(Path(f"/proc/{pid}/smaps").read_text())
+    holders = Counter(file for held in files.values() for file in held)
+    return {name: own[name] + sum(size // holders[file] for file, size in files[name].items()) for name in pids}
+
+
+def _mapped(smaps: str) -> tuple[int, dict[tuple[str, str], int]]:
+    """Bytes of anonymous memory, and of each file by device and inode (proc(5), smaps)."""
+    own, files = 0, defaultdict[tuple[str, str], int](int)
+    file, resident = ("", "0"), 0
+    for line in smaps.splitlines():
+        if found := _MAPPING.match(line):
+            file = (found[1], found[2])
+        elif line.startswith("Rss:"):
+            resident = int(line.split()[1]) << 10
+        elif line.startswith("Anonymous:"):
+            anonymous = int(line.split()[1]) << 10
+            own += anonymous
+            if file[1] != "0":
+                files[file] += resident - anonymous
+    return own, files

@@ -1,0 +1,19 @@
+"""What `serve --dry-run` says that a process needs is what it takes."""
+
+import pytest
+
+from runtime.needs import needed_bytes
+from runtime.node.config import load_config
+from runtime.node.placement import resolve
+from tests.e2e.memory import proportional_bytes
+from tests.e2e.node import RunningNode
+
+TOLERANCE = 0.15  # of each process
+
+
+def test_every_worker_takes_what_was_said_within_fifteen_percent(node: RunningNode) -> None:
+    needed = needed_bytes(resolve(load_config(node.config)))
+    pids = {worker.name: worker.pid for worker in node.status().workers}
+    taken = proportional_bytes(pids | {"supervisor": node.status().info.pid})
+    for name in pids:
+        assert needed[name] == pytest.approx(taken[name], rel=TOLERANCE), name
