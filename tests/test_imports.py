@@ -63,6 +63,6 @@ def _heavy(program: str) -> set[str]:
 def _modules(program: str) -> set[str]:
     """What a process has imported when it has run `program`."""
     listed = f"{program}\nimport sys\nprint(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
