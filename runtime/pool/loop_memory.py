@@ -141,6 +141,7 @@ class PoolLoop:
 
         Raises what the engine raises when it fails.
         """
+        self.forget_gone()
         while True:
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
             if stopped == of.IN_ARENA:

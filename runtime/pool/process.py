@@ -84,6 +84,8 @@ class Pool:
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set("trinity_pool_slots", policy.slots)
         self._malformed = 0  # session messages that the metric has
+        self._control_ns = 0  # when Python is next needed
+        self._turn_knobs()
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[Measured]]:
         """Queries through every collection: compiling and first touches belong to the start, not to a user's query."""
@@ -100,16 +102,17 @@ class Pool:
 
     def step(self) -> None:
         """One turn of the loop, and what Python does between two."""
+        # First, so that who wakes the pool waits for nothing else.
+        stopped = self._loop.run(self._control_ns, self._spin.ns)
         now = time.monotonic_ns()
-        self._control(now)
-        spin_ns = min(self._spin.ns, _CONTROL_NS)
-        stopped = self._loop.run(now + _CONTROL_NS, spin_ns)
-        self._write_gauges()
+        if stopped == IDLE or now >= self._control_ns:
+            self._control_ns = now + _CONTROL_NS
+            self._control(now)
         if stopped == IDLE and not self._server.late:
             self._rest(now)
 
     def _control(self, now: int) -> None:
-        """Clients come and go, knobs turn, collections change."""
+        """Clients come and go, knobs turn, collections change; the table learns how things are."""
         self._table.beat()
         self._server.look_at_late()
         self._server.housekeep(now)
@@ -117,6 +120,7 @@ class Pool:
         self._turn_knobs()
         self._replacing.step(now)
         self._loop.make_room(self._catalogue.offer.max_dim)
+        self._write_gauges()
 
     def _turn_knobs(self) -> None:
         """What the supervisor's control loop wants by now."""
