@@ -20,6 +20,7 @@ from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
 from runtime.pool.tables import handle_of, new_tables, tables_at
 
+_LATE_NS = 50_000  # after which a vector that was not written yet is looked at again
 _LEARNT = 8  # times that a calibration is learnt: as much as so many extends
 _ROWS = 4096  # of clients, at most, that are to be evicted at a time
 
@@ -142,12 +143,13 @@ class PoolLoop:
         Raises what the engine raises when it fails.
         """
         self.forget_gone()
+        self._server.look_at_late()
         while True:
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
             if stopped == of.IN_ARENA:
                 self._take_from_arena()
-                if self._server.late:
-                    return of.TIME
+                if self._server.late:  # the rest goes on meanwhile
+                    until_ns = min(until_ns, time.monotonic_ns() + _LATE_NS)
             elif stopped == of.TO_EVICT:
                 self._evict()
             elif stopped == of.ENGINE_FAILED:
