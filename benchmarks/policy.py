@@ -8,15 +8,14 @@ the simulator itself, and the same seed gives the same figures on any machine.
 1. Policies. A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs
    `--fixed` s plus so much a slot that the pool is busy all the time at 100% load, and the next resource at 80%. With
    an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
-   case that policies are for: searches that are hard for the pool they have.
-2. Targets. The same with other values of `pool.prefill_target_s` and of the flush timeouts.
-3. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
+   case that policies are for: searches that are hard for the pool they have. The pool's settings are those that are
+   shipped, with the trace's SLOs as the promise; `adaptive` is `policy = "trinity"` with the control law.
+2. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
    of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
-4. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
+3. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
 
 Goodput is over *sent* requests: the rate times the share that met TTFT and TPOT. Every policy gets the same requests at
-the same times, from several windows of each trace. The scheduler's rules were tried out on the windows that begin at
-requests 0 and 2400; the default windows are others. The traces' own rates are scaled (RAGPulse's by far the most: it
+the same times, from several windows of each trace. The traces' own rates are scaled (RAGPulse's by far the most: it
 has 42 requests an hour).
 """
 
@@ -35,8 +34,8 @@ from msgspec.structs import replace
 
 from benchmarks.machine import machine
 from benchmarks.policy_report import draw_goodput, draw_plans, markdown
-from benchmarks.policy_rows import FIXED, NAIVE, Day, Planned, Report, Row, Target
-from runtime.node.config import ControlSection, DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
+from benchmarks.policy_rows import FIXED, OTHERS, Day, Planned, Report, Row
+from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, plans
@@ -55,23 +54,20 @@ TRACES = {
     "ragpulse": ("ragpulse/0_trace.jsonl.gz", Slos(ttft_s=1.0, tpot_s=0.025)),
 }
 SPARE = 1.25  # how much more of the pool than of the next resource a request takes
-TARGETS = (0.0, 0.01, 0.05, 0.2)  # pool.prefill_target_s over TTFT's SLO; 0.05 in the first table
-FLUSHES_S = (0.0, 0.0005, 0.002)
 SEARCH_COSTS = (1, 30, 100, 300)
 HOURS = 24
+_ROUNDS = 4
 
 Window = list[Arrival]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One run: a window of a trace at a load, under a policy, with some settings of the pool."""
+    """One run: a window of a trace at a load, under a policy."""
 
     trace: str
     window: int
     load: float
     policy: str
-    target: float = 0.05
-    flush_s: float = 0.0
 
 
 class Bench:
@@ -89,22 +85,20 @@ class Bench:
     def run(self, job: Job) -> tuple[Result, list[bool]]:
         """The result, and which requests met both SLOs, in the order of their arrival."""
         slos, arrivals = TRACES[job.trace][1], self.window(job.trace, job.window)
-        config = node(slos, job.target * slos.ttft_s, job.flush_s)
-        setup = scarce_pool(Setup(config=config, slos=slos, seed=self.options.seed), arrivals, self.options.fixed)
+        setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=self.options.seed), arrivals, self.options.fixed)
         setup = replace(setup, policy=PolicyChoice.parse(job.policy))
         simulation = Simulation(setup, at_rate(arrivals, job.load * capacity(setup, arrivals)))
         result = simulation.run()
         return result, [request.met(slos.ttft_s, slos.tpot_s) for request in simulation.requests]
 
 
-def node(slos: Slos, target_s: float, flush_s: float = 0.0) -> NodeConfig:
-    """The first table's node. The loop's target for prefill's waits is a twentieth of TTFT's SLO."""
+def node(slos: Slos) -> NodeConfig:
+    """The first table's node: shipped settings, and a promise."""
     return NodeConfig(
         http=HttpSection(max_in_flight=100_000),
+        slo=SloSection(ttft_s=slos.ttft_s, tpot_s=slos.tpot_s),
         prefill=PrefillSection(workers=3, slots=16, chunk_tokens=2048),
         decode=DecodeSection(workers=4, slots=64),
-        pool=PoolSection(workers=1, slots=32, prefill_target_s=target_s, flush_s=flush_s, flush_prefill_s=flush_s),
-        control=ControlSection(prefill_wait_target_s=slos.ttft_s / 20),
     )
 
 
@@ -113,11 +107,13 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
     needs = demands(setup, arrivals)
     others = max(seconds for name, seconds in needs.items() if name != "pool")
     unit = demands(replace(setup, times=replace(setup.times, extend_s=0.0, extend_slot_s=1e-6)), arrivals)["pool"]
-    slots = slots_of(setup.config.pool, setup.times)
-    slot_s = SPARE * others / unit * 1e-6 - fixed_s / slots
-    if slot_s < 0:
-        sys.exit(f"--fixed {fixed_s}: an extend of {slots} slots takes no longer than that")
-    return replace(setup, times=replace(setup.times, extend_s=fixed_s, extend_slot_s=slot_s))
+    times = replace(setup.times, extend_s=fixed_s)
+    for _ in range(_ROUNDS):  # how many slots "auto" finds depends on what they cost
+        slots = slots_of(setup.config.pool, times)
+        times = replace(times, extend_slot_s=SPARE * others / unit * 1e-6 - fixed_s / slots)
+        if times.extend_slot_s < 0:
+            sys.exit(f"--fixed {fixed_s}: an extend of {slots} slots takes no longer than that")
+    return replace(setup, times=times)
 
 
 # ---- the tables
@@ -125,7 +121,7 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
 
 def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
     options = bench.options
-    names = ("adaptive", *NAIVE, *FIXED)
+    names = ("adaptive", *OTHERS, *FIXED)
     for trace in options.traces.split(","):
         for load in options.loads:
             jobs = [Job(trace, window, load, name) for name in names for window in options.windows]
@@ -134,34 +130,9 @@ def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
             row = Row.of(trace, load, runs)
             print(row.line(), file=sys.stderr, flush=True)
             if load == 1.0:
-                shown = [runs["adaptive"][0][0], runs["prefill-first"][0][0]]
+                shown = [runs["adaptive"][0][0], runs["fifo"][0][0]]
                 draw(shown, options.out / f"policy-{trace}.png")
             yield row
-
-
-def targets(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Target]:
-    """Of the adaptive policy: the mean over windows and loads, relative to the first table's settings."""
-    options = bench.options
-    choices = [(target, 0.0) for target in TARGETS] + [(0.05, flush_s) for flush_s in FLUSHES_S[1:]]
-    for trace in options.traces.split(","):
-        for load in (0.7, 1.0, 1.2):
-            jobs = [
-                Job(trace, window, load, "adaptive", target, flush_s)
-                for target, flush_s in choices
-                for window in options.windows
-            ]
-            found = list(pool.map(bench.run, jobs))
-            goodputs = [
-                sum(run[0].goodput for job, run in zip(jobs, found, strict=True) if (job.target, job.flush_s) == choice)
-                / len(options.windows)
-                for choice in choices
-            ]
-            yield Target(trace=trace, load=load, goodput=dict(zip(map(_choice, choices), goodputs, strict=True)))
-
-
-def _choice(choice: tuple[float, float]) -> str:
-    target, flush_s = choice
-    return f"τ {flush_s * 1e3:g} ms" if flush_s else f"{target:g}·TTFT" if target else "0"
 
 
 def placements(bench: Bench) -> Iterator[Planned]:
@@ -169,12 +140,11 @@ def placements(bench: Bench) -> Iterator[Planned]:
     for trace in options.traces.split(","):
         slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
         for cost in SEARCH_COSTS:
-            config = replace(
-                node(slos, slos.ttft_s / 20), pool=PoolSection(slots=256, prefill_target_s=slos.ttft_s / 20)
-            )
             times = ServiceTimes()
             times = replace(times, extend_s=times.extend_s * cost, extend_slot_s=times.extend_slot_s * cost)
-            found = plans(Setup(config=config, times=times, slos=slos, seed=options.seed), arrivals, gpus=8, tried=1)
+            found = plans(
+                Setup(config=node(slos), times=times, slos=slos, seed=options.seed), arrivals, gpus=8, tried=1
+            )
             best = [next(plan for plan in found if plan.placement == placement) for placement in PLACEMENTS]
             print(trace, cost, [f"{plan.placement} {plan.rate:.1f}" for plan in best], file=sys.stderr, flush=True)
             yield Planned(trace=trace, cost=cost, best=best)
@@ -186,7 +156,7 @@ def day(bench: Bench) -> Day:
     arrivals = [moved(arrival, at_s=arrival.at_s + 3600.0 * n) for n in range(HOURS) for arrival in hour]
     slos = TRACES["azure"][1]
     began = time.monotonic()
-    result = simulate(Setup(config=node(slos, slos.ttft_s / 20), slos=slos, seed=bench.options.seed), arrivals)
+    result = simulate(Setup(config=node(slos), slos=slos, seed=bench.options.seed), arrivals)
     return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.monotonic() - began)
 
 
@@ -198,11 +168,10 @@ def main() -> None:
     slot_s = {}
     for trace in options.traces.split(","):
         slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
-        setup = scarce_pool(Setup(config=node(slos, slos.ttft_s / 20), slos=slos), arrivals, options.fixed)
+        setup = scarce_pool(Setup(config=node(slos), slos=slos), arrivals, options.fixed)
         slot_s[trace] = setup.times.extend_slot_s
     with ProcessPoolExecutor(options.processes) as pool:
         rows = list(policies(bench, pool))
-        swept = list(targets(bench, pool)) if not options.quick else []
     report = Report(
         machine=machine(),
         versions={name: version(name) for name in ("trinity-runtime", "numpy", "msgspec") if _installed(name)},
@@ -213,7 +182,6 @@ def main() -> None:
         slot_s=slot_s,
         slos={name: slos for name, (_, slos) in TRACES.items()},
         rows=rows,
-        targets=swept,
         placements=list(placements(bench)) if not options.quick else [],
         day=day(bench) if not options.quick else None,
         took_s=time.monotonic() - began,

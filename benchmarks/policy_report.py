@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.policy_rows import FIXED, NAIVE, Report, Row
+from benchmarks.policy_rows import FIXED, OTHERS, Report, Row
 
 
 def markdown(report: Report) -> str:
@@ -19,8 +19,6 @@ def markdown(report: Report) -> str:
         "",
         *_policies(report),
     ]
-    if report.targets:
-        lines += ["", *_targets(report)]
     if report.placements:
         lines += ["", *_placements(report)]
     if report.day is not None:
@@ -44,21 +42,21 @@ def _policies(report: Report) -> Iterator[str]:
         + ", ".join(f"{slot * 1e6:.0f} µs a slot ({name})" for name, slot in report.slot_s.items())
         + ". SLOs: "
         + ", ".join(f"{name} TTFT {slo.ttft_s} s, TPOT {slo.tpot_s * 1e3:.0f} ms" for name, slo in report.slos.items())
-        + ". `±` is a standard error of the difference to the best naive policy, in the ratio's unit."
+        + ". `±` is a standard error of the difference to the best other policy, in the ratio's unit."
     )
     yield ""
     yield (
-        "| trace | load | sent/s | adaptive | prefill-first | decode-first | FIFO | best fixed r "
-        "| / best naive | ± | / best fixed | r |"
+        "| trace | load | sent/s | adaptive | paper | FIFO | static | best fixed r "
+        "| / best other | ± | / best fixed | r |"
     )
     yield "|---|" + "---:|" * 11
     for row in report.rows:
         ours = row.goodput["adaptive"]
         yield (
             f"| {row.trace} | {row.load:.0%} | {row.sent_per_s:.2f} | {ours:.2f} | "
-            + " | ".join(f"{row.goodput[name]:.2f}" for name in NAIVE)
-            + f" | {row.goodput[row.best_fixed]:.2f} ({row.best_fixed[6:]}) | {_ratio(ours, row.best_naive)} "
-            f"| {_ratio(row.error, row.best_naive)} | {_ratio(ours, row.goodput[row.best_fixed])} "
+            + " | ".join(f"{row.goodput[name]:.2f}" for name in OTHERS)
+            + f" | {row.goodput[row.best_fixed]:.2f} ({row.best_fixed[6:]}) | {_ratio(ours, row.best_other)} "
+            f"| {_ratio(row.error, row.best_other)} | {_ratio(ours, row.goodput[row.best_fixed])} "
             f"| {row.reserve[0]:.2f}–{row.reserve[1]:.2f} |"
         )
     yield ""
@@ -68,34 +66,16 @@ def _policies(report: Report) -> Iterator[str]:
 def _verdict(rows: list[Row]) -> str:
     def named(standing: str) -> str:
         found = [row for row in rows if row.standing == standing]
-        shown = (f"{row.trace} {row.load:.0%} {_ratio(row.goodput['adaptive'], row.best_naive, 3)}" for row in found)
+        shown = (f"{row.trace} {row.load:.0%} {_ratio(row.goodput['adaptive'], row.best_other, 3)}" for row in found)
         return f"{len(found)}" + (f" ({', '.join(shown)})" if found else "")
 
     least = min(rows, key=lambda row: row.goodput["adaptive"] / max(row.goodput[row.best_fixed], 1e-9))
     ahead = sum(row.standing == "ahead" for row in rows)
     return (
-        f"Of {len(rows)} rows adaptive is at least as good as every naive policy in {ahead}; it is behind the best of "
-        f"them by less than two standard errors in {named('even')}, and by more in {named('behind')}. Of the best "
+        f"Of {len(rows)} rows adaptive is at least as good as paper, FIFO and static in {ahead}; it is behind the best "
+        f"of them by less than two standard errors in {named('even')}, and by more in {named('behind')}. Of the best "
         f"fixed r it has {_ratio(least.goodput['adaptive'], least.goodput[least.best_fixed])} at least."
     )
-
-
-def _targets(report: Report) -> Iterator[str]:
-    names = list(report.targets[0].goodput)
-    yield "## Prefill's target and the flush timeouts"
-    yield ""
-    yield (
-        "Adaptive's goodput with other settings, over that of the first table (`prefill_target_s` 0.05·TTFT, no "
-        "timeout). With the target 0 prefill queries are answered as soon as possible, at decode's cost; any "
-        "other target changes a few per cent at most, about as much as the next seed does, and so does waiting for "
-        "company, which a busy pool never does."
-    )
-    yield ""
-    yield "| trace | load | " + " | ".join(names) + " |"
-    yield "|---|" + "---:|" * (len(names) + 1)
-    for row in report.targets:
-        base = row.goodput["0.05·TTFT"]
-        yield f"| {row.trace} | {row.load:.0%} | " + " | ".join(_ratio(row.goodput[n], base) for n in names) + " |"
 
 
 def _placements(report: Report) -> Iterator[str]:
@@ -138,7 +118,7 @@ def draw_goodput(report: Report, path: Path) -> None:
         loads = [row.load * 100 for row in rows]
         best = [max(row.attainment[name] for name in FIXED) for row in rows]
         axes.plot(loads, best, "0.6", lw=5, alpha=0.6, label="best fixed r")
-        for name, style in zip(NAIVE, ("C1--", "C2--", "C3--"), strict=True):
+        for name, style in zip(OTHERS, ("C1--", "C2--", "C3--"), strict=True):
             axes.plot(loads, [row.attainment[name] for row in rows], style, label=name)
         axes.plot(loads, [row.attainment["adaptive"] for row in rows], "C0o-", ms=4, label="adaptive")
         axes.set_title(trace)

@@ -8,7 +8,7 @@ from runtime.simulator.plan import Plan
 from runtime.simulator.result import Result
 from runtime.simulator.workload import Slos
 
-NAIVE = ("prefill-first", "decode-first", "fifo")
+OTHERS = ("paper", "fifo", "static")
 FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
 Runs = dict[str, list[tuple[Result, list[bool]]]]  # by policy, a window each: the result, and which requests were good
 
@@ -16,7 +16,7 @@ Runs = dict[str, list[tuple[Result, list[bool]]]]  # by policy, a window each: t
 class Row(msgspec.Struct, kw_only=True):
     """One trace at one load, over all windows: goodput by policy in requests/s.
 
-    `error`: a standard error of adaptive's goodput less the best naive policy's, from the requests that only one of the
+    `error`: a standard error of adaptive's goodput less the best other policy's, from the requests that only one of the
     two served within its SLOs. (Requests of one trace are not independent: it is rather too small.)
     """
 
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, trace: str, load: float, runs: Runs) -> "Row":
         goodput = {name: statistics.mean(result.goodput for result, _ in found) for name, found in runs.items()}
-        best = max(NAIVE, key=lambda name: goodput[name])
+        best = max(OTHERS, key=lambda name: goodput[name])
         pairs = [
             pair
             for (_, ours), (_, theirs) in zip(runs["adaptive"], runs[best], strict=True)
@@ -55,8 +55,8 @@ class Row(msgspec.Struct, kw_only=True):
         )
 
     @property
-    def best_naive(self) -> float:
-        return max(self.goodput[name] for name in NAIVE)
+    def best_other(self) -> float:
+        return max(self.goodput[name] for name in OTHERS)
 
     @property
     def best_fixed(self) -> str:
@@ -64,21 +64,13 @@ class Row(msgspec.Struct, kw_only=True):
 
     @property
     def standing(self) -> str:
-        """Against the best naive policy: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
-        behind = self.best_naive - self.goodput["adaptive"]
+        """Against the best of the others: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
+        behind = self.best_other - self.goodput["adaptive"]
         return "ahead" if behind <= 1e-9 else "even" if behind <= 2 * self.error else "behind"
 
     def line(self) -> str:
         shown = ", ".join(f"{name} {share:.3f}" for name, share in self.attainment.items())
         return f"{self.trace} {self.load:.0%}: {shown}; {self.standing}"
-
-
-class Target(msgspec.Struct, kw_only=True):
-    """One trace at one load: adaptive's goodput by setting."""
-
-    trace: str
-    load: float
-    goodput: dict[str, float]
 
 
 class Planned(msgspec.Struct, kw_only=True):
@@ -105,7 +97,6 @@ class Report(msgspec.Struct, kw_only=True):
     slot_s: dict[str, float]
     slos: dict[str, Slos]
     rows: list[Row]
-    targets: list[Target]
     placements: list[Planned]
     day: Day | None
     took_s: float

@@ -29,6 +29,7 @@ class Search:
     asked_ns: int
     deadline_ns: int
     reply: Callable[[str], None]
+    top_m: int = 0  # 0: the pool's default
     left: int = 0  # extends, while it is paused
     begun_ns: int = 0  # when it had a slot
     ended_ns: int = 0  # when its answer was written
@@ -44,7 +45,7 @@ def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
 
 
 class SimPool:
-    """One pool worker. All queries here ask with the parameters that `limits` has as defaults."""
+    """One pool worker. Queries ask with the parameters that `limits` has as defaults, but for their own `top_m`."""
 
     def __init__(
         self, events: Events, times: ServiceTimes, scheduler: PoolScheduler[Search], limits: PoolSection, gpu: Gpu
@@ -72,7 +73,7 @@ class SimPool:
         limits = self._limits
         entry = Entry(
             search.stage, self._events.now_ns, search, search.deadline_ns,
-            top_m=limits.top_m, search_width=limits.search_width,
+            top_m=search.top_m or limits.top_m, search_width=limits.search_width,
         )  # fmt: skip
         try:
             self.scheduler.add(entry, self._events.now_ns)

@@ -1,0 +1,340 @@
+"""What is each rule of the pool's policy worth? One is changed at a time, everything else stays as it is shipped.
+
+    python -m benchmarks.ablation --data DIR
+
+A variant is one edit of the source: of a copy of it, compiled and run in a process of its own. All of it is
+simulated: production's policy, compiled, over virtual clocks; the same seed gives the same figures on any machine.
+
+- **pool**: the pool by itself with a CPU's costs in the compiled loop (an extend 0.3 µs and 4.5 µs a slot, a round
+  0.5 µs, a query 2 µs), at 70, 95 and 130% of what it can serve. Queries come as a trace's requests would send them: a
+  prefill query each, then a decode query every 32 tokens. A tenth of decode's is large (130 extends beside 19). Each
+  third query has a caller's deadline. `attainment`: prefill within L_pre,max and decode within a quarter of a second,
+  over all sent. `misses`: of those with a deadline, the share that was not answered by then.
+- **node**: the whole node of `benchmarks.policy`, whose pool is its scarcest resource, at 110%. "prefill p99" is TTFT's
+  there, "decode/s" tokens, `attainment` of TTFT and TPOT, `misses` the share of requests that ended without an answer.
+
+A figure's effect is the mean over seeds of variant ÷ shipped (shares: variant − shipped, in points), its spread
+half of their range. What is more than 5% beyond the spread stands in the table, the largest over all cases.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace as moved
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.machine import machine
+from benchmarks.policy import TRACES, node, scarce_pool
+from runtime.node.config import NodeConfig
+from runtime.simulator.capacity import capacity
+from runtime.simulator.node import Simulation
+from runtime.simulator.pool import slots_of
+from runtime.simulator.pool_alone import Query, run_pool
+from runtime.simulator.service import ServiceTimes
+from runtime.simulator.setup import Setup
+from runtime.simulator.traces import Arrival, at_rate, load_trace
+
+ROOT = Path(__file__).parents[1]
+CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)
+POOL_LOADS, NODE_LOADS = (0.7, 0.95, 1.3), (1.1,)
+PROBE_TOKENS, TOKEN_S = 32, 0.025
+USUAL, SMALL, LARGE = (128, 35), (64, 19), (512, 130)  # top_m, extends: as MiniLM's 70,639 vectors have them
+LIMITS_NS = {"prefill": 10_000_000, "decode": 100_000_000}  # of callers' deadlines
+IN_TIME_NS = {"prefill": 50_000_000, "decode": 250_000_000}
+SHARES = ("attainment", "misses")
+FIGURES = ("prefill p99", "decode/s", "small p99", "large p99", *SHARES)
+LEAST = 0.05
+
+Figures = dict[str, float]
+Cases = dict[str, list[Figures]]  # by case, a seed each
+
+
+class Variant(NamedTuple):
+    """One edit: `was` stands once in `file`."""
+
+    name: str
+    file: str
+    was: str
+    becomes: str
+
+
+_POLICY, _ESTIMATE, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "estimate", "sizing"))
+_SETTINGS, _CONFIG = "runtime/pool/settings.py", "runtime/node/config.py"
+_RULES = 'policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"'
+
+
+def _rules(name: str) -> Variant:
+    return Variant(f'policy = "{name}"', _CONFIG, _RULES, _RULES.replace('= "trinity"', f'= "{name}"'))
+
+
+VARIANTS = (
+    Variant("shipped", _CONFIG, _RULES, _RULES),
+    _rules("paper"),
+    _rules("fifo"),
+    _rules("static"),
+    Variant("no aging", _CONFIG, "Meta(gt=0.0, le=60.0)] = 0.05", "Meta(gt=0.0, le=60.0)] = 60.0"),
+    Variant("no pauses", _CONFIG, "Meta(ge=0, le=10_000)] = 64", "Meta(ge=0, le=10_000)] = 0"),
+    Variant("no reserve", _CONFIG, "reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3",
+            "reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0"),
+    Variant("no L_pre,max", _CONFIG, 'slo.ttft_s / 20 if self.prefill_target_s == "auto"',
+            'slo.ttft_s * 60 if self.prefill_target_s == "auto"'),
+    Variant("no room kept in the queue", _SETTINGS, "self.queue - self.queue // 4", "self.queue"),
+    Variant("no credit", _POLICY, "float(w[at.AGING_NS]))", "0.0)"),
+    Variant("credit pauses nobody at once", _POLICY, "pressed = credit or ", "pressed = "),
+    Variant("credit keeps all slots filled", _POLICY, "lean_slots(t, slots))", "slots)"),
+    Variant("no turns", _POLICY, "if decode and w[at.RULES] == at.TRINITY:", "if decode and w[at.RULES] < 0:"),
+    Variant(
+        "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and not w[at.QUEUED]", "if not w[at.RULES] + 1"
+    ),
+    Variant("_STRETCH 8 → 2", _POLICY, "_STRETCH = 8.0", "_STRETCH = 2.0"),
+    Variant("_STRETCH 8 → 32", _POLICY, "_STRETCH = 8.0", "_STRETCH = 32.0"),
+    Variant("_MUCH_LONGER 2 → 1", _POLICY, "_MUCH_LONGER = 2", "_MUCH_LONGER = 1"),
+    Variant("_MUCH_LONGER 2 → 4", _POLICY, "_MUCH_LONGER = 2", "_MUCH_LONGER = 4"),
+    Variant(
+        "no paused slots kept for prefill",
+        _POLICY,
+        "(w[at.ENGINE_SLOTS] - slots + 1) // 2",
+        "w[at.ENGINE_SLOTS] - slots",
+    ),
+    Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    slots", "    slots"),
+    Variant("_LEAN_SHARE .25 → .1", _ESTIMATE, "_LEAN_SHARE = 0.25", "_LEAN_SHARE = 0.1"),
+    Variant("_INERTIA 16 → 0", _ESTIMATE, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
+    Variant("_MEMORY 64 → 8", _ESTIMATE, "_MEMORY = 64.0", "_MEMORY = 8.0"),
+    Variant("FIXED_SHARE .1 → .03", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.03"),
+    Variant("FIXED_SHARE .1 → .3", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.3"),
+)  # fmt: skip
+
+
+# ---- the figures of what is imported here
+
+
+def figures(options: argparse.Namespace) -> Cases:
+    """Of the source that this process runs."""
+    found: Cases = {}
+    for trace in options.traces.split(","):
+        windows = [window(options, trace, seed) for seed in range(options.seeds)]
+        for load in POOL_LOADS:
+            found[f"pool, {trace} {load:.0%}"] = [of_pool(one, load, seed) for seed, one in enumerate(windows)]
+        for load in NODE_LOADS:
+            found[f"node, {trace} {load:.0%}"] = [of_node(trace, one, load, seed) for seed, one in enumerate(windows)]
+    return found
+
+
+def window(options: argparse.Namespace, trace: str, seed: int) -> list[Arrival]:
+    """Each seed has its own part of the trace."""
+    begin = 1200 + seed * options.requests
+    found = load_trace(options.data / TRACES[trace][0], begin + options.requests)[begin:]
+    return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
+
+
+def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
+    """What a window's requests ask, in time for the pool to be in use by `load`."""
+    random, drawn = Random(seed), []
+    for arrival in at_rate(arrivals, 10.0):
+        drawn.append((arrival.at_s, "prefill", USUAL))
+        for probe in range(1, (arrival.output_tokens - 1) // PROBE_TOKENS + 1):
+            kind = LARGE if random.random() < 0.1 else SMALL
+            drawn.append((arrival.at_s + TOKEN_S * PROBE_TOKENS * (probe + random.random()), "decode", kind))
+    drawn.sort()
+    slots = slots_of(NodeConfig().pool, CPU)
+    extend_s = (CPU.extend_time_s(slots) + CPU.round_s) / slots
+    needed_s = sum(kind[1] * extend_s + CPU.query_s for _, _, kind in drawn)
+    pace = needed_s / load / drawn[-1][0]
+    return [
+        Query(
+            round(at_s * pace * 1e9),
+            "prefill" if stage == "prefill" else "decode",
+            extends + random.randint(-2, 3),
+            top_m,
+            None if random.randrange(3) else LIMITS_NS[stage],
+        )
+        for at_s, stage, (top_m, extends) in drawn
+    ]
+
+
+def of_pool(arrivals: list[Arrival], load: float, seed: int) -> Figures:
+    queries = queries_of(arrivals, load, seed)
+    both = list(zip(queries, run_pool(queries, CPU, NodeConfig()), strict=True))
+    done = [(query, fate.latency_ns) for query, fate in both if fate.status == "ok"]
+    limited = sum(query.limit_ns is not None for query in queries)
+    met = sum(query.limit_ns is not None and latency <= query.limit_ns for query, latency in done)
+    last_ns = queries[-1].at_ns  # what is answered after the last has come is not the policy's throughput
+    decoded = sum(query.stage == "decode" and query.at_ns + latency <= last_ns for query, latency in done)
+    return {
+        "prefill p99": _p99([latency for query, latency in done if query.stage == "prefill"]),
+        "decode/s": decoded / last_ns * 1e9,
+        "small p99": _p99([latency for query, latency in done if query.top_m == SMALL[0]]),
+        "large p99": _p99([latency for query, latency in done if query.top_m == LARGE[0]]),
+        "attainment": sum(latency <= IN_TIME_NS[query.stage] for query, latency in done) / len(queries),
+        "misses": 1 - met / limited,
+    }
+
+
+def of_node(trace: str, arrivals: list[Arrival], load: float, seed: int) -> Figures:
+    slos = TRACES[trace][1]
+    setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=seed), arrivals, 20e-6)
+    simulation = Simulation(setup, at_rate(arrivals, load * capacity(setup, arrivals)))
+    result = simulation.run()
+    return {
+        "prefill p99": result.ttft_s.p99,
+        "decode/s": sum(decode.tokens for decode in simulation.decodes.values()) / result.use["span_s"],
+        "attainment": result.attainment,
+        "misses": 1 - result.outcomes.get("finished", 0) / result.sent,
+    }
+
+
+def _p99(values: list[int]) -> float:
+    return float(np.percentile(values, 99)) if values else 0.0
+
+
+# ---- variants, each in a process of its own
+
+
+def edited(variant: Variant, folder: Path) -> None:
+    """Copy the source to `folder`, with the variant's edit."""
+    for package in ("benchmarks", "gpu", "ipc", "runtime"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    file = folder / variant.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(variant.was) != 1:
+        sys.exit(f"{variant.name}: {variant.was!r} stands {text.count(variant.was)} times in {variant.file}")
+    file.write_text(text.replace(variant.was, variant.becomes), encoding="utf-8")
+
+
+def run(variant: Variant, options: argparse.Namespace, folder: Path) -> Cases:
+    """Its figures. What was compiled for the last variant is used again if its sources are the same."""
+    source = folder / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    edited(variant, source)
+    env = os.environ | {"PYTHONPATH": str(source), "NUMBA_CACHE_DIR": str(folder / "compiled"), "NUMBA_OPT": "1"}
+    asked = [f"--{name}={getattr(options, name)}" for name in ("data", "traces", "requests", "seeds")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ablation", "--one", *asked],
+        cwd=source, env=env, stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    return msgspec.json.decode(done.stdout, type=Cases)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was found, by variant."""
+
+    machine: dict[str, str]
+    seeds: int
+    requests: int
+    traces: str
+    took_s: float
+    figures: dict[str, Cases]
+
+
+class Effect(NamedTuple):
+    """Of a variant on a figure in a case, relative (of shares: absolute), and half the range over the seeds."""
+
+    mean: float
+    spread: float
+    case: str
+
+    @property
+    def shows(self) -> bool:
+        return abs(self.mean) - self.spread >= LEAST
+
+
+def effects(base: Cases, found: Cases, figure: str) -> Iterator[Effect]:
+    for case, seeds in base.items():
+        pairs = [(one[figure], other[figure]) for one, other in zip(seeds, found[case], strict=True) if figure in one]
+        if not pairs or (figure not in SHARES and min(one for one, _ in pairs) <= 0):
+            continue
+        each = [other - one if figure in SHARES else other / one - 1 for one, other in pairs]
+        yield Effect(fmean(each), (max(each) - min(each)) / 2, case)
+
+
+def markdown(report: Report) -> str:
+    told, found = report.machine, report.figures
+    base = found["shipped"]
+    lines = [
+        "# The policy's rules, one off at a time",
+        "",
+        f"`python -m benchmarks.ablation`: {report.seeds} seeds, each with {report.requests} requests of its own "
+        f"from {report.traces}; simulated, in {report.took_s / 60:.0f} minutes on {told['processor']}, "
+        f"{told['cores']} cores, Python {told['python']}. A cell is the largest effect of the change, over all cases, "
+        "that is 5% (of shares: 5 points) beyond the spread over seeds (±), to the worse and to the better; “·”: none.",
+        "",
+        "| change | " + " | ".join(FIGURES) + " | any |",
+        "|---|" + "---|" * (len(FIGURES) + 1),
+    ]
+    for name, cases in found.items():
+        if name != "shipped":
+            cells = [_cell([one for one in effects(base, cases, figure) if one.shows]) for figure in FIGURES]
+            lines.append(f"| {name} | {' | '.join(cells)} | {'yes' if any(cell != '·' for cell in cells) else 'no'} |")
+    lines += ["", "Shipped, means over seeds (times in ms):", "", "| case | " + " | ".join(FIGURES) + " |"]
+    lines.append("|---|" + "---:|" * len(FIGURES))
+    for case, seeds in base.items():
+        means = {figure: fmean(one[figure] for one in seeds) for figure in FIGURES if figure in seeds[0]}
+        lines.append(f"| {case} | " + " | ".join(_shown(case, figure, means) for figure in FIGURES) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(shown: list[Effect]) -> str:
+    ends = dict.fromkeys([max(shown), min(shown)]) if shown else {}
+    return "; ".join(f"{one.mean:+.0%} ±{one.spread * 100:.0f} ({one.case})" for one in ends) or "·"
+
+
+def _shown(case: str, figure: str, means: Figures) -> str:
+    if figure not in means:
+        return "–"
+    if figure in SHARES:
+        return f"{means[figure]:.1%}"
+    if figure == "decode/s":
+        return f"{means[figure]:,.0f}"
+    return f"{means[figure] * (1e-6 if case.startswith('pool') else 1e3):,.2f}"
+
+
+def main() -> None:
+    options = _options()
+    if options.one:
+        sys.stdout.buffer.write(msgspec.json.encode(figures(options)))
+        return
+    began = time.monotonic()
+    found: dict[str, Cases] = {}
+    options.data = options.data.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in VARIANTS:
+            if variant.name != "shipped" and options.only and variant.name not in options.only:
+                continue
+            found[variant.name] = run(variant, options, Path(folder))
+            took_s = time.monotonic() - began
+            print(f"{took_s:5.0f} s: {variant.name}", file=sys.stderr, flush=True)
+            write(Report(machine(), options.seeds, options.requests, options.traces, took_s, found), options.out)
+
+
+def write(report: Report, out: Path) -> None:
+    """What was found so far."""
+    (out / "ablation.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    (out / "ablation.md").write_text(markdown(report), encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
+    parser.add_argument("--traces", default=",".join(TRACES))
+    parser.add_argument("--requests", type=int, default=200, help="of each seed")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants; all by default")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--one", action="store_true", help="the figures of this source alone, as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
