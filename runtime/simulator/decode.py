@@ -7,12 +7,14 @@ youngest row makes room and is computed again (there is no swap space here).
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from runtime.node.config import DecodeSection
 from runtime.serving.kv.blocks import OutOfBlocks
 from runtime.serving.messages import Report
-from runtime.simulator.events import Events, ns
+from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.gpu import Gpu
 from runtime.simulator.kv_rows import KvRows
 from runtime.simulator.pool import Search
@@ -24,6 +26,16 @@ from runtime.simulator.workload import Workload
 
 _MOST_STEPS = 64  # in one run: contexts grow, and the time of a step with them
 _PROBE_TIMEOUT_NS = 2_000_000_000  # as in runtime.serving.decode
+
+
+@dataclass(slots=True, eq=False)
+class _Probe:
+    """A row's question to the pool."""
+
+    row: SimRequest
+    deadline_ns: int = 0
+    search: Search | None = None  # from when its vector is there
+    over: bool = False
 
 
 class SimDecode:
@@ -48,6 +60,7 @@ class SimDecode:
         self._events, self._times, self._limits, self._workload = events, times, limits, workload
         self._gpu, self._random = gpu, random
         self._ask, self._forget, self._report, self._finish = ask, forget, report, finish
+        self._timeouts: Timeouts[_Probe] = Timeouts(events, _PROBE_TIMEOUT_NS, self._timed_out)
         self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
         self.slots = self.free = limits.slots
         self.rows = 0
@@ -90,7 +103,7 @@ class SimDecode:
             took = ns(self._times.handover_s(tokens))
             self._link_free_ns = max(self._link_free_ns, self._events.now_ns) + took
             self.link_busy_ns += took
-            self._events.at(self._link_free_ns, lambda r=request, p=pulled: self._arrived(r, p))  # type: ignore[misc]
+            self._events.at(self._link_free_ns, partial(self._arrived, request, pulled))
 
     def _arrived(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         pulled()
@@ -227,31 +240,30 @@ class SimDecode:
         self.count_row_time()
         self.stalled += 1
         self.probes += 1
-        waits = True
-        search: Search | None = None
-        deadline_ns = self._events.now_ns + _PROBE_TIMEOUT_NS
+        probe = _Probe(row)
+        probe.deadline_ns = self._timeouts.begin(probe)
+        self._events.after(ns(self._times.embed_s), partial(self._embedded, probe))
 
-        def embedded() -> None:
-            nonlocal search
-            assert self._ask is not None
-            if waits:
-                search = self._ask(deadline_ns, over)
+    def _embedded(self, probe: "_Probe") -> None:
+        assert self._ask is not None
+        if not probe.over:
+            probe.search = self._ask(probe.deadline_ns, partial(self._probed, probe))
 
-        def over(status: str) -> None:
-            nonlocal waits
-            if not waits:
-                return
-            waits = False
-            self.count_row_time()
-            self.stalled -= 1
-            if status == "ok" and self._random.random() < self._workload.probe_hit:
-                self._append(row)
-            elif status == "timeout" and search is not None:
-                self._forget(search)
-            self._go_on_after_probe(row)
+    def _timed_out(self, probe: "_Probe") -> None:
+        if probe.search is not None:
+            self._forget(probe.search)
+        self._probed(probe, "timeout")
 
-        self._events.after(ns(self._times.embed_s), embedded)
-        self._events.at(deadline_ns, lambda: over("timeout"))
+    def _probed(self, probe: "_Probe", status: str) -> None:
+        if probe.over:
+            return
+        probe.over, probe.search = True, None  # no circles are left behind for the collector
+        self._timeouts.end(probe)
+        self.count_row_time()
+        self.stalled -= 1
+        if status == "ok" and self._random.random() < self._workload.probe_hit:
+            self._append(probe.row)
+        self._go_on_after_probe(probe.row)
 
     def _append(self, row: SimRequest) -> None:
         """New passages: a chunk that goes through the model with the row's next step."""

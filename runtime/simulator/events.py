@@ -1,8 +1,10 @@
 """The virtual clock: a heap of what will happen. Nothing here looks at a real clock or draws a random number."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
+T = TypeVar("T", bound=Hashable)
 Action = Callable[[], None]
 
 
@@ -14,6 +16,7 @@ class Events:
         self.happened = 0
         self._heap: list[tuple[int, int, Action]] = []
         self._planned = 0
+        self._stopped = False
 
     def at(self, when_ns: int, action: Action) -> None:
         """Plan `action` for a moment that is not in the past."""
@@ -23,12 +26,53 @@ class Events:
     def after(self, delay_ns: int, action: Action) -> None:
         self.at(self.now_ns + delay_ns, action)
 
-    def run(self, while_: Callable[[], bool] = lambda: True) -> None:
-        """Let everything happen, until nothing is planned or `while_` says no."""
-        while self._heap and while_():
-            self.now_ns, _, action = heapq.heappop(self._heap)
+    def run(self) -> None:
+        """Let everything happen, until nothing is planned or `stop` is called."""
+        heap, pop = self._heap, heapq.heappop
+        self._stopped = False
+        while heap and not self._stopped:
+            self.now_ns, _, action = pop(heap)
             self.happened += 1
             action()
+
+    def stop(self) -> None:
+        """Let `run` end after what is happening now; what is planned stays planned."""
+        self._stopped = True
+
+
+class Timeouts(Generic[T]):
+    """Many things that are each due the same time after they began, of which few are still wanted by then: one event
+    at a time instead of one each."""
+
+    def __init__(self, events: Events, delay_ns: int, due: Callable[[T], None]) -> None:
+        self._events, self._delay_ns, self._due = events, delay_ns, due
+        self._begun: dict[T, int] = {}  # and when they are due, the first one first
+        self._planned = False
+
+    def begin(self, what: T) -> int:
+        """It is due in `delay_ns`, if it is not ended before; when that is."""
+        due_ns = self._begun[what] = self._events.now_ns + self._delay_ns
+        self._plan(due_ns)
+        return due_ns
+
+    def end(self, what: T) -> None:
+        """It is not due any more."""
+        self._begun.pop(what, None)
+
+    def _plan(self, when_ns: int) -> None:
+        if not self._planned:
+            self._planned = True
+            self._events.at(when_ns, self._look)
+
+    def _look(self) -> None:
+        self._planned = False
+        while self._begun:
+            what, due_ns = next(iter(self._begun.items()))
+            if due_ns > self._events.now_ns:
+                self._plan(due_ns)
+                return
+            del self._begun[what]
+            self._due(what)
 
 
 def ns(seconds: float) -> int:

@@ -4,6 +4,7 @@ Router, scheduler and control law are production's own classes; what stands in f
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from random import Random
 
@@ -15,7 +16,7 @@ from runtime.pool.scheduler import Scheduler
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
 from runtime.simulator.decode import SimDecode
-from runtime.simulator.events import Events, ns
+from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.gpu import Gpu
 from runtime.simulator.kv_rows import KvRows
 from runtime.simulator.pool import Search, SimPool, slots_of
@@ -40,6 +41,8 @@ class Simulation:
         self._ended = 0
         self._draining = False
         self._samples: list[Sample] = []
+        self._timeout_ns = ns(setup.config.http.request_timeout_s)
+        self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
         self.pools: list[SimPool] = []
@@ -115,7 +118,7 @@ class Simulation:
             search = Search(stage, extends + more, self.events.now_ns, deadline_ns, reply)
             pool = next(pools)
             search.pool = pool
-            self.events.after(ring_ns, lambda: pool.ask(search))
+            self.events.after(ring_ns, partial(pool.ask, search))
             return search
 
         return ask
@@ -130,7 +133,7 @@ class Simulation:
             if self._setup.policy.kind == "adaptive" and self._setup.config.control.enabled:
                 self._set_knobs()
                 self._control()
-        self.events.run(while_=lambda: self._ended < len(self._arrivals))
+            self.events.run()
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
 
     def drain(self) -> None:
@@ -149,12 +152,12 @@ class Simulation:
             placement = self.router.place(arrival.prefix, arrival.prompt_tokens + arrival.output_tokens)
         except TrinityError as error:
             self.refused[error.code] = self.refused.get(error.code, 0) + 1
-            self._ended += 1
+            self._count_end()
             return
-        deadline_ns = now + ns(self._setup.config.http.request_timeout_s)
+        deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
-        self.events.at(deadline_ns, lambda: self._expire(request))
+        self._timeouts.begin(request)
         self.prefills[placement.prefill].receive(request)
 
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
@@ -176,8 +179,14 @@ class Simulation:
 
     def _end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
-        self._ended += 1
+        self._timeouts.end(request)
+        self._count_end()
         self.router.finished(request.placement, prefilled=request.left_prefill)
+
+    def _count_end(self) -> None:
+        self._ended += 1
+        if self._ended == len(self._arrivals):
+            self.events.stop()
 
     def _forget(self, search: Search) -> None:
         assert search.pool is not None

@@ -3,6 +3,7 @@
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
@@ -55,6 +56,7 @@ class SimPool:
         if isinstance(scheduler, Scheduler):  # as a pool has measured it before its first query
             for active in (1, 2, 4, 8) * 4:
                 scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
+        self._ring_ns = ns(times.ring_s)
         self._entries: dict[Search, Entry[Search]] = {}  # waiting or with a slot
         self.batch: StepBatch[Search] = StepBatch(
             events, self._between, self._step_ns, self._queries_ns, ns(times.wake_s)
@@ -147,4 +149,4 @@ class SimPool:
         return ns(came * self._times.query_s)
 
     def _answer(self, search: Search, status: str) -> None:
-        self._events.after(ns(self._times.ring_s), lambda: search.reply(status))
+        self._events.after(self._ring_ns, partial(search.reply, status))

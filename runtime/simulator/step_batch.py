@@ -6,6 +6,7 @@ next member's last step, and whoever wants in earlier (`poke`) ends the run with
 
 import heapq
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Generic, TypeVar
 
 from runtime.simulator.events import Events
@@ -81,7 +82,7 @@ class StepBatch(Generic[T]):
         self._run += 1
         run = self._run
         self._steps = steps
-        self._events.at(end_ns, lambda: self._end(run))
+        self._events.at(end_ns, partial(self._end, run))
 
     def _end(self, run: int) -> None:
         if run != self._run:
