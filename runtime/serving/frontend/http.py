@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from fastapi import FastAPI
 from msgspec.structs import replace
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -126,10 +126,11 @@ def create_app(
     *,
     now: Callable[[], float] = time.time,
     seeds: random.Random | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application. `new_id` gives ids (the server around it has the same), `now` the `created` times, `seeds` the
     seeds of requests that bring none."""
-    app = FastAPI(title="Trinity", openapi_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths)
     if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
         app.add_middleware(
@@ -144,10 +145,13 @@ def create_app(
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
     routes = _Routes(service, settings, now, seeds or random.Random())
-    app.post("/v1/chat/completions")(routes.chat)
-    app.post("/v1/completions")(routes.complete)
-    app.post("/v1/retrieval")(routes.retrieve)
-    app.post("/tokenize")(routes.tokenize)
+    for path, route in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.complete),
+        ("/v1/retrieval", routes.retrieve),
+        ("/tokenize", routes.tokenize),
+    ):
+        app.add_route(path, route, methods=["POST"])
     for path, route in (
         ("/v1/models", routes.models),
         ("/v1/models/{model:path}", routes.one_model),
@@ -155,7 +159,7 @@ def create_app(
         ("/health", routes.health),
         ("/metrics", routes.metrics),
     ):
-        app.api_route(path, methods=["GET", "HEAD"])(route)
+        app.add_route(path, route, methods=["GET"])  # and HEAD with it
     return app
 
 
@@ -306,24 +310,25 @@ class _Routes:
         tokens = await self._service.tokens.of(body)
         return _json({"count": len(tokens), "max_model_len": self._settings.context_tokens, "tokens": tokens})
 
-    async def models(self) -> Response:
+    async def models(self, http: Request) -> Response:
         return _json({"object": "list", "data": [self._model_json()] if self._settings.model else []})
 
-    async def one_model(self, model: str) -> Response:
-        self._check_model(model)
+    async def one_model(self, http: Request) -> Response:
+        self._check_model(http.path_params["model"])
         return _json(self._model_json())
 
-    async def trace(self, traced: str) -> Response:
-        return Response(to_json(self._service.link.traces.trace(traced)), media_type="application/json")
+    async def trace(self, http: Request) -> Response:
+        found = self._service.link.traces.trace(http.path_params["traced"])
+        return Response(to_json(found), media_type="application/json")
 
-    async def health(self) -> Response:
+    async def health(self, http: Request) -> Response:
         missing = missing_roles(self._service, self._settings)
         if not missing:
             return _json({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
         problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))
         return _json(problem | {"status": "unavailable", "missing": missing}, status=503)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, http: Request) -> Response:
         return PlainTextResponse(
             await self._service.metrics.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
