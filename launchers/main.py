@@ -25,6 +25,7 @@ from runtime.node.config import load_config
 from runtime.node.control import restart_node, stop_node
 from runtime.node.figures import node_version
 from runtime.node.layout import lay_out
+from runtime.node.listen import check_host
 from runtime.node.log import log_to_stderr
 from runtime.node.log_format import LEVELS
 from runtime.node.machine import Machine
@@ -86,6 +87,7 @@ def serve(
         log.info("node %r serves at %s", info.name, info.url)
 
     with log_to_stderr(settings.log, "supervisor"):
+        check_host(settings.http)
         machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
         plan = lay_out(settings, machine)
         if dry_run:

@@ -3,26 +3,18 @@
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from runtime.node.config import load_config
-from runtime.simulator.calibrate import calibrate
-from runtime.simulator.capacity import capacity, demands
-from runtime.simulator.node import simulate
-from runtime.simulator.plan import Plan, plans
-from runtime.simulator.plot import draw
-from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.result import Result
-from runtime.simulator.roofline import draw_roofline
-from runtime.simulator.service import ServiceTimes
-from runtime.simulator.setup import PlacementKind, Setup
-from runtime.simulator.traces import MAX_REQUESTS, at_rate, load_trace, mean_rate
-from runtime.simulator.workload import Slos, Workload
+from runtime.simulator.traces import MAX_REQUESTS
+
+if TYPE_CHECKING:
+    from runtime.simulator.plan import Plan
+    from runtime.simulator.result import Result
 
 
 def simulate_node(
@@ -49,6 +41,18 @@ def simulate_node(
     gpus: Annotated[int, typer.Option(help="GPUs of the node, for --plan.", min=2, max=8)] = 8,
 ) -> None:
     """Run a trace through a simulated node, with production's scheduler, router and control law."""
+    # Whoever only asks for help need not wait for compiled code.
+    from runtime.node.config import load_config
+    from runtime.simulator.capacity import capacity, demands
+    from runtime.simulator.node import simulate
+    from runtime.simulator.plan import plans
+    from runtime.simulator.plot import draw
+    from runtime.simulator.policies import PolicyChoice
+    from runtime.simulator.service import ServiceTimes
+    from runtime.simulator.setup import Setup
+    from runtime.simulator.traces import at_rate, load_trace, mean_rate
+    from runtime.simulator.workload import Slos, Workload
+
     settings = load_config(config)
     setup = Setup(
         config=settings,
@@ -99,6 +103,11 @@ def calibrate_machine(
     ],
 ) -> None:
     """Measure the service times of this machine; let it do nothing else meanwhile."""
+    from runtime.node.config import load_config
+    from runtime.simulator.calibrate import calibrate
+    from runtime.simulator.roofline import draw_roofline
+    from runtime.simulator.service import ServiceTimes
+
     out.parent.mkdir(parents=True, exist_ok=True)  # now, not when all is measured
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
@@ -109,7 +118,7 @@ def calibrate_machine(
     console.print(f"wrote {figure}: utilisation by load" if drawn else "no figure without matplotlib")
 
 
-def _result_table(result: Result) -> Table:
+def _result_table(result: "Result") -> Table:
     table = Table(title=f"{result.policy}, index {result.placement}, {result.sent_per_s:.2f} requests/s sent")
     for name in ("", "met SLO", "p50", "p90", "p99"):
         table.add_column(name, justify="right" if name else "left")
@@ -130,7 +139,7 @@ def _result_table(result: Result) -> Table:
     return table
 
 
-def _plans_table(found: list[Plan]) -> Table:
+def _plans_table(found: "list[Plan]") -> Table:
     table = Table(title="Greatest rate at which 90% of the sent requests meet both SLOs")
     for name in ("placement", "prefill", "decode", "pool", "slots", "busiest", "capacity/s", "rate/s"):
         table.add_column(name, justify="left" if name in ("placement", "busiest") else "right")
@@ -142,7 +151,7 @@ def _plans_table(found: list[Plan]) -> Table:
     return table
 
 
-_NAMES: dict[PlacementKind, str] = {
+_NAMES = {
     "pool": "own GPUs",
     "with-prefill": "with prefill",
     "coupled": "coupled",

@@ -20,6 +20,7 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.pool.beside import Beside
 from runtime.pool.shard import OpenShard, Shard, open_shard
+from runtime.retrieval.manifest import read_manifest
 
 LOOK_NS = 5_000_000_000  # how often it is looked whether an unavailable collection's files have changed
 _JOIN_S = 5.0
@@ -206,13 +207,12 @@ class PoolCatalogue:
             if tried[0] == bad:
                 return None
             shard = self._open(section, self._worker)
-            if shard.served.identity == identity:
-                shard.checksums.close()
-                return None
             if section.verify == "never":
                 shard.checksums.close()
             else:
                 shard.checksums.verify(work.hurry)
+            if shard.served.identity == identity:
+                return None
             shard.touch()
             return shard
 
@@ -222,6 +222,12 @@ class PoolCatalogue:
         assert entry.opening is not None
         ended, entry.opening = entry.opening, None
         if ended.trouble:
+            old = entry.shard
+            if old is not None and _identity(entry.section.path) == old.served.identity:
+                # The very files that are served: they have been altered since they were opened.
+                entry.wanted, entry.refused = False, ended.trouble
+                self._take_out(entry, ended.trouble, entry.tried[0] if entry.tried else None)
+                return [Change(name, old, None)]
             self._failed(entry, ended.trouble)
         elif ended.result is not None:
             entry.offered = True
@@ -262,6 +268,14 @@ class PoolCatalogue:
             self._let_go(entry)
         for work in works:
             work.join(_JOIN_S)
+
+
+def _identity(path: str) -> str:
+    """Of the build that lies there, as its manifest has it; "" if that cannot be read."""
+    try:
+        return read_manifest(Path(path)).identity
+    except CollectionError:
+        return ""
 
 
 def signature_of(directory: Path) -> Signature:

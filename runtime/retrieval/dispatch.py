@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import numpy as np
 from msgspec.structs import replace
 
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
@@ -342,7 +343,13 @@ class Dispatcher:
         gather = question.gather
         if gather is not None and gather.ended:
             return  # its query has ended without it
-        if result.status == "ok":
+        if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
+            # No healthy index has such a distance: vectors and queries are checked to be finite.
+            name = question.wanted.collection
+            self._fail(
+                question, Unavailable(f"collection {name!r} is damaged: its index gave a distance that is no number")
+            )
+        elif result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
             found = SearchResult(
                 question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,

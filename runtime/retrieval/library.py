@@ -215,7 +215,8 @@ class Library:
     def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
         """The documents of a search result; of a collection of bare vectors, passages without title and text.
 
-        Raises `CollectionReplaced` for a result from a build that is not here any more.
+        Raises `CollectionReplaced` for a result from a build that is not here any more, `Unavailable` where documents
+        cannot be read.
         """
         build = self._shelf(collection).builds.get(result.identity)
         if build is None:
@@ -224,7 +225,10 @@ class Library:
         if build.documents is None:
             texts = [(str(row), "", "") for row in rows]
         else:
-            texts = [(found.id, found.title, found.text) for found in build.documents.get(rows)]
+            try:
+                texts = [(found.id, found.title, found.text) for found in build.documents.get(rows)]
+            except CollectionError as error:  # that collection's failure, until its file is whole again
+                raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
         return tuple(
             Passage(id, title, float(distance), text)
             for (id, title, text), distance in zip(texts, result.distances, strict=False)

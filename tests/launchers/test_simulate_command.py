@@ -23,8 +23,8 @@ def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
         assert out.parent.is_dir()
         return base
 
-    monkeypatch.setattr(simulate_command, "calibrate", measured)
-    monkeypatch.setattr(simulate_command, "draw_roofline", lambda roofline, path: False)
+    monkeypatch.setattr("runtime.simulator.calibrate.calibrate", measured)
+    monkeypatch.setattr("runtime.simulator.roofline.draw_roofline", lambda roofline, path: False)
     simulate_command.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
 

@@ -241,3 +241,33 @@ def test_a_query_goes_to_the_replica_that_can_serve_its_collection(
     client = attached(make_client(plan))
     assert client.unavailable == {}
     assert all(len(client.search(QUERY, 3, collection="code").ids) == 3 for _ in range(6))
+
+
+def test_a_distance_that_is_no_number_is_no_answer_and_a_reload_takes_the_altered_files_out(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    """Altered in place after every checksum was compared: the files are those that are mapped."""
+    pool = make_pool(plan_with(both, verify="never")).start()
+    client = attached(make_client(pool.worker.plan))
+    assert len(client.search(QUERY, 3, collection="code").ids) == 3
+    codes = np.load(both[1] / "index" / "codes.npy", mmap_mode="r+")
+    codes[:] = np.nan
+    codes.flush()
+    with pytest.raises(Unavailable, match="collection 'code' is damaged"):
+        client.search(QUERY, 3, collection="code")
+    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
+
+
+def test_a_reload_that_finds_the_served_files_damaged_takes_the_collection_out(
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    pool = make_pool(plan_with(both, verify="background")).start()
+    client = attached(make_client(pool.worker.plan))
+    assert len(client.search(QUERY, 3, collection="code").ids) == 3
+    until(lambda: pool.metric("trinity_pool_checksums_compared_ratio") == 1)
+    spoil_a_vector(both[1])
+    pool.table.set_knob("reload_of", -1.0)
+    pool.table.set_knob("reload", pool.table.knob("reload") + 1)
+    until(lambda: pool.metric("trinity_pool_collections_unavailable") == 1)
+    assert "codes.npy" in pool.table.note
+    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
