@@ -7,6 +7,9 @@ from typing import Any
 
 import httpx
 
+from runtime.node.config import AnswerCacheSection
+from runtime.retrieval.embedder import load_embedder
+from runtime.serving.frontend.answer_cache import AnswerCache, PromptAnswers
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.relayed import Choices
 from tests.engines.fake_openai import MODEL, Behaviour
@@ -19,10 +22,12 @@ DOCS = {"collection": "docs", "k": 2}
 
 
 @asynccontextmanager
-async def client(*behaviours: Behaviour) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
+async def client(
+    *behaviours: Behaviour, answers: PromptAnswers | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
     async with stand(*behaviours) as at:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        app = create_app(Service(at.engine, at.library, Metrics()), settings)
+        app = create_app(Service(at.engine, at.library, Metrics(), answers), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as made:
             yield made, at
 
@@ -170,5 +175,26 @@ def test_the_model_is_listed_with_its_context() -> None:
         async with client() as (http, _):
             (model,) = (await http.get("/v1/models")).json()["data"]
             assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
+
+    run(test())
+
+
+def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_asked_anew() -> None:
+    async def test() -> None:
+        limits = AnswerCacheSection(enabled=True, embedder="hashing-128")
+        answers = PromptAnswers(AnswerCache(limits, lambda event: None), load_embedder(limits.embedder))
+        async with client(Behaviour(token_ids=False), answers=answers) as (http, at):
+            first = (await http.post("/v1/chat/completions", json=CHAT)).json()
+            again = (await http.post("/v1/chat/completions", json=CHAT)).json()
+            assert "cached" not in first
+            assert again["cached"]["similarity"] > 0.99
+            assert again["choices"] == first["choices"]
+            assert again["usage"] == first["usage"]
+            assert len(at.fake.generations()) == 1
+            streamed = events(await http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+            told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed)
+            assert told == first["choices"][0]["message"]["content"]
+            await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
+            assert len(at.fake.generations()) == 2
 
     run(test())

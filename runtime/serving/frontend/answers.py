@@ -107,6 +107,10 @@ class Answer:
             self.last.prompt_tokens,
             prompt_token_ids=self.prompt_token_ids or (),
         )
+        if isinstance(self.last, Relayed):
+            whole = msgspec.structs.asdict(last) | {"usage": self.last.usage}
+            choices = tuple(self.choices.merged.values())
+            last = Relayed(**whole, choices=choices, completion_tokens=self.last.completion_tokens)
         return (*self.searches, last)
 
     def opening(self) -> bytes:
