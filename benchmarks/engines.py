@@ -76,11 +76,12 @@ async def asked(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
                 raise RuntimeError(chunk["error"])
             timings = chunk.get("timings") or timings
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-            piece = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices") or ())
-            if piece:
-                last = time.perf_counter()
-                first = first or last
-                text += piece
+            for choice in chunk.get("choices") or ():
+                piece = choice["delta"].get("content") or ""
+                if piece or choice["finish_reason"]:  # two tokens may have no text between them
+                    last = time.perf_counter()
+                    first = first or last
+                    text += piece
     return Answer(first - begin, last - first, tokens, text, timings)
 
 
