@@ -1,60 +1,81 @@
-"""The README is true: the files it names exist, its configuration loads, its commands are commands."""
+"""README and docs are true: the files and links exist, configurations load, commands are commands."""
 
 import re
 from pathlib import Path
 
+import pytest
 import typer.main
 
 from launchers.main import command_line
 from runtime.node.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "dashboards/RUNBOOK.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+EVERYTHING = "\n".join(TEXTS.values())
 
 
-def test_every_file_and_folder_that_the_readme_names_exists() -> None:
-    named = set(re.findall(r"\b(?:runtime|gpu|ipc|launchers|dashboards|tests|benchmarks)/[\w./-]*", README))
+def test_readme_is_short_and_leads_to_every_page() -> None:
+    readme = TEXTS["README.md"]
+    assert len(readme.splitlines()) <= 170
+    for page in TEXTS:
+        assert page == "README.md" or f"({page})" in readme or page == "docs/commands.md", page
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_file_and_folder_that_a_page_names_exists(page: str) -> None:
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:runtime|gpu|ipc|launchers|dashboards|tests|benchmarks|docs)/[\w./-]*", TEXTS[page])
+    )
     named = {name.rstrip("./") for name in named}
-    assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_its_configuration_loads_and_names_no_unknown_key(tmp_path: Path) -> None:
-    text = re.search(r"```toml\n(.*?)```", README, re.DOTALL)
-    assert text is not None
-    path = tmp_path / "node.toml"
-    path.write_text(re.sub(r"^# (?=\w+ = )", "", text[1], flags=re.MULTILINE))
-    config = load_config(path)
-    assert config.node.name == "my-node"
-    assert config.http.api_keys_file.endswith("keys.txt")
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if re.match(r"https?:", target):
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if heading:
+            assert heading in _anchors(file.read_text(encoding="utf-8")), target
 
 
-def test_its_commands_exist() -> None:
+def _anchors(text: str) -> set[str]:
+    """Headings as GitHub names them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_configurations_load_and_name_no_unknown_key(tmp_path: Path) -> None:
+    path, loaded = tmp_path / "node.toml", []
+    for text in re.findall(r"```toml\n(.*?)```", EVERYTHING, re.DOTALL):
+        path.write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+        loaded.append(load_config(path))
+    assert any(config.node.name == "my-node" and config.http.api_keys_file.endswith("keys.txt") for config in loaded)
+
+
+def test_commands_exist() -> None:
     command = typer.main.get_command(command_line())
     known = set(command.commands)  # type: ignore[attr-defined]
-    used = set(re.findall(r"^trinity (\w+)", README, re.MULTILINE))
-    assert {"serve", "status", "stop", "index", "search"} <= used <= known
+    used = set(re.findall(r"^trinity (\w+)", EVERYTHING, re.MULTILINE)) | set(re.findall(r"`trinity (\w+)", EVERYTHING))
+    assert {"serve", "status", "stop", "index", "search", "top", "restart"} <= used <= known
     groups = {name: set(group.commands) for name, group in command.commands.items() if hasattr(group, "commands")}  # type: ignore[attr-defined]
     for name, known in groups.items():
-        assert set(re.findall(rf"^trinity {name} (\w+)", README, re.MULTILINE)) <= known, name
+        assert set(re.findall(rf"^trinity {name} (\w+)", EVERYTHING, re.MULTILINE)) <= known, name
 
 
-def test_the_runbooks_commands_exist() -> None:
-    known = set(typer.main.get_command(command_line()).commands)  # type: ignore[attr-defined]
-    text = (ROOT / "dashboards/RUNBOOK.md").read_text(encoding="utf-8")
-    used = set(re.findall(r"`trinity (\w+)", text))
-    assert {"status", "top", "restart"} <= used <= known
-
-
-def test_its_benchmarks_exist() -> None:
-    named = set(re.findall(r"python -m (benchmarks\.\w+)", README))
+def test_benchmarks_exist() -> None:
+    named = set(re.findall(r"python3? -m (benchmarks\.\w+)", EVERYTHING))
     paths = {name: ROOT / name.replace(".", "/") for name in named}
+    assert len(paths) > 10
     assert [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())] == []
 
 
-def test_every_trace_that_it_names_has_its_source_and_licence() -> None:
-    traces = set(re.findall(r"--trace (\S+)", README))
-    sources = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+def test_every_trace_that_is_named_has_its_source_and_licence() -> None:
+    traces = set(re.findall(r"--trace ([\w./-]+\.(?:csv|jsonl\S*))", EVERYTHING))
     assert traces
     for trace in traces:
-        assert re.search(rf"`{re.escape(trace)}`.*https://.*CC BY", sources), trace
+        assert re.search(rf"`{re.escape(trace)}`.*https://.*CC BY", TEXTS["docs/simulate.md"]), trace
