@@ -3,9 +3,10 @@
 One process allocates and exports, others open. CUDA's own rules: the exporting process cannot open its own handle;
 freeing before the last importer has closed is undefined; a handle is worth nothing after its exporter has ended (the
 arena's epoch tells); memory of a stream-ordered or virtual allocator cannot be exported this way, so this one comes
-from cuMemAlloc. A handle may be of a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which reaches it as a peer
-of its own one (the runtime API says so of cudaIpcOpenMemHandle, and UCX relies on it). Both processes must be in one
-PID namespace, and MIG devices have no CUDA IPC.
+from cuMemAlloc. It is whole pages of the device: a handle opens all of the pages that the memory lies in, and with them
+what else the process has there. A handle may be of a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which
+reaches it as a peer of its own one (the runtime API says so of cudaIpcOpenMemHandle, and UCX relies on it). Both
+processes must be in one PID namespace, and MIG devices have no CUDA IPC.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ try:
     from cuda.bindings import driver as _cuda
 except ImportError as error:
     raise MemoryRefused(f"GPU memory needs the extra [cuda], which is not installed: {error}") from None
+
+_PAGE = 2 << 20  # bytes of a device's memory that are mapped, and so shared, as one
 
 
 class CudaMemory:
@@ -48,7 +51,7 @@ class CudaMemory:
             raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
         ordinal, context = _primary(cuda, device)
         with _current(cuda, context):
-            address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(size)))
+            address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(-(-size // _PAGE) * _PAGE)))
             _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
             # The memset is on the legacy stream, for which streams of our kind do not wait.
             _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))

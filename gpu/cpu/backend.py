@@ -6,15 +6,16 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from gpu.backend import INVALID, PAUSE, RESUME
+from gpu import slot_changes
+from gpu.backend import INVALID
 from gpu.compiled import c_function, compiled
 from gpu.cpu import running
 from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import COLLECTION, DIM, EXTENDS, Batch, K, batch_at
-from gpu.slots import ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES, SlotState
+from gpu.instructions import words_at
+from gpu.slots import ACTIVE_COUNT, STATES
 
-_FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)
 _ARRAYS = len(Batch._fields)
 
 # The handle, int64: addresses of the batch's handle, of the slot table's words, and of each collection's ids (int64
@@ -24,35 +25,13 @@ HANDLE_WORDS = 4
 
 
 @compiled
-def _words(address: int, count: int) -> Any:
-    return carray(pointer(address), count, np.int64)
-
-
-@compiled
 def _batch(handle: int) -> Any:
-    return batch_at(carray(pointer(_words(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64))
+    return batch_at(carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64))
 
 
 @compiled
 def _slot_words(handle: int, batch: Any) -> Any:
-    return _words(_words(handle, HANDLE_WORDS)[SLOT_WORDS], STATES + len(batch.slots))
-
-
-@compiled
-def _deactivate(words: Any, active: Any, slot: int) -> None:
-    place = 0
-    while active[place] != slot:
-        place += 1
-    words[ACTIVE_COUNT] -= 1
-    for i in range(place, words[ACTIVE_COUNT]):
-        active[i] = active[i + 1]
-
-
-@compiled
-def _activate(words: Any, active: Any, slot: int) -> None:
-    active[words[ACTIVE_COUNT]] = slot
-    words[ACTIVE_COUNT] += 1
-    words[STATES + slot] = _ACTIVE
+    return words_at(words_at(handle, HANDLE_WORDS)[SLOT_WORDS], STATES + len(batch.slots))
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
@@ -61,16 +40,12 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     if not 0 <= collection < len(batch.forms) or batch.forms[collection, DIM] == 0:
         return INVALID
     words = _slot_words(handle, batch)
-    slot = words[LOWEST]
-    while words[STATES + slot] != _FREE:
-        slot += 1
+    slot = slot_changes.next_free(words)
     query = carray(pointer(vector), batch.forms[collection, DIM], np.float32)
     bits = visited_bits_of(batch.collections[collection], top_m)
     if not running.admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
-    words[LOWEST] = slot + 1
-    words[FREE_COUNT] -= 1
-    _activate(words, batch.active, slot)
+    slot_changes.take(words, batch.active, slot)
     return slot
 
 
@@ -78,14 +53,14 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 def extend(handle: int, report: int) -> Any:
     batch = _batch(handle)
     words = _slot_words(handle, batch)
-    of_batch = carray(pointer(_words(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
+    of_batch = carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
     done = running.advance(of_batch, words[ACTIVE_COUNT])
     words[ACTIVE_COUNT] -= done
-    told = _words(report, 2 + 2 * done)
+    told = words_at(report, 2 + 2 * done)
     told[0], told[1] = 1, 0
     for i in range(done):
         slot = batch.finished[i]
-        words[STATES + slot] = _FINISHED
+        slot_changes.finish(words, slot)
         told[2 + 2 * i], told[3 + 2 * i] = slot, batch.slots[slot, EXTENDS]
     return done
 
@@ -93,15 +68,15 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64, int64)")
 def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
     batch = _batch(handle)
-    own = _words(handle, HANDLE_WORDS)
+    own = words_at(handle, HANDLE_WORDS)
     k = batch.slots[slot, K]
-    names = _words(own[IDS], own[COLLECTIONS])[batch.slots[slot, COLLECTION]]
-    to_ids, to_distances = _words(ids, k), carray(pointer(distances), k, np.float32)
+    names = words_at(own[IDS], own[COLLECTIONS])[batch.slots[slot, COLLECTION]]
+    to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     for i in range(k):
         node = batch.nodes[slot, i]
         if node < 0:
             return i
-        to_ids[i] = node if names == 0 else _words(names + 8 * node, 1)[0]
+        to_ids[i] = node if names == 0 else words_at(names + 8 * node, 1)[0]
         to_distances[i] = batch.found[slot, i]
     return k
 
@@ -109,17 +84,7 @@ def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
 @c_function("int64(int64, int64, int64)")
 def change(handle: int, slot: int, what: int) -> Any:
     batch = _batch(handle)
-    words = _slot_words(handle, batch)
-    if what == RESUME:
-        _activate(words, batch.active, slot)
-        return 0
-    if words[STATES + slot] == _ACTIVE:
-        _deactivate(words, batch.active, slot)
-    words[STATES + slot] = _PAUSED
-    if what != PAUSE:
-        words[STATES + slot] = _FREE
-        words[FREE_COUNT] += 1
-        words[LOWEST] = min(words[LOWEST], slot)
+    slot_changes.change(_slot_words(handle, batch), batch.active, slot, what)
     return 0
 
 

@@ -20,7 +20,7 @@ class BatchMemory:
 
     results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (read-only to the host while
     a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes], where the host writes a query
-    for its slot; commands: COMMAND [slots].
+    for its slot; commands: COMMAND [slots]. *_address: where the device sees them.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class BatchMemory:
         self.results = lines[:, :head].view(layout.RESULT)[:, 0]
         self.nodes: npt.NDArray[np.int32] = lines[:, head : head + 4 * k].view(np.int32)
         self.raw: npt.NDArray[np.float32] = lines[:, head + 4 * k : head + 8 * k].view(np.float32)
-        self.progress = shared["progress"].view.data.cast("I")
-        self.doorbell = shared["doorbell"].view.data.cast("I")
+        self.result_bytes = shape.result_bytes
+        self.progress = shared["progress"].view.view(np.uint32)
+        self.doorbell = shared["doorbell"].view.view(np.uint32)
         self.lines = staging.view.reshape(shape.slots, shape.line_bytes)
-        self.line_addresses = (staging.address + np.arange(shape.slots) * shape.line_bytes).astype(np.uint64)
+        self.lines_address = staging.address
         self.commands = commands.view.view(layout.COMMAND)
         self.commands_address = commands.address
 
@@ -76,6 +77,10 @@ class BatchMemory:
     def nbytes(self) -> int:
         """Bytes of device memory that the indexes take."""
         return sum(uploaded.nbytes for uploaded in self._uploaded.values())
+
+    def head(self, slot: int) -> npt.NDArray[np.uint32]:
+        """The SLOT of a staged line."""
+        return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)
 
     def load(self, number: int, name: str, data: IndexData) -> None:
         """One more index, under a free number, while no launch runs. Raises OutOfDeviceMemory; nothing is done then."""

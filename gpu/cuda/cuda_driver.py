@@ -4,12 +4,12 @@ import contextlib
 import ctypes
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cuda.driver import Argument, Dim, Loop, PinnedMemory
+from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
 
 try:
@@ -73,6 +73,12 @@ class CudaDriver:
     def memory(self) -> tuple[int, int]:
         free, total = _checked("cuMemGetInfo", cuda.cuMemGetInfo())
         return int(free), int(total)
+
+    def entry_points(self) -> EntryPoints:
+        return EntryPoints(*map(_entry_point, ("cuGraphLaunch", "cuLaunchKernel", "cuStreamQuery")))
+
+    def raise_for(self, call: str, code: int) -> NoReturn:
+        raise DeviceError(f"{call} failed: {_name(_code(code))}")
 
     # ---- memory
 
@@ -235,6 +241,23 @@ def _initialise() -> None:
         raise DeviceUnavailable(f"there is no CUDA driver on this machine: {error}") from None
     if result[0] != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceUnavailable(f"the CUDA driver does not start: {_name(result[0])}")
+
+
+def _entry_point(name: str) -> int:
+    """The address of a function of the driver, in the form that it had in CUDA 12.0."""
+    found = cuda.cuGetProcAddress(name.encode(), 12000, cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT)
+    address, _ = _checked("cuGetProcAddress", found)
+    if not address:
+        raise DeviceError(f"the CUDA driver has no {name}")
+    return int(address)
+
+
+def _code(code: int) -> Any:
+    """A result as the bindings have it, or the number where they do not know it."""
+    try:
+        return cuda.CUresult(code)
+    except ValueError:
+        return code
 
 
 def _uuid(device: Any) -> str:

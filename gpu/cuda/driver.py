@@ -9,7 +9,7 @@ none of them. Calls that take a stream put work on it and return at once. While 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,21 @@ class Loop(NamedTuple):
     handle: int
 
 
+class EntryPoints(NamedTuple):
+    """C functions by address, for compiled code: they take and return what those of NVIDIA's driver API do."""
+
+    replay: int
+    """cuGraphLaunch(graph, stream)"""
+    launch: int
+    """cuLaunchKernel(kernel, grid x, y, z, block x, y, z, bytes of shared memory, stream, addresses of arguments, 0)"""
+    query: int
+    """cuStreamQuery(stream): NOT_READY while some of its work is not done"""
+
+
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY"""
+
+
 class Driver(Protocol):
     """One device. Belongs to the thread that made it.
 
@@ -69,6 +84,12 @@ class Driver(Protocol):
 
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory that are free, and in all."""
+
+    def entry_points(self) -> EntryPoints:
+        """What compiled code calls; the functions live as long as the driver."""
+
+    def raise_for(self, call: str, code: int) -> NoReturn:
+        """Raise the DeviceError of an entry point, by its name in the driver API, that returned `code`."""
 
     # ---- memory
 

@@ -1,17 +1,15 @@
 """The engine on a CUDA device: a running batch that captured graphs advance, and results that are read by looking."""
 
 import contextlib
-import time
+import ctypes
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import Backend
-from gpu.callbacks import Callbacks
-from gpu.cpu.queries import Form as QueryForm
-from gpu.cpu.queries import checked, refusal, write_query
-from gpu.cuda import layout
+from gpu.backend import INVALID, PAUSE, RELEASE, RESUME, Backend
+from gpu.cpu.queries import checked, refusal
+from gpu.cuda import backend, layout
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
@@ -19,22 +17,33 @@ from gpu.cuda.upload import Progress
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index import GraphIndex
 from gpu.params import SearchParams
-from gpu.rows import true_distances
-from gpu.slots import Collections, Limits, SlotState, SlotTable
+from gpu.slots import Collections, Limits, SlotState
 
 MAX_EXTENDS_PER_LAUNCH = 1024
-_REMEMBERED = 1024  # sets of parameters that need not be checked again
-_FAULT_LOOK_NS = 10_000_000  # a launch that takes longer has the driver asked whether it failed
+_FAULT_LOOK_NS = 10_000_000
 _GIVE_UP_NS = 30_000_000_000
-_WORD = 0xFFFFFFFF
+_CALLS = {
+    backend.LAUNCH_FAILED: "cuLaunchKernel",
+    backend.REPLAY_FAILED: "cuGraphLaunch",
+    backend.QUERY_FAILED: "cuStreamQuery",
+}
+_ARRIVED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+
+
+def _function(address: int, arguments: int) -> Callable[..., int]:
+    """A compiled function, to be called from Python."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
+
+
+_admit, _extend, _harvest = _function(backend.admit, 7), _function(backend.extend, 2), _function(backend.harvest, 4)
+_change, _launch = _function(backend.change, 3), _function(backend.launch, 2)
 
 
 class CudaEngine:
     """The `Engine` interface over indexes in a device's memory; limits as in `CpuEngine`.
 
-    A step is: the commands that admissions, pauses and releases have left in pinned memory, as one launch; one replay
-    of the graph of the smallest bucket that covers the active slots; looking at a pinned word until it has ended.
-    Nothing is captured after the constructor, and no step synchronises.
+    What it does for each query and step is compiled: `gpu.cuda.backend`. Nothing is captured after the constructor, and
+    no step synchronises.
 
     extends_per_launch: up to so many extends in one launch, which ends early when a slot is done, or when what was
     given to `interrupt_when` rings the doorbell. form: see `gpu.cuda.graphs`.
@@ -53,9 +62,11 @@ class CudaEngine:
         extends_per_launch: int = 1,
         form: Form | None = None,
         progress: Progress | None = None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        fault_look_ns: int = _FAULT_LOOK_NS,
+        give_up_ns: int = _GIVE_UP_NS,
     ) -> None:
         """image: the kernels, compiled for the device. progress: called with what is copied and the part that is done.
+        fault_look_ns, give_up_ns: after which a launch has the driver asked whether it failed, and counts as hanging.
 
         Raises InvalidParams, OutOfDeviceMemory, DeviceError. The driver stays the caller's to close.
         """
@@ -65,23 +76,12 @@ class CudaEngine:
         self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
         data = self._collections.loaded
         self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, self.limits.max_k, max_search_width)
-        self._driver, self._clock_ns = driver, clock_ns
-        self._forms = dict(enumerate(QueryForm(layout.without_sketch(one.rows)) for one in data))
-        self._heads: dict[tuple[int, SearchParams], npt.NDArray[np.uint8]] = {}
-        self._slots = SlotTable(slots, np.zeros(slots, np.int32))
-        self._asked = np.zeros(slots, np.uint32)  # the ticket of each slot's query
-        self._ks = [0] * slots
-        self._numbers = [0] * slots
-        self._next_ticket = 1
-        self._pending: dict[int, int] = {}  # slot → its command
-        self._launches = 0
-        self._hangs = False  # a launch has not ended in time, and never may
+        self._driver = driver
+        self._report = np.zeros(2 + 2 * slots, np.int64)
         self._own_driver = False
-        self.waited_ns = 0
+        self._hangs = False  # a launch has not ended in time, and never may
         self.extends_made = 0
         self.padded_slots = 0
-        self._extends_in_all = 0
-        self._arrived: Callable[[], bool] | None = None
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
         self._graphs: LaunchGraphs | None = None
@@ -89,12 +89,17 @@ class CudaEngine:
             named = dict(zip(collections, data, strict=True))
             self._memory = memory = BatchMemory(driver, self._stream, named, shape, progress)
             batch = layout.argument(memory.record)
-            self._kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
+            kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
             wanted: Form = form or ("plain" if extends_per_launch == 1 else "loop")
-            buckets = buckets_of(slots)
-            self._graphs = LaunchGraphs(driver, self._stream, self._kernels, buckets, wanted, extends_per_launch)
-            for bucket in buckets:  # with no slot active: what a first launch takes longer belongs to the start
-                self._launch(bucket)
+            self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), wanted, extends_per_launch)
+            self._own = own = backend.Handle(driver, self._stream, memory, kernels, self._graphs, batch)
+            own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
+            self._slots = own.table
+            for number, one in enumerate(data):
+                own.load(number, one)
+            for graph in own.graphs:  # with no slot active: what a first launch takes longer belongs to the start
+                if _launch(own.address, graph) < 0:
+                    self._check()
         except BaseException:
             self.close()
             raise
@@ -153,6 +158,11 @@ class CudaEngine:
         return self._collections.dims
 
     @property
+    def waited_ns(self) -> int:
+        """Time that was spent waiting for launches, in all."""
+        return int(self._own.words[backend.WAITED_NS])
+
+    @property
     def form(self) -> Form:
         """How launches are made: what was wanted, or "plain" where the device cannot."""
         assert self._graphs is not None
@@ -171,9 +181,9 @@ class CudaEngine:
         return self._graphs.limit
 
     def backend(self) -> Backend:
-        """See `Engine.backend`. Python's functions, called back."""
-        self._callbacks = Callbacks(self, self._collections)
-        return self._callbacks.backend()
+        """See `Engine.backend`."""
+        own, number = self._own, self._collections.number
+        return Backend(backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, self._check)
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """See `Engine.load`. The loop stands still while it is copied to the device.
@@ -189,86 +199,72 @@ class CudaEngine:
                 f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
             )
         self._open().load(number, collection, data)
-        self._forms[number] = QueryForm(layout.without_sketch(data.rows))
+        self._own.load(number, data)
         self._collections.add(collection, index)
 
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
         number = self._collections.number(collection)
-        if any(self._numbers[slot] == number for slot in self._slots.taken):
+        if self._own.searches(number):
             return False
         self._open().unload(number)
+        self._own.unload(number)
         self._collections.remove(collection)
-        del self._forms[number]
-        self._heads = {head: line for head, line in self._heads.items() if head[0] != number}
         return True
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
+        self._open()
         number = self._collections.number(collection)
-        head = self._heads.get((number, params))
-        if head is None:
-            head = self._new_head(number, params)
-        form = self._forms[number]
-        vector = np.asarray(query)
-        if vector.dtype != np.float32 or vector.shape != (form.dim,) or not vector.flags.c_contiguous:
-            vector = checked(vector[None], form.dim)[0]
-        slot, memory = self._slots.next_free(), self._open()
-        line = memory.lines[slot]
-        if not write_query(vector, form.line, line[layout.SLOT.itemsize :]):
+        self.limits.check(params)
+        dim, vector = self._collections.dims[collection], np.asarray(query)
+        if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
+            vector = checked(vector[None], dim)[0]
+        self._slots.next_free()
+        asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
+        slot = _admit(self._own.address, vector.ctypes.data, *asked)
+        if slot == INVALID:
             raise refusal(vector, 0)
-        line[: layout.SLOT.itemsize] = head
-        line[_TICKET].view(np.uint32)[0] = self._next_ticket
-        self._asked[slot] = self._next_ticket
-        self._next_ticket = self._next_ticket % _WORD + 1
-        self._ks[slot], self._numbers[slot] = params.k, number
-        memory.results["extends"][slot] = 0  # no launch runs that could write it
-        self._command(slot, layout.ACTIVE, int(memory.line_addresses[slot]))
-        return self._slots.take()
+        return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
         """See `Engine.extend`; with `extends_per_launch` above 1, as many as a launch takes until a slot is done."""
-        count = self._slots.active_count
-        if not count:
+        self._open()
+        if not self._slots.active_count:
             return np.empty(0, np.int32)
-        memory, graphs = self._open(), self._graphs
-        assert graphs is not None
-        if self._pending:
-            self._kernels.write_slots(self._stream, memory.commands_address, len(self._pending))
-            self._pending.clear()
-        active = self._slots.active[:count]
-        bucket = graphs.bucket_for(int(active.max()) + 1)
-        self.padded_slots = bucket - count
-        self._launch(bucket)
-        done = memory.results["ticket"][active] == self._asked[active]
-        return self._slots.finish_where(done)
+        done = _extend(self._own.address, self._report.ctypes.data)
+        if done < 0:
+            self._check()
+        self.extends_made, self.padded_slots = self._report[:2].tolist()
+        return self._report[2 : 2 + 2 * done : 2].astype(np.int32)
 
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`."""
-        self._arrived = arrived
+        self._arrived = _ARRIVED(lambda _: arrived())
+        self._own.words[backend.ARRIVED] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
-        memory, k = self._open(), self._ks[slot]
-        data = self._collections.at(self._numbers[slot])
-        nodes = memory.nodes[slot, :k].astype(np.int64)
-        return data.ids_of(nodes), true_distances(memory.raw[slot, :k].copy(), data.rows)
+        k = int(self._open().head(slot)[layout.K])
+        ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
+        _harvest(self._own.address, slot, ids.ctypes.data, distances.ctypes.data)
+        return ids, distances
 
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""
-        self._slots.release(slot)
-        self._command(slot, layout.FREE)
+        self._slots.expect_taken(slot)
+        self._change(slot, RELEASE)
 
     def pause(self, slot: int) -> None:
         """See `Engine.pause`. Raises InvalidSlot unless the slot is running."""
-        self._slots.pause(slot)
-        self._command(slot, layout.PAUSED)
+        self._slots.expect(slot, SlotState.ACTIVE)
+        self._change(slot, PAUSE)
 
     def resume(self, slot: int) -> None:
         """See `Engine.resume`. Raises InvalidSlot unless the slot is paused."""
-        self._slots.resume(slot)
-        self._command(slot, layout.ACTIVE)
+        self._slots.expect(slot, SlotState.PAUSED)
+        self._change(slot, RESUME)
 
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
@@ -292,66 +288,24 @@ class CudaEngine:
             if self._own_driver:
                 self._driver.close()
 
-    # ---- commands
+    def _change(self, slot: int, what: int) -> None:
+        self._open()
+        _change(self._own.address, slot, what)
 
-    def _command(self, slot: int, status: int, line: int = 0) -> None:
-        """Leave a command for the next launch. A slot has one at most: a later one overwrites what the earlier said."""
-        commands = self._open().commands
-        place = self._pending.get(slot)
-        if place is None:
-            self._pending[slot] = len(self._pending)
-            commands[len(self._pending) - 1] = (slot, status, line)
-            return
-        commands["status"][place] = status
-        if line:
-            commands["line"][place] = line
-
-    def _new_head(self, number: int, params: SearchParams) -> npt.NDArray[np.uint8]:
-        self.limits.check(params)
-        degree = int(self._collections.at(number).graph.shape[1])
-        head: npt.NDArray[np.uint8] = layout.slot_head(number, degree, params, 0).view(np.uint8)
-        if len(self._heads) >= _REMEMBERED:
-            self._heads.clear()
-        self._heads[number, params] = head
-        return head
-
-    # ---- launches
-
-    def _launch(self, bucket: int) -> None:
-        """Replay, and look at the pinned word until the launch has ended."""
-        memory, graphs = self._open(), self._graphs
-        assert graphs is not None
-        graphs.replay(bucket)
-        self._launches = wanted = (self._launches + 1) & _WORD
-        words, arrived = memory.progress, self._arrived
-        begin = self._clock_ns()
-        look_at = begin + _FAULT_LOOK_NS
-        # SYNC POINT: progress. The kernel stores it last, with release; on x86-64 any load acquires.
-        while words[0] != wanted:
-            if arrived is not None and graphs.limit > 1 and not memory.doorbell[0] and arrived():
-                memory.doorbell[0] = 1
-            now = self._clock_ns()
-            if now >= look_at:
-                look_at = now + _FAULT_LOOK_NS
-                self._look_for_faults(wanted, now - begin)
-        memory.doorbell[0] = 0
-        self.extends_made = (words[1] - self._extends_in_all) & _WORD
-        self._extends_in_all = words[1]
-        self.waited_ns += self._clock_ns() - begin
-
-    def _look_for_faults(self, wanted: int, waited_ns: int) -> None:
-        """Raise DeviceError if the launch failed, ended without a word, or takes for ever."""
-        words = self._open().progress
-        if self._driver.idle(self._stream) and words[0] != wanted:
-            raise DeviceError(f"launch {wanted} ended, but only {words[0]} launches are reported")
-        if waited_ns > _GIVE_UP_NS:
+    def _check(self) -> None:
+        """Raise the DeviceError of what failed, if anything did."""
+        words = self._own.words
+        failure, code, wanted = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
+        if failure in _CALLS:
+            self._driver.raise_for(_CALLS[failure], code)
+        if failure == backend.SILENT:
+            reported = self._open().progress[0]
+            raise DeviceError(f"launch {wanted} ended, but only {reported} launches are reported")
+        if failure == backend.HANGS:
             self._hangs = True
-            raise DeviceError(f"launch {wanted} has not ended within {_GIVE_UP_NS // 10**9} s")
+            raise DeviceError(f"launch {wanted} has not ended within {words[backend.GIVE_UP_NS] / 1e9:g} s")
 
     def _open(self) -> BatchMemory:
         if self._memory is None:
             raise DeviceError("the engine was closed")
         return self._memory
-
-
-_TICKET = slice(layout.SLOT.fields["ticket"][1], layout.SLOT.fields["ticket"][1] + 4)  # type: ignore[index]

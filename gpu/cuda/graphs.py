@@ -10,6 +10,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from gpu.cuda import layout
 from gpu.cuda.driver import Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
@@ -24,14 +27,14 @@ def buckets_of(slots: int) -> tuple[int, ...]:
 
 
 class Kernels:
-    """The kernels of one loaded module, with what they are launched with."""
+    """The kernels of one loaded module, with what they are launched with; compiled code launches `write_slots`."""
 
     def __init__(self, driver: Driver, image: bytes, shape: layout.BatchShape, team: int, batch: Any) -> None:
         """batch: the BATCH record as an argument. Raises DeviceError for an image that does not load."""
         self._driver, self._shape, self._team, self._batch = driver, shape, team, batch
         module = driver.load_module(image)
         self._distances = layout.COMPUTE_DISTANCES[team]
-        self._write = driver.kernel(module, layout.WRITE_SLOTS.name)
+        self.write_slots = driver.kernel(module, layout.WRITE_SLOTS.name)
         self._gather = driver.kernel(module, layout.GATHER_TASKS.name, shape.gather_shared_bytes)
         self._compute = driver.kernel(module, self._distances.name)
         self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
@@ -41,11 +44,6 @@ class Kernels:
     def load_fused(self) -> None:
         """Raises DeviceError where a block cannot have as much shared memory as the fused form needs."""
         self._fused = self._driver.kernel(self._module, layout.EXTEND_FUSED.name, self._shape.fused_shared_bytes)
-
-    def write_slots(self, stream: int, commands: int, count: int) -> None:
-        """Carry out `count` commands at an address that the device sees."""
-        arguments = (self._batch, ctypes.c_uint64(commands))
-        self._driver.launch(stream, self._write, Dim(count), Dim(layout.WRITE_SLOTS.threads), arguments)
 
     def extend(self, stream: int, bucket: int, limit: int, condition: int) -> None:
         """The three kernels of one extend."""
@@ -93,13 +91,9 @@ class LaunchGraphs:
             self.form, self.limit = "plain", 1
             self._capture_all()
 
-    def bucket_for(self, slots: int) -> int:
-        """The smallest bucket that covers the first `slots` slots."""
-        return next(bucket for bucket in self.buckets if bucket >= slots)
-
-    def replay(self, bucket: int) -> None:
-        """Launch."""
-        self._driver.replay(self._stream, self._graphs[bucket])
+    def table(self) -> npt.NDArray[np.int64]:
+        """Buckets and their graphs, int64 [buckets, 2], smallest first."""
+        return np.array([(bucket, self._graphs[bucket]) for bucket in self.buckets], np.int64)
 
     def _capture_all(self) -> None:
         for bucket in self.buckets:

@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpu.compiled import compiled
 from gpu.cpu.queries import CODE_STEP, code_offset, full_offset, prepared_bytes
 from gpu.index_data import IndexData
-from gpu.params import MAX_SEARCH_WIDTH, SearchParams
+from gpu.params import MAX_SEARCH_WIDTH
 from gpu.rows import Rows
 
 # States of a slot.
@@ -94,6 +95,9 @@ SLOT = np.dtype(
     ]
 )
 """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
+
+STATUS, TICKET, COLLECTION_NUMBER, K, TOP_M, WIDTH, PATIENCE, VISITED_BITS = range(8)
+"""The words of a SLOT that the host writes."""
 
 TASK = np.dtype([("slot", np.uint32), ("node", np.uint32)])
 
@@ -253,7 +257,7 @@ class BatchShape:
             max_k=max_k,
             line_bytes=SLOT.itemsize + max(lines, default=_USUAL_LINE_BYTES),
             keys_stride=max_top_m,
-            visited_stride=1 << visited_bits(max_top_m, degree),
+            visited_stride=1 << int(visited_bits(max_top_m, degree)),
             slot_tasks=max((max_search_width * degree, *(len(data.seeds) for data in collections))),
         )
 
@@ -330,21 +334,26 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     return record
 
 
-def slot_head(collection: int, degree: int, params: SearchParams, ticket: int) -> npt.NDArray[Any]:
-    """The SLOT, [1], of a query at its admission. `degree` is the collection's."""
-    head = np.zeros(1, SLOT)
-    head["status"], head["ticket"], head["collection"] = ACTIVE, ticket, collection
-    head["k"], head["top_m"], head["search_width"] = params.k, params.top_m, params.search_width
-    head["patience"], head["visited_bits"] = params.patience or 0, visited_bits(params.top_m, degree)
-    return head
+@compiled
+def write_head(
+    head: Any, ticket: int, collection: int, degree: int, k: int, top_m: int, width: int, patience: int
+) -> None:
+    """Write a SLOT, uint32 [16], of a query at its admission. `degree` is the collection's; patience 0: none."""
+    head[:] = 0
+    head[STATUS], head[TICKET], head[COLLECTION_NUMBER], head[K], head[TOP_M] = ACTIVE, ticket, collection, k, top_m
+    head[WIDTH], head[PATIENCE], head[VISITED_BITS] = width, patience, visited_bits(top_m, degree)
 
 
-def visited_bits(top_m: int, degree: int) -> int:
+@compiled
+def visited_bits(top_m: int, degree: int) -> Any:
     """Slots of a query's visited table as a power of two: twice the nodes that a search meets, within limits.
 
     A table that is too small forgets, which costs second distances and changes no result.
     """
-    return min(max((2 * top_m * degree - 1).bit_length(), _MIN_VISITED_BITS), _MAX_VISITED_BITS)
+    bits = _MIN_VISITED_BITS
+    while bits < _MAX_VISITED_BITS and (1 << bits) < 2 * top_m * degree:
+        bits += 1
+    return bits
 
 
 def team_of(collections: Sequence[IndexData]) -> int:

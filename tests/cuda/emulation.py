@@ -18,16 +18,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from gpu.cuda.compiler import kernel_source
-from gpu.cuda.driver import Argument, Dim, Loop, PinnedMemory
+from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.cuda.layout import KERNELS
 from gpu.errors import DeviceError
+from tests.cuda.entry_points import CalledBack
 
 HERE = Path(__file__).parent
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -123,10 +124,17 @@ class EmulatedDriver:
         self._graphs: dict[int, bytes] = {}
         self._events: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
+        self._called_back = CalledBack(self)
 
     def memory(self) -> tuple[int, int]:
         total = 1 << 30
         return total - sum(self._sizes.values()), total
+
+    def entry_points(self) -> EntryPoints:
+        return self._called_back.points
+
+    def raise_for(self, call: str, code: int) -> NoReturn:
+        self._called_back.raise_for()
 
     # ---- memory
 

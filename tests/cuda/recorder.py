@@ -7,13 +7,14 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cuda.driver import Argument, Dim, Loop, PinnedMemory
+from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.errors import DeviceError, OutOfDeviceMemory
+from tests.cuda.entry_points import CalledBack
 
 _MOST_ROUNDS = 10_000
 
@@ -55,6 +56,7 @@ class RecordingDriver:
         self._loops: dict[int, int] = {}  # body stream → outer stream
         self.conditions: dict[int, int] = {}  # of loops, by handle: 0 ends the loop
         self._next = 1
+        self._called_back = CalledBack(self)
 
     def names(self) -> list[str]:
         """The calls' names alone."""
@@ -66,6 +68,12 @@ class RecordingDriver:
 
     def memory(self) -> tuple[int, int]:
         return self.total - sum(memory.nbytes for memory in self.memory_of.values()), self.total
+
+    def entry_points(self) -> EntryPoints:
+        return self._called_back.points
+
+    def raise_for(self, call: str, code: int) -> NoReturn:
+        self._called_back.raise_for()
 
     # ---- memory
 

@@ -1,5 +1,7 @@
-/* A libcuda.so.1 of our own: device memory is host memory, streams are done at once, kernels are not run.
- * Every call is written to the file that STUB_CUDA_LOG names, with its name and its integer arguments. */
+/* A libcuda.so.1 of our own: device memory is host memory, streams are done at once, kernels are not run, unless
+ * `stub_device.cpp` is linked to it, which is told of launches and does what kernels would.
+ * Every call is written to the file that STUB_CUDA_LOG names, if it names one, with its name and its integer arguments.
+ * After `stub_fail` a function of that name, cuGraphLaunch or cuLaunchKernel, fails. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -8,6 +10,17 @@
 
 typedef uintptr_t word;
 
+void stub_kernel(word function, const char *name) __attribute__((weak));
+void stub_launched(word function, unsigned grid, void **arguments) __attribute__((weak));
+void stub_replayed(void) __attribute__((weak));
+
+static int logs(void) {
+    static int known = -1;
+    return known < 0 ? known = getenv("STUB_CUDA_LOG") != NULL : known;
+}
+static char failing[64];
+void stub_fail(const char *name) { snprintf(failing, sizeof failing, "%s", name); }
+static int fails(const char *name) { return failing[0] && !strcmp(failing, name) ? 719 : 0; }
 static FILE *log_file(void) {
     static FILE *file;
     if (!file) file = fopen(getenv("STUB_CUDA_LOG"), "w");
@@ -18,7 +31,7 @@ static word next_handle(void) {
     static word handle = 0x1000;
     return handle += 16;
 }
-#define LOG(...) fprintf(log_file(), __VA_ARGS__)
+#define LOG(...) (logs() ? fprintf(log_file(), __VA_ARGS__) : 0)
 #define MAKES(name)                                                                                                    \
     int name(word *out, word a, word b, word c, word d) {                                                              \
         *out = next_handle();                                                                                          \
@@ -96,14 +109,17 @@ int cuModuleLoadData(word *module, const char *image) {
     return *module = next_handle(), LOG("cuModuleLoadData %s\n", image), 0;
 }
 int cuModuleGetFunction(word *function, word module, const char *name) {
-    return *function = next_handle(), LOG("cuModuleGetFunction %lu %s\n", (unsigned long)*function, name), 0;
+    *function = next_handle();
+    if (stub_kernel) stub_kernel(*function, name);
+    return LOG("cuModuleGetFunction %lu %s\n", (unsigned long)*function, name), 0;
 }
 int cuLaunchKernel(word f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    word stream, void **arguments, void **extra) {
     LOG("cuLaunchKernel %lu grid %u %u %u block %u %u %u shared %u stream %lu arguments %lu %u extra %d\n",
         (unsigned long)f, gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, *(unsigned long *)arguments[0],
-        *(unsigned *)arguments[1], extra != NULL);
-    return 0;
+        stub_launched ? 0 : *(unsigned *)arguments[1], extra != NULL);
+    if (stub_launched) stub_launched(f, gx, arguments);
+    return fails("cuLaunchKernel");
 }
 int cuStreamQuery(word stream) { return getenv("STUB_CUDA_BUSY") ? 600 : 0; }
 int cuEventElapsedTime_v2(float *ms, word begin, word end) { return *ms = 2.5f, 0; }
@@ -175,6 +191,11 @@ int cuStreamWaitValue32_v2(word stream, word address, uint32_t value, unsigned f
     LOG("cuStreamWaitValue32 %u %u %s\n", value, flags, *(uint32_t *)address == value ? "there" : "missing");
     return 0;
 }
+int cuGraphLaunch(word graph, word stream) {
+    LOG("cuGraphLaunch %lu %lu\n", (unsigned long)graph, (unsigned long)stream);
+    if (stub_replayed) stub_replayed();
+    return fails("cuGraphLaunch");
+}
 MAKES(cuDevicePrimaryCtxRetain)
 MAKES(cuStreamCreate)
 MAKES(cuEventCreate)
@@ -190,6 +211,5 @@ TAKES(cuStreamSynchronize)
 TAKES(cuEventDestroy_v2)
 TAKES(cuEventRecord)
 TAKES(cuGraphUpload)
-TAKES(cuGraphLaunch)
 TAKES(cuGraphDestroy)
 TAKES(cuGraphExecDestroy)

@@ -192,6 +192,8 @@ arena.close()
     assert out == ["True 1 1 True", "True", "cuda:1 (64,)"]
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWaitValue32 1 0 there", "cuStreamWriteValue32 1 0"]
+    allocated = [int(call.split()[1]) for call in calls if call.startswith("cuMemAlloc")]
+    assert [nbytes % (2 << 20) for nbytes in allocated] == [0, 0], "a handle opens whole pages: they hold nothing else"
     assert "cuIpcOpenMemHandle 1" in calls  # peer access when it is needed
     names = [call.split()[0] for call in calls]
     assert names[-2:] == ["cuMemFree", "cuCtxPopCurrent_v2"]

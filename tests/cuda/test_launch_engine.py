@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
+from gpu.cuda.backend import NEXT_TICKET
 from gpu.cuda.engine import CudaEngine
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
@@ -140,12 +141,12 @@ def test_finished_slots_come_in_admission_order() -> None:
 
 def test_tickets_go_round_without_ever_being_nothing() -> None:
     setup = Setup(slots=1, length=1)
-    setup.engine._next_ticket = int(np.iinfo(np.uint32).max)
+    setup.engine._own.words[NEXT_TICKET] = int(np.iinfo(np.uint32).max)
     for _ in range(3):
         (slot,) = setup.admit()
         assert setup.engine.extend().tolist() == [slot]
         setup.engine.release(slot)
-    assert setup.engine._next_ticket == 3
+    assert setup.engine._own.words[NEXT_TICKET] == 3
 
 
 @pytest.mark.parametrize("form", ["loop", "fused"])
@@ -184,19 +185,8 @@ def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_lau
     assert setup.engine.extends(0) == 100
 
 
-class Clock:
-    """A clock that goes on by a millisecond whenever it is read."""
-
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def __call__(self) -> int:
-        self.ns += 1_000_000
-        return self.ns
-
-
 def faulty(make: Callable[[Setup], None], hangs: bool = False) -> str:
-    setup = Setup(clock_ns=Clock())
+    setup = Setup(fault_look_ns=0, give_up_ns=1)
     setup.admit()
     make(setup)
     with pytest.raises(DeviceError) as caught:
@@ -233,7 +223,7 @@ def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     def silence(setup: Setup) -> None:
         setup.device.silent = True
 
-    assert "has not ended within 30 s" in faulty(silence, hangs=True)
+    assert "has not ended within 1e-09 s" in faulty(silence, hangs=True)
 
 
 def test_an_engine_that_cannot_be_made_gives_everything_back() -> None:

@@ -79,10 +79,11 @@ class Workbench:
         self._tickets += 1
         self._owners[slot] = self._tickets
         line = np.zeros(self.shape.line_bytes, np.uint8)
-        fields = layout.slot_head(collection, index.graph.shape[1], params, self._tickets)
+        fields = line[: layout.SLOT.itemsize].view(layout.SLOT)
+        asked = (params.k, params.top_m, params.search_width, params.patience or 0)
+        layout.write_head(fields.view(np.uint32), self._tickets, collection, index.graph.shape[1], *asked)
         for name, value in head.items():
             fields[name] = value
-        line[: layout.SLOT.itemsize] = fields.view(np.uint8)
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
         prepare(query[None], Form(index.rows), record)
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu import GraphIndex
+from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
 from runtime.pool import process
 from tests.cuda.emulation import EmulatedDriver, emulator
@@ -49,3 +49,18 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     assert pool.metric("trinity_pool_extends_total") >= max(extends) > 1
     assert opened[0].extends_per_launch in (1, 8)
     assert pool.metric("trinity_pool_padded_slot_steps_total") > 0, "at last fewer run than a graph has"
+
+
+def test_a_device_that_fails_ends_the_pool_with_its_own_error(
+    opened: list[CudaEngine], make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
+
+    def fail(self: EmulatedDriver, stream: int, graph: int) -> None:
+        raise DeviceError("cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    with pool.attach() as client:
+        ask(client, queries[0], "prefill", search_width=2)
+        monkeypatch.setattr(EmulatedDriver, "replay", fail)
+        with pytest.raises(DeviceError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+            collect(pool, client, 1)

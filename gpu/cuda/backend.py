@@ -1,0 +1,374 @@
+"""The CUDA engine's functions for compiled loops (`gpu.backend`), and the handle that they take.
+
+A step is: the commands that admissions, pauses and releases have left in pinned memory, as one launch of `write_slots`;
+one replay of the graph of the smallest bucket that covers the active slots; looking at a pinned word until it has
+ended. The driver's functions are called by address, and nothing here synchronises. A query's vector is prepared in its
+slot's staged line, in pinned memory too, from where `write_slots` fetches it; results are read where the device put
+them.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from gpu import slot_changes
+from gpu.backend import FAILED, INVALID, PAUSE, RESUME
+from gpu.compiled import c_function, compiled
+from gpu.cpu.queries import Form, write_query
+from gpu.cpu.simd import pointer
+from gpu.cpu.tables import DIM, FORM_FIELDS
+from gpu.cuda import layout
+from gpu.cuda.batch import BatchMemory
+from gpu.cuda.driver import NOT_READY, Driver
+from gpu.cuda.graphs import Kernels, LaunchGraphs
+from gpu.index_data import IndexData
+from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
+from gpu.rows import metric_form
+from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES, SlotTable
+
+# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, COLLECTIONS: addresses of tables by number.
+# LINES: the staged lines, LINE_BYTES each, as the host and as the device address them. COMMANDS: int64 [slots, 2], of
+# which PENDING are for the next launch; PLACES, int64 [slots]: one more than the place of a slot's command, 0: none.
+# RESULTS, PROGRESS, DOORBELL: pinned memory. GRAPHS: address of `LaunchGraphs.table`. REPLAY, LAUNCH, QUERY: the
+# driver's entry points. WRITE, ARGUMENTS: the kernel `write_slots` and addresses of its arguments. ARRIVED, and what it
+# takes: asked while a launch of several extends runs, 0: nobody is. TIME: two words for the clock. LAUNCHES and
+# TOTAL_EXTENDS so far; EXTENDS of the last launch, WAITED_NS for all. FAILURE: which call failed, and its CODE.
+(
+    TABLE,
+    ACTIVE,
+    SLOTS,
+    FORMS,
+    COLLECTIONS,
+    LINES,
+    DEVICE_LINES,
+    LINE_BYTES,
+    COMMANDS,
+    PENDING,
+    PLACES,
+    RESULTS,
+    RESULT_BYTES,
+    MAX_K,
+    PROGRESS,
+    DOORBELL,
+    GRAPHS,
+    BUCKETS,
+    LIMIT,
+    STREAM,
+    REPLAY,
+    LAUNCH,
+    QUERY,
+    WRITE,
+    ARGUMENTS,
+    ARRIVED,
+    ARRIVED_ARGUMENT,
+    TIME,
+    LOOK_NS,
+    GIVE_UP_NS,
+    NEXT_TICKET,
+    LAUNCHES,
+    TOTAL_EXTENDS,
+    EXTENDS,
+    WAITED_NS,
+    FAILURE,
+    CODE,
+) = range(37)
+HANDLE_WORDS = 37
+
+NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS = range(6)
+"""What went wrong: a call of the driver; a launch that ended without a word; one that does not end."""
+
+# Columns of the table of collections, int64 [MAX_COLLECTIONS, 4]: the address of its ids, or 0 where row numbers are
+# the ids; the bits of float64 that turn a raw distance into the metric's.
+_DEGREE, _IDS, _FACTOR, _OFFSET = range(4)
+_COLLECTION_FIELDS = 4
+
+_WORD = 0xFFFFFFFF
+_HEAD_WORDS = layout.SLOT.itemsize // 4
+_FREE, _ACTIVE, _PAUSED = layout.FREE, layout.ACTIVE, layout.PAUSED
+_TICKET_OFFSET, _EXTENDS_OFFSET, _NODES_OFFSET = 0, 4, layout.RESULT.itemsize
+_WRITE_THREADS = layout.WRITE_THREADS
+assert layout.SLOT.names is not None
+assert layout.SLOT.names[: layout.VISITED_BITS + 1] == (
+    "status", "ticket", "collection", "k", "top_m", "search_width", "patience", "visited_bits",
+)  # fmt: skip
+assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] == [0, 4, 8]  # type: ignore[index]
+
+
+@compiled
+def _head(own: Any, slot: int) -> Any:
+    """The SLOT of a staged line, uint32: what the slot's query asks, as long as it has the slot."""
+    return carray(pointer(own[LINES] + slot * own[LINE_BYTES]), _HEAD_WORDS, np.uint32)
+
+
+@compiled
+def _result(own: Any, slot: int) -> Any:
+    return own[RESULTS] + slot * own[RESULT_BYTES]
+
+
+@compiled
+def _table(own: Any) -> Any:
+    return words_at(own[TABLE], STATES + own[SLOTS])
+
+
+@compiled
+def _active(own: Any) -> Any:
+    return carray(pointer(own[ACTIVE]), own[SLOTS], np.int32)
+
+
+@compiled
+def _command(own: Any, slot: int, status: int, line: int) -> None:
+    """Leave a command for the next launch. A slot has one at most: a later one overwrites what the earlier said."""
+    places = words_at(own[PLACES], own[SLOTS])
+    first = places[slot] == 0
+    if first:
+        own[PENDING] += 1
+        places[slot] = own[PENDING]
+    command = words_at(own[COMMANDS] + 16 * (places[slot] - 1), 2)
+    command[0] = slot | (status << 32)
+    if first or line:
+        command[1] = line
+
+
+# ---- launches
+
+
+@compiled
+def _failed(own: Any, what: int, code: int) -> Any:
+    own[FAILURE], own[CODE] = what, code
+    return False
+
+
+@compiled
+def _write_slots(own: Any) -> Any:
+    """Launch what carries out the commands. Whether that could be."""
+    one, count, none = np.uint32(1), own[PENDING], np.uint32(0)
+    grid, block = np.uint32(count), np.uint32(_WRITE_THREADS)
+    code = call(
+        own[LAUNCH], (own[WRITE], grid, one, one, block, one, one, none, own[STREAM], own[ARGUMENTS], np.int64(0))
+    )  # fmt: skip
+    if code:
+        return _failed(own, LAUNCH_FAILED, code)
+    places, commands = words_at(own[PLACES], own[SLOTS]), words_at(own[COMMANDS], 2 * count)
+    for i in range(count):
+        places[commands[2 * i] & _WORD] = 0
+    own[PENDING] = 0
+    return True
+
+
+@compiled
+def _look_for_faults(own: Any, wanted: int, waited_ns: int) -> Any:
+    """A launch takes long: whether it may still end."""
+    code = call(own[QUERY], (own[STREAM],))
+    if code == 0 and load_acquire(own[PROGRESS]) != wanted:
+        return _failed(own, SILENT, 0)
+    if code != 0 and code != NOT_READY:
+        return _failed(own, QUERY_FAILED, code)
+    if waited_ns > own[GIVE_UP_NS]:
+        return _failed(own, HANGS, 0)
+    return True
+
+
+@compiled
+def _launch(own: Any, graph: int) -> Any:
+    """Replay, and look at the pinned word until the launch has ended. Whether it did."""
+    code = call(own[REPLAY], (graph, own[STREAM]))
+    if code:
+        return _failed(own, REPLAY_FAILED, code)
+    own[LAUNCHES] = wanted = (own[LAUNCHES] + 1) & _WORD
+    asks = own[ARRIVED] != 0 and own[LIMIT] > 1
+    begin = now = monotonic_ns(own[TIME])
+    look_at = begin + own[LOOK_NS]
+    # SYNC POINT: progress. The kernel stores it last, with release at system scope.
+    while load_acquire(own[PROGRESS]) != wanted:
+        if asks and call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
+            store_release(own[DOORBELL], 1)
+            asks = False
+        now = monotonic_ns(own[TIME])
+        if now >= look_at:
+            look_at = now + own[LOOK_NS]
+            if not _look_for_faults(own, wanted, now - begin):
+                return False
+    store_release(own[DOORBELL], 0)
+    total = load_acquire(own[PROGRESS] + 4)
+    own[EXTENDS] = (total - own[TOTAL_EXTENDS]) & _WORD
+    own[TOTAL_EXTENDS] = total
+    own[WAITED_NS] += monotonic_ns(own[TIME]) - begin
+    return True
+
+
+# ---- the functions
+
+
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    if not 0 <= collection < MAX_COLLECTIONS:
+        return INVALID
+    form = words_at(own[FORMS] + 8 * FORM_FIELDS * collection, FORM_FIELDS)
+    if form[DIM] == 0:
+        return INVALID
+    table = _table(own)
+    slot = slot_changes.next_free(table)
+    query = carray(pointer(vector), form[DIM], np.float32)
+    line = carray(pointer(own[LINES] + slot * own[LINE_BYTES]), own[LINE_BYTES], np.uint8)
+    if not write_query(query, form, line[4 * _HEAD_WORDS :]):
+        return INVALID
+    degree = words_at(own[COLLECTIONS] + 8 * _COLLECTION_FIELDS * collection, _COLLECTION_FIELDS)[_DEGREE]
+    layout.write_head(_head(own, slot), own[NEXT_TICKET], collection, degree, k, top_m, width, patience)
+    own[NEXT_TICKET] = own[NEXT_TICKET] % _WORD + 1
+    store_release(_result(own, slot) + _EXTENDS_OFFSET, 0)  # no launch runs that could write it
+    _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
+    slot_changes.take(table, _active(own), slot)
+    return slot
+
+
+@c_function("int64(int64, int64)")
+def extend(handle: int, report: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    table, active, told = _table(own), _active(own), words_at(report, 2)
+    count = table[ACTIVE_COUNT]
+    if own[PENDING] and not _write_slots(own):
+        return FAILED
+    highest = 0
+    for i in range(count):
+        highest = max(highest, active[i])
+    buckets = words_at(own[GRAPHS], 2 * own[BUCKETS])
+    bucket = 0
+    while buckets[2 * bucket] <= highest:
+        bucket += 1
+    if not _launch(own, buckets[2 * bucket + 1]):
+        return FAILED
+    kept = done = 0
+    for i in range(count):
+        slot = active[i]
+        result = _result(own, slot)
+        if load_acquire(result + _TICKET_OFFSET) != _head(own, slot)[layout.TICKET]:
+            active[kept] = slot
+            kept += 1
+            continue
+        slot_changes.finish(table, slot)
+        finished = words_at(report + 16 + 16 * done, 2)
+        finished[0], finished[1] = slot, load_acquire(result + _EXTENDS_OFFSET)
+        done += 1
+    table[ACTIVE_COUNT] = kept
+    told[0], told[1] = own[EXTENDS], buckets[2 * bucket] - count
+    return done
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    head, place = _head(own, slot), _result(own, slot) + _NODES_OFFSET
+    k = head[layout.K]
+    collection = own[COLLECTIONS] + 8 * _COLLECTION_FIELDS * np.int64(head[layout.COLLECTION_NUMBER])
+    fields = words_at(collection, _COLLECTION_FIELDS)
+    factor, offset = np.int64(fields[_FACTOR]).view(np.float64), np.int64(fields[_OFFSET]).view(np.float64)
+    nodes, raw = carray(pointer(place), k, np.int32), carray(pointer(place + 4 * own[MAX_K]), k, np.float32)
+    to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
+    for i in range(k):
+        node = np.int64(nodes[i])
+        if node < 0:
+            return i
+        to_ids[i] = node if fields[_IDS] == 0 else words_at(fields[_IDS] + 8 * node, 1)[0]
+        to_distances[i] = np.float64(raw[i]) * factor + offset
+    return np.int64(k)
+
+
+@c_function("int64(int64, int64, int64)")
+def change(handle: int, slot: int, what: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    slot_changes.change(_table(own), _active(own), slot, what)
+    _command(own, slot, _PAUSED if what == PAUSE else _ACTIVE if what == RESUME else _FREE, 0)
+    return 0
+
+
+@c_function("int64(int64, int64)")
+def launch(handle: int, graph: int) -> Any:
+    """Replay a graph, whichever slots are active, and wait for its end. 0, or FAILED."""
+    return 0 if _launch(words_at(handle, HANDLE_WORDS), graph) else FAILED
+
+
+# ---- the handle
+
+
+class Handle:
+    """The handle's words, and what they point to."""
+
+    def __init__(
+        self, driver: Driver, stream: int, memory: BatchMemory, kernels: Kernels, graphs: LaunchGraphs, batch: Any
+    ) -> None:
+        """batch: the kernels' BATCH as an argument."""
+        slots, line_bytes = memory.lines.shape
+        self.words = np.zeros(HANDLE_WORDS, np.int64)
+        self.address = int(self.words.ctypes.data)
+        self.table = SlotTable(slots, np.zeros(slots, np.int32))
+        self._memory = memory
+        self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
+        self._forms = np.zeros((MAX_COLLECTIONS, FORM_FIELDS), np.int64)
+        self._collections = np.zeros((MAX_COLLECTIONS, _COLLECTION_FIELDS), np.int64)
+        self._graphs = graphs.table()
+        self._commands_address = np.array([memory.commands_address], np.uint64)
+        self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
+        self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
+        self._alive: dict[int, tuple[IndexData, Form]] = {}
+        arrays: dict[int, npt.NDArray[Any]] = {
+            TABLE: self.table.words,
+            ACTIVE: self.table.active,
+            FORMS: self._forms,
+            COLLECTIONS: self._collections,
+            LINES: memory.lines,
+            COMMANDS: memory.commands,
+            PLACES: self._places,
+            RESULTS: memory.results,
+            GRAPHS: self._graphs,
+            ARGUMENTS: self._arguments,
+            TIME: self._time,
+        }
+        for word, array in arrays.items():
+            self.words[word] = array.ctypes.data
+        entry = driver.entry_points()
+        values = {
+            SLOTS: slots,
+            DEVICE_LINES: memory.lines_address,
+            LINE_BYTES: line_bytes,
+            RESULT_BYTES: memory.result_bytes,
+            MAX_K: memory.nodes.shape[1],
+            PROGRESS: memory.progress.ctypes.data,
+            DOORBELL: memory.doorbell.ctypes.data,
+            BUCKETS: len(self._graphs),
+            LIMIT: graphs.limit,
+            STREAM: stream,
+            REPLAY: entry.replay,
+            LAUNCH: entry.launch,
+            QUERY: entry.query,
+            WRITE: kernels.write_slots,
+            NEXT_TICKET: 1,
+        }
+        for word, value in values.items():
+            self.words[word] = value
+
+    @property
+    def graphs(self) -> list[int]:
+        """Smallest bucket first."""
+        found: list[int] = self._graphs[:, 1].tolist()
+        return found
+
+    def load(self, number: int, data: IndexData) -> None:
+        """Queries may be admitted to this collection."""
+        form = Form(layout.without_sketch(data.rows))
+        self._alive[number] = (data, form)
+        ids = 0 if data.ids is None else data.ids.ctypes.data
+        scale = np.array(metric_form(data.rows), np.float64).view(np.int64)
+        self._collections[number] = (data.graph.shape[1], ids, *scale)
+        self._forms[number] = form.line
+
+    def unload(self, number: int) -> None:
+        """No query may be admitted to this collection any more; none has a slot."""
+        self._forms[number] = 0
+        del self._alive[number]
+
+    def searches(self, number: int) -> bool:
+        """Whether a slot's query is of this collection."""
+        return any(self._memory.head(slot)[layout.COLLECTION_NUMBER] == number for slot in self.table.taken)

@@ -1,0 +1,73 @@
+"""What compiled code needs to drive a device: its driver's functions by address, words that it writes, and the clock.
+
+Intrinsics of numba, for compiled functions alone. Addresses are int64, words uint32 in an int64. The atomic ones come
+from LLVM, so they are right on x86-64 and on aarch64.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from llvmlite import ir
+from numba import carray, int64, types
+from numba.extending import intrinsic
+
+from gpu.compiled import compiled
+from gpu.cpu.simd import pointer
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_MONOTONIC = 1
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+
+
+def _intrinsic(function: Any) -> Callable[..., int]:
+    return cast(Callable[..., int], intrinsic(function))  # what calls it gives the arguments after the first alone
+
+
+@_intrinsic
+def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
+    """Call the C function at an address, which returns an int, with a tuple of integers of the widths it declares."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in _arguments]
+        function = builder.inttoptr(args[0], ir.FunctionType(_I32, kinds).as_pointer())
+        values = [builder.extract_value(args[1], i) for i in range(len(kinds))]
+        return builder.sext(builder.call(function, values), _I64)
+
+    return types.int64(types.int64, _arguments), generate
+
+
+@_intrinsic
+def load_acquire(_typing: Any, _address: Any) -> Any:
+    """The word at an address; what its writer stored before a release store of it is visible afterwards."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = builder.load_atomic(builder.inttoptr(args[0], _I32.as_pointer()), "acquire", 4, typ=_I32)
+        return builder.zext(word, _I64)
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
+    """Store a word after everything this thread stored before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = builder.trunc(args[1], _I32)
+        builder.store_atomic(word, builder.inttoptr(args[0], _I32.as_pointer()), "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@compiled
+def words_at(address: int, count: int) -> Any:
+    """`count` int64 at an address, as an array."""
+    return carray(pointer(address), count, int64)
+
+
+@compiled
+def monotonic_ns(scratch: int) -> Any:
+    """`time.monotonic_ns()`, by way of two int64 at `scratch`."""
+    _clock_gettime(_MONOTONIC, scratch)
+    time = words_at(scratch, 2)
+    return time[0] * 1_000_000_000 + time[1]

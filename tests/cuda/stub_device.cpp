@@ -1,0 +1,78 @@
+// What the kernels would do to a running batch, for the stub of the driver, but for searching: a query is done after as
+// many extends as STUB_CUDA_EXTENDS, or `stub_extends`, says, and finds the rows 0, 1, 2 … at these distances. A launch is one extend.
+#include "layout.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+namespace {
+
+Batch batch;
+uintptr_t write_slots;
+unsigned slots;  // that were ever written to
+unsigned extends_made;
+unsigned extends_of_a_query = std::getenv("STUB_CUDA_EXTENDS") ? std::atoi(std::getenv("STUB_CUDA_EXTENDS")) : 1;
+uint64 spent_ns;  // here, which on a device would be the device's time
+
+uint64 now_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return 1000000000ull * time.tv_sec + time.tv_nsec;
+}
+
+template <typename T>
+T* at(uint64 address, uint64 bytes = 0) {
+    return reinterpret_cast<T*>(address + bytes);
+}
+
+void extend(unsigned number, Slot* slot) {
+    Result* result = at<Result>(batch.results, uint64(number) * batch.result_bytes);
+    result->extends = ++slot->extends;
+    if (slot->extends < extends_of_a_query) return;
+    int* nodes = reinterpret_cast<int*>(result + 1);
+    float* distances = reinterpret_cast<float*>(nodes + batch.max_k);
+    for (unsigned i = 0; i < slot->k; i++) nodes[i] = i, distances[i] = i;
+    slot->status = FINISHED;
+    result->ticket = slot->ticket;
+}
+
+}  // namespace
+
+extern "C" {
+
+void stub_kernel(uintptr_t function, const char* name) {
+    if (!std::strcmp(name, "write_slots")) write_slots = function;
+}
+
+void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
+    const uint64 begin = now_ns();
+    batch = *static_cast<const Batch*>(arguments[0]);  // every kernel has it
+    if (function != write_slots) return;
+    const Command* command = at<const Command>(*static_cast<const uint64*>(arguments[1]));
+    for (unsigned i = 0; i < grid; i++, command++) {
+        Slot* slot = at<Slot>(batch.slots, uint64(command->slot) * batch.line_bytes);
+        if (command->line) std::memcpy(slot, at<void>(command->line), batch.line_bytes);
+        if (command->line || command->status == FREE || slot->status != FINISHED) slot->status = command->status;
+        if (command->slot >= slots) slots = command->slot + 1;
+    }
+    spent_ns += now_ns() - begin;
+}
+
+void stub_replayed() {
+    const uint64 begin = now_ns();
+    Progress* progress = at<Progress>(batch.progress);
+    for (unsigned i = 0; i < slots; i++) {
+        Slot* slot = at<Slot>(batch.slots, uint64(i) * batch.line_bytes);
+        if (slot->status == ACTIVE) extend(i, slot);
+    }
+    progress->extends = ++extends_made;
+    __atomic_store_n(&progress->launches, progress->launches + 1, __ATOMIC_RELEASE);
+    spent_ns += now_ns() - begin;
+}
+
+void stub_extends(unsigned count) { extends_of_a_query = count; }
+
+uint64 stub_spent_ns() { return spent_ns; }
+}
