@@ -122,8 +122,8 @@ class Worker:
     def ready(self) -> None:
         """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again.
 
-        Nor need it look first: a start leaves 8,000 objects of garbage among 400,000, and finding them takes 0.2 s. What
-        loading has freed goes back to the kernel: 70 MB of a model worker.
+        Nor need it look first: a start leaves 8,000 objects of garbage among 400,000, and finding them takes 0.2 s.
+        What loading has freed goes back to the kernel: 70 MB of a model worker.
         """
         gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)
