@@ -54,7 +54,7 @@ def test_requests_that_come_after_the_death_of_a_frontend_are_answered_by_the_ne
         asked += [("POST", "/v1/retrieval", SEARCH)] * 4
         answers = list(threads.map(lambda request: ask(node, *request), asked))
     assert [(status, text) for status, text in answers if status != 200] == []
-    assert json.loads(answers[0][1]) == {"status": "ready", "missing": []}
+    assert json.loads(answers[0][1]) == {"status": "ready", "missing": [], "unavailable": {}}
     assert {w.name: w.restarts for w in node.status().workers}["frontend-0"] >= 1
     node.wait_ready()
     node.wait_idle()

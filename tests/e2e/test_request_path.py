@@ -146,7 +146,8 @@ def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode,
     expected, _ = index.search(queries, 8, top_m=64, search_width=4)
     with SearchClient.connect(node.run_dir) as client:
         for query, ids in zip(queries, expected, strict=True):
-            assert client.search(query, 8, collection="docs").ids.tolist() == ids.tolist()
+            found = client.search(query, 8, collection="docs", top_m=64, search_width=4)
+            assert found.ids.tolist() == ids.tolist()
 
 
 def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningNode) -> None:
