@@ -81,7 +81,7 @@ def test_a_bad_collection_is_unavailable_with_its_reason_and_the_other_is_served
         client.search(QUERY, 3, collection="code")
     assert list(client.unavailable) == ["code"]
     assert pool.metric("trinity_pool_collections_unavailable") == 1
-    assert pool.table.note.startswith("collection code: unavailable: ")
+    assert "collection code: unavailable: " in pool.table.note  # beside how far the checksums of the other are
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
