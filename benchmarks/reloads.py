@@ -94,6 +94,7 @@ class Readers:
 def kill(node: BenchmarkNode, name: str, after_s: float, readers: Readers) -> None:
     """kill -9 of a worker, a moment from now."""
     time.sleep(after_s)
+    node.wait(lambda: name in node.pids())  # it may be down from the last kill
     pid = node.pids()[name]
     readers.frontend_down = readers.frontend_down or name == "frontend-0"
     os.kill(pid, signal.SIGKILL)
