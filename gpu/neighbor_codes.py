@@ -44,7 +44,7 @@ class NeighborCodes:
     """The codes of an index's graph.
 
     blocks: uint8 [N, block_bytes]. entry: uint8 [1, entry bytes], a block of the seeds as neighbours of the centre.
-    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`). centre: float32 [d], the mean of the rows.
+    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`).
     """
 
     blocks: npt.NDArray[np.uint8]
