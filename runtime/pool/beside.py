@@ -1,6 +1,9 @@
-"""Work beside a pool's loop, on a thread that takes only what time nobody else wants."""
+"""Work beside a pool's loop, on a thread of its own.
 
-import os
+The thread has the loop's own priority: a nicer one, put off the processor while it holds the interpreter's lock, would
+keep the loop waiting for as long as others keep the cores busy. `pace` is what leaves the loop its time.
+"""
+
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +13,6 @@ from gpu import GpuError
 from runtime.errors import TrinityError
 
 READ_BYTES_S = 128 << 20
-_NICENESS = 19
 _T = TypeVar("_T")
 
 
@@ -32,7 +34,6 @@ class Beside(Generic[_T]):
 
     def _run(self) -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone, on Linux
             self.result = self._work(self)
         except Exception as error:
             self.error = error

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,11 @@ class Holdings:
 
 def settled() -> Holdings:
     """What is held once ZeroMQ's own threads have closed what they had to; they wait for every open socket."""
-    zmq.Context.instance().term()
+    ended = threading.Thread(target=zmq.Context.instance().term, daemon=True)
+    ended.start()
+    ended.join(30)
+    if ended.is_alive():
+        zmq.Context._instance = None  # the tests that follow have another
+        raise AssertionError("a socket is still open")
     gc.collect()
     return Holdings.now()
