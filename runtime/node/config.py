@@ -32,7 +32,7 @@ class NodeSection(_Section, frozen=True):
 
     name: Name = "trinity"
     run_dir: str = ""
-    drain_s: Seconds = 30.0
+    drain_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
     start_s: Seconds = 600.0
     heartbeat_s: Seconds = 30.0
 

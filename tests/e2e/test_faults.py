@@ -169,7 +169,7 @@ def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: S
 
 
 def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node: StartNode) -> None:
-    node = start_node(drain_s=0.3)
+    node = start_node(drain_s=1)
     body = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
     with ThreadPoolExecutor(6) as threads:
         ends = [threads.submit(end_of, node, body) for _ in range(6)]

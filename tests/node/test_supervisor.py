@@ -294,7 +294,7 @@ def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(
 
 
 def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(start: StartTiny) -> None:
-    node = start({"pool-0": ["busy", "serve"]}, drain_s=0.3)
+    node = start({"pool-0": ["busy", "serve"]}, drain_s=1)
     node.ready()
     restart_node(node.info, "pool-0", timeout_s=60)
     assert worker(node.ready()).epoch == 2
@@ -364,7 +364,7 @@ def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_sho
 
 
 def test_a_worker_that_does_not_drain_in_time_is_killed(start: StartTiny) -> None:
-    node = start({"pool-0": ["ignore stop"]}, drain_s=0.3)
+    node = start({"pool-0": ["ignore stop"]}, drain_s=1)
     workers = node.ready().workers
     node.signal(signal.SIGTERM)
     assert node.ended() == 0

@@ -8,6 +8,7 @@ import asyncio
 import http
 import ipaddress
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class HttpConfig(uvicorn.Config):
             log_level="error",  # it would warn of everything malformed, as often as one likes to send it
             access_log=False,
             h11_max_incomplete_event_size=limits.header_bytes,
-            timeout_graceful_shutdown=int(drain_s),
+            timeout_graceful_shutdown=math.ceil(drain_s),
         )
         self.timeout_keep_alive = limits.idle_s  # type: ignore[assignment]  # it goes to call_later
         self.limits = limits
