@@ -53,11 +53,11 @@ class SearchClient:
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
-    def of_plan(cls, plan: NodePlan, name: str) -> Self:
+    def of_plan(cls, plan: NodePlan, name: str, policy: ReplicaPolicy | None = None) -> Self:
         """The client of one of the node's own workers; pools are attached as they come up."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
-        return cls(endpoints, name, plan.config.pool, collections=names)
+        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy)
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:

@@ -3,7 +3,8 @@
 A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
 shards, whose answers are merged; `replicas.py` says to which. All answers of one question come from one build of the
 collection, which its result names. When a pool dies, its questions are asked again
-elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. Every
+elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. When it
+is silent, another is asked as well, and the first answer counts. Every
 question that was taken ends once, whole or with an error. One without a deadline waits for as long as its collection
 is answered at all, and ten seconds more.
 """
@@ -37,6 +38,8 @@ from runtime.retrieval.routes import Routes
 _MAX_PARKED = 1024
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
+_ELSEWHERE = (*_AGAIN, "overloaded")  # of no weight while another pool has the query too
+_RESCUE_NS = 50_000_000  # how often the questions of silent pools are looked through
 _WAIT_NS = 10_000_000_000  # a query without a deadline waits for a pool, while none of its collection is answered
 TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
 
@@ -59,6 +62,7 @@ class Dispatcher:
         self._replicas = Replicas(len(self.pools), policy)
         self.routes = Routes()
         self._parked: deque[Question] = deque()  # waiting for any pool
+        self._rescue_ns = 0  # not before then
         self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
         self._ended: list[SearchResult] = []
         self._open = True
@@ -226,8 +230,9 @@ class Dispatcher:
 
         Raises `Overloaded`, `InvalidRequest`, `Unavailable`.
         """
-        route = self._route(question)
-        now = time.monotonic_ns()
+        return self._give(question, self._route(question), time.monotonic_ns())
+
+    def _give(self, question: Question, route: Sequence[int], now: int) -> bool:
         full: RingFull | None = None
         for number in self._replicas.choose(route, now):
             try:
@@ -274,10 +279,23 @@ class Dispatcher:
             self._note(number, pool.look_after(now))
         if not any(self._up):
             self._find_again(now)
+        if now >= self._rescue_ns and len(self.pools) > 1:
+            self._rescue_ns = now + _RESCUE_NS
+            self._rescue(now)
         if self._parked:
             self._unpark(now)
         ended, self._ended = self._ended, []
         return ended
+
+    def _rescue(self, now: int) -> None:
+        """Ask others what pools were asked that have fallen silent: each question once, where there is room."""
+        stuck = {number for number in range(len(self.pools)) if self._replicas.stuck(number, now)}
+        for number in stuck:
+            for question in self.pools[number].questions():
+                if question.ended or question.at > 1 or question.attempts >= _MAX_ATTEMPTS:
+                    continue
+                with suppress(TrinityError):  # it may still be answered where it is
+                    self._give(question, [other for other in self._route(question) if other not in stuck], now)
 
     def _unpark(self, now: int) -> None:
         full: set[tuple[str, str, int]] = set()  # builds' shards of which no pool is up, or none has room
@@ -341,8 +359,10 @@ class Dispatcher:
 
     def _end(self, question: Question, result: Result, now: int) -> None:
         gather = question.gather
-        if gather is not None and gather.ended:
-            return  # its query has ended without it
+        if question.ended or (gather is not None and gather.ended):
+            return  # another pool has answered it, or its query has ended without it
+        if question.at and result.status in _ELSEWHERE:
+            return
         if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
             # No healthy index has such a distance: vectors and queries are checked to be finite.
             name = question.wanted.collection
@@ -356,6 +376,10 @@ class Dispatcher:
                 identity=question.identity,
             )  # fmt: skip
             whole = found if gather is None else gather.add(found)
+            question.ended = True
+            if question.at:
+                for pool in self.pools:
+                    pool.withdraw(question)
             if whole is not None:
                 self._answered[question.wanted.collection] = now
                 self._ended.append(whole)
@@ -365,6 +389,7 @@ class Dispatcher:
             self._fail(question, _error_of_status(result.status, question))
 
     def _fail(self, question: Question, error: TrinityError) -> None:
+        question.ended = True
         if question.gather is not None:
             question.gather.ended = True  # never a part of an answer
             for pool in self.pools:

@@ -42,7 +42,8 @@ Accept = Callable[[str], bool]
 class Question(msgspec.Struct, eq=False):
     """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
 
-    `identity` is that of the build that it was sent to last. `accept`: None for any.
+    `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
+    first is silent. `identity` is that of the build that answered it. `accept`: None for any.
     """
 
     ticket: int
@@ -51,6 +52,8 @@ class Question(msgspec.Struct, eq=False):
     parked_ns: int = 0  # since when it waits for a pool; 0: it does not
     shard: int = 0
     attempts: int = 0
+    at: int = 0
+    ended: bool = False  # what comes after that is of no use
     gather: "Gather[Question] | None" = None
     accept: Accept | None = None
     identity: str = ""
@@ -159,7 +162,7 @@ class PoolSession:
 
     def _sent(self, session: _Session, request_id: int, question: Question) -> None:
         question.attempts += 1
-        question.identity = session.identities[question.wanted.collection]
+        question.at += 1
         session.asked[request_id] = question
         self.sent += 1
 
@@ -220,13 +223,28 @@ class PoolSession:
             results = session.client.poll()
         except (StaleEpoch, ProtocolViolation):  # the rest comes as 'lost' next time
             return []
-        for result in results:
+        ended = [(session.asked.pop(result.request_id), result) for result in results]
+        for question, result in ended:
+            question.at -= 1
             if result.status == "ok":
                 self.answered += 1
                 self._round_trips.append(now_ns - result.enqueue_ns)
+                if not question.ended:
+                    question.identity = session.identities[question.wanted.collection]
             else:
                 self.errors[result.status] += 1
-        return [(session.asked.pop(result.request_id), result) for result in results]
+        return ended
+
+    def questions(self) -> list[Question]:
+        """Those without an answer yet."""
+        return [question for session in self._sessions() for question in session.asked.values()]
+
+    def withdraw(self, question: Question) -> None:
+        """Another pool has answered a question: this one need not."""
+        for session in self._sessions():
+            for request_id, asked in session.asked.items():
+                if asked is question:
+                    session.client.cancel(request_id)
 
     def cancel(self, ticket: int, most_attempts: int) -> None:
         """A ticket's questions are not wanted any more, nor asked again if the pool dies."""

@@ -14,7 +14,8 @@ class ReplicaPolicy:
     weight: of a new round trip in the average. A pool is slow once its expected round trip is over `slow` times the
     best one's plus `floor_ns`, and no longer slow once it is under `recovered` times that plus `floor_ns` (hysteresis:
     what lies between changes nothing). A slow pool is sent one query every `probe_ns`; the answer weighs half, so that
-    one that has recovered is soon back. With `crowded` queries more than the least loaded one a pool has no turn.
+    one that has recovered is soon back. With `crowded` queries more than the least loaded one a pool has no turn. One
+    that has answered nothing for `stuck_ns`, though it owes answers, is stuck: others are asked what it was asked.
     """
 
     weight: float = 0.2
@@ -23,6 +24,7 @@ class ReplicaPolicy:
     floor_ns: int = 5_000_000
     probe_ns: int = 100_000_000
     crowded: int = 32
+    stuck_ns: int = 500_000_000
 
 
 _PROBE_WEIGHT = 0.5
@@ -114,6 +116,11 @@ class Replicas:
     def slow(self, pool: int) -> bool:
         """Whether a pool is passed over for being slow, as `choose` judged last."""
         return self._replicas[pool].slow
+
+    def stuck(self, pool: int, now_ns: int) -> bool:
+        """Whether a pool owes answers and has given none for too long."""
+        replica = self._replicas[pool]
+        return replica.outstanding > 0 and now_ns - replica.waiting_ns >= self._policy.stuck_ns
 
     def outstanding(self, pool: int) -> int:
         """Queries that a pool has not answered yet."""

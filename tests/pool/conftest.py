@@ -13,6 +13,7 @@ from runtime.pool import process
 from runtime.retrieval import dispatch, pool_session
 from runtime.retrieval.client import SearchClient
 from runtime.retrieval.collection import Collection
+from runtime.retrieval.replicas import ReplicaPolicy
 from tests.pool.pools import InProcessPool, Vectors, plan_of
 
 DIM = 16
@@ -46,18 +47,22 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakePool = Callable[..., InProcessPool]
+NEVER_STUCK = ReplicaPolicy(stuck_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]
 
 
 @pytest.fixture
 def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
-    """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process."""
+    """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process.
+
+    Nor do they take a pool for stuck that only waits for a core, unless a test hands them a policy that does.
+    """
     monkeypatch.setattr(pool_session, "RETRY_NS", 10_000_000)
     monkeypatch.setattr(dispatch, "_WAIT_NS", 60 * 10**9)
     made: list[SearchClient] = []
 
-    def make(plan: NodePlan) -> SearchClient:
-        made.append(SearchClient.of_plan(plan, "test"))
+    def make(plan: NodePlan, policy: ReplicaPolicy = NEVER_STUCK) -> SearchClient:
+        made.append(SearchClient.of_plan(plan, "test", policy))
         return made[-1]
 
     yield make

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu import GraphIndex
 from ipc import RingClient
 from runtime.node.config import parse_config
 from runtime.node.metrics import Metric, metrics_of
@@ -106,6 +107,11 @@ def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
     by_ticket = {result.ticket: result for result in found}
     assert len(by_ticket) == len(found) == count
     return by_ticket
+
+
+def exact(index: GraphIndex, queries: Vectors, k: int) -> list[list[int]]:
+    """What a search that looks at everything finds."""
+    return [row.tolist() for row in index.search(queries, k, top_m=400)[0]]
 
 
 def attached(client: SearchClient) -> SearchClient:

@@ -24,7 +24,9 @@ from runtime.node.placement import NodePlan
 from runtime.node.table import WorkerTable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
+from runtime.retrieval.arguments import deadline_of
 from runtime.retrieval.client import SearchClient
+from runtime.retrieval.replicas import ReplicaPolicy
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
 from tests.pool.conftest import MakeClient, MakePool
@@ -210,6 +212,23 @@ def test_with_a_replica_left_a_query_is_answered_within_two_seconds_of_a_death(
             until(lambda: tickets == sorted(r.ticket for r in drained(client, tickets)), client.poll)  # noqa: B023
             pools.start(name)
             attached(client)
+
+
+def test_with_a_replica_left_what_a_frozen_pool_was_asked_is_answered_within_two_seconds(
+    collection: Path, make_client: MakeClient, queries: Vectors
+) -> None:
+    plan = plan_of(collection, workers=2)
+    with ExitStack() as undo:
+        pools = Killable(plan, undo)
+        client = attached(make_client(plan, ReplicaPolicy()))
+        frozen = psutil.Process(pools.pids[0])
+        frozen.suspend()
+        until_ns = deadline_of(2000)
+        tickets = [client.submit(query, 3, collection="docs", deadline_ns=until_ns) for query in queries[:10]]
+        found = drained(client, tickets)
+        frozen.resume()
+        assert tickets == sorted(result.ticket for result in found)
+        assert [len(result.checked().ids) for result in found] == [3] * 10
 
 
 def drained(client: SearchClient, tickets: list[int]) -> list[Any]:

@@ -12,17 +12,12 @@ from runtime.node.placement import NodePlan
 from runtime.retrieval import dispatch
 from runtime.retrieval.collection import Collection
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
+from tests.pool.pools import InProcessPool, Vectors, attached, collect, exact, plan_of
 from tests.waiting import until
 
 
 def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
     return [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
-
-
-def exact(index: GraphIndex, queries: Vectors, k: int) -> list[list[int]]:
-    """What a search that looks at everything finds."""
-    return [row.tolist() for row in index.search(queries, k, top_m=400)[0]]
 
 
 def test_the_nearest_of_all_shards_come_in_order_with_the_ids_of_the_whole(
