@@ -35,7 +35,8 @@ def new_directory(out: Path, *, replace: bool) -> Iterator[Path]:
         _refuse(out, replace)  # much may have happened since
         _swap(building, out)
     except (OSError, sqlite3.Error) as error:  # a full disk, mostly
-        raise CollectionError(f"{out} cannot be built: {error}") from error
+        free = shutil.disk_usage(out.parent).free
+        raise CollectionError(f"{out} cannot be built: {error} ({free >> 20:,} MiB are free there)") from error
     except MemoryError as error:
         raise CollectionError(f"{out} cannot be built: not enough memory") from error
     finally:

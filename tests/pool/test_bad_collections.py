@@ -1,9 +1,11 @@
 """A collection that is moved, cut short, altered or unreadable is that collection's failure: the others are served."""
 
 import os
+import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool import catalogue
+from runtime.retrieval.collection import Collection
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.generations import DIM, build
 from tests.pool.pools import InProcessPool, attached, plan_of
@@ -229,6 +232,33 @@ def test_a_pool_without_any_collection_says_why_and_waits(
     until(lambda: bool(client.identities("docs")), lambda: client.poll())
     assert len(client.search(QUERY, 3, collection="docs").ids) == 3
     pool.close()
+
+
+@contextmanager
+def no_room_for(file_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond that: the kernel refuses, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 100, 3000, 8000], ids=lambda room: f"{room}-bytes")
+def test_a_rebuild_that_finds_the_disk_full_leaves_what_is_served_as_it_was(
+    room: int, both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = plan_with(both)
+    make_pool(plan).start()
+    client = attached(make_client(plan))
+    before = client.identities("docs")
+    with no_room_for(room), pytest.raises(CollectionError, match=r"docs cannot be built: .*(full|large|I/O)"):
+        build(both[0], 3)
+    assert sorted(path.name for path in both[0].parent.iterdir()) == ["code", "docs"]
+    Collection.verify(both[0])
+    assert client.search(QUERY, 3, collection="docs").identity == before[0]
+    build(both[0], 3)  # there is room again
 
 
 def test_a_query_goes_to_the_replica_that_can_serve_its_collection(
