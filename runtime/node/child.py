@@ -18,6 +18,7 @@ from runtime.node.table import State, WorkerTable
 from runtime.node.worker import WorkerSpec
 
 MOST_FAILED_STARTS = 3  # one after the other: then it is a worker that cannot run
+_SILENT_S = 3.0  # by then people are told; a loop beats several times a second
 _MOST_STACKS = 32 << 10  # bytes
 COMMAND = (sys.executable, "-m", "runtime.node.worker")
 
@@ -90,6 +91,8 @@ class Child:
 
     def note(self, now_s: float) -> str:
         """What people should know of it, in a line; "" if nothing."""
+        if self.phase is Phase.READY and self.silent_s > _SILENT_S:
+            return f"no heartbeat for {self.silent_s:.0f} s"
         if not self.failure:
             return self.table.note
         if self.phase is Phase.BACKOFF:

@@ -116,7 +116,8 @@ class Lifecycle:
         child.failed_starts = 0 if child.says_ready else child.failed_starts + 1
         if child.exit_code == EXIT_CONFIG:
             child.failed_starts = max(child.failed_starts, MOST_FAILED_STARTS)
-        said = f"{how}: {child.table.note}" if child.table.note else how
+        by_itself = child.exit_code is not None and child.exit_code > 0  # its note says why; else it is an older one
+        said = f"{how}: {child.table.note}" if by_itself and child.table.note else how
         if child.cannot_run and not child.was_ready and child.place.spare is None:
             log.error("%s cannot run (%s): %s", child.name, said, "the node stops" if child.needed else "given up")
             if child.needed:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -93,6 +94,27 @@ def test_its_note_says_why_and_when_it_starts_again(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 12.0
     assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); starts again in 12 s")
+
+
+@pytest.mark.parametrize(
+    ("command", "failure"), [("exit 75", "ended (exit code 75: no room)"), ("kill -9 $$", "ended (signal SIGKILL)")]
+)
+def test_its_note_is_why_it_ended_only_if_it_ended_by_itself(node: Node, command: str, failure: str) -> None:
+    first = node.children[0]
+    first.phase, first.was_ready, first.table.note = Phase.READY, True, "no room"
+    first.process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    first.process.wait()
+    node.lifecycle.reap(node.children)
+    assert first.failure == failure
+
+
+def test_its_note_says_when_it_has_fallen_silent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = node.children[0]
+    first.phase = Phase.READY
+    first.table.beat()
+    assert first.note(node.now_s) == ""
+    monkeypatch.setattr(WorkerTable, "age_s", lambda table, now_ns: 8.1)
+    assert first.note(node.now_s) == "no heartbeat for 8 s"
 
 
 def test_who_asks_for_its_restart_does_not_wait_for_its_back_off(node: Node) -> None:
