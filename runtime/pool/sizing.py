@@ -1,5 +1,7 @@
 """How many queries are best active at a time on this machine: T_ext measured with 1, 2, 4 … slots."""
 
+import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ FIXED_SHARE = 0.1
 """Of an extend and the loop's round about it, at most, that may be what it would take with no slot at all."""
 LOOP_NS = 500.0
 """What the loop takes for a round with nothing to receive and nothing to publish (`benchmarks.pool`)."""
+_ROUNDS = 3  # of measuring; the quickest counts, for whatever else the machine does only adds
 _QUERIES = 16  # of each number of slots, and one more a slot
 
 
@@ -28,17 +31,28 @@ class Measured(NamedTuple):
 
 
 def fewest_slots(measured: Sequence[Measured]) -> int:
-    """The fewest active slots of whose round no more than FIXED_SHARE is wasted: by so much a slot may cost more there
-    than where it costs least."""
-    each = [(one.active, (one.extend_ns + LOOP_NS) / one.active) for one in measured]
-    least = min(cost for _, cost in each)
-    return next(active for active, cost in each if cost <= least / (1.0 - FIXED_SHARE))
+    """The fewest active slots of whose round no more than FIXED_SHARE is fixed, but no more than were measured.
+
+    A line T_ext(n) = a + b·n through all that was measured (least squares of the relative errors, a ≥ 0) says what is
+    fixed, a and the loop's own part. Single sizes would not do: where an extend costs in proportion to its slots, as on
+    a CPU, their few percent of noise would choose between two slots and thirty.
+    """
+    active = np.array([one.active for one in measured], np.float64)
+    taken = np.array([one.extend_ns for one in measured], np.float64)
+    ones = np.ones(len(taken))
+    (fixed, each), *_ = np.linalg.lstsq(np.stack([1 / taken, active / taken], 1), ones)
+    if fixed < 0.0 or len(measured) == 1:
+        fixed, each = 0.0, float((active / taken).sum() / ((active / taken) ** 2).sum())
+    most = max(one.active for one in measured)
+    if each <= 0.0:
+        return most
+    return min(most, math.ceil((float(fixed) + LOOP_NS) * (1.0 - FIXED_SHARE) / (FIXED_SHARE * float(each))))
 
 
 def measure(backend: Backend, data: IndexData, number: int, top_m: int, search_width: int, most: int) -> list[Measured]:
     """T_ext with 1, 2, 4 … `most` slots, over a collection of the engine's that has this number.
 
-    Rows of the index are the queries, each asked once: what one has read is in the caches for a while.
+    Rows of the index are the queries, each asked once a round: what one has read is in the caches for a while.
     """
     rows = data.rows.codes if data.rows.full is None else data.rows.full
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
@@ -55,11 +69,10 @@ def measure(backend: Backend, data: IndexData, number: int, top_m: int, search_w
         return took
 
     serve(0, 1, 1)  # compiles, and first touches
-    found, begin = [], 1
-    for active, count in zip(sizes, queries, strict=True):
-        found.append(Measured(active, statistics.median(serve(begin, count, active))))
-        begin += count
-    return found
+    begins = itertools.accumulate(queries, initial=1)
+    parts = list(zip(begins, queries, sizes, strict=False))
+    rounds = [[statistics.median(serve(*part)) for part in parts] for _ in range(_ROUNDS)]
+    return [Measured(active, min(took)) for active, took in zip(sizes, zip(*rounds, strict=True), strict=True)]
 
 
 @compiled
