@@ -27,7 +27,7 @@ Two rules are not the paper's (`trinity` has them, `paper` does not):
   being Ê rounded up to a power of two. Q_dec is in the order of turns: queries alike are first come, first served,
   shorter ones pass longer ones that came a little earlier, and `p` above grows no more once a query has waited for
   `_STRETCH` times what it takes. One that waits also takes the slot of an active one whose turn is after its own and
-  that has `_MUCH_LONGER` times its extends left.
+  that has twice its extends left.
 
 What cannot make its deadline any more when its turn comes is late: it is refused, not run. `fifo` is one queue by
 arrival; `static` is that, and a batch begins when the last one is done.
@@ -43,7 +43,6 @@ from runtime.pool.queues import before, leave, list_in, note, push, queue_of, ta
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH = 8.0
-_MUCH_LONGER = 2
 
 
 # ---- queries come and go
@@ -147,18 +146,14 @@ def schedule(t: Any, now: int) -> None:
 
 @compiled
 def _let_shorter_run(t: Any, slots: int) -> None:
-    """Decode queries give their slots to much shorter ones whose turn is before theirs.
-
-    Half of the engine's slots for paused queries are left to prefill.
-    """
+    """Decode queries give their slots to much shorter ones whose turn is before theirs."""
     w = t.words
-    most = slots + (w[at.ENGINE_SLOTS] - slots + 1) // 2
-    while _active(t) >= slots and w[at.QUEUED + at.DECODE] and _active(t) + w[at.LISTED + at.HELD_BACK] < most:
+    while _active(t) >= slots and _waits(t, at.DECODE):
         longest, shorter = _most_left(t), t.queues[at.DECODE, 0]
         if longest < 0 or t.entries[longest, at.START_BY] <= t.entries[shorter, at.START_BY]:
             return
         left = t.entries[longest, at.EXTENDS] + t.entries[longest, at.BEGAN] - w[at.DONE]
-        if left < _MUCH_LONGER * t.entries[shorter, at.EXTENDS]:
+        if left < 2 * t.entries[shorter, at.EXTENDS]:
             return
         _pause_one(t)
         _start(t, at.DECODE)
@@ -192,10 +187,16 @@ def _active(t: Any) -> Any:
 
 @compiled
 def _may_start(t: Any, stage: int, hold: bool) -> Any:
-    paused = t.words[at.LISTED + at.HELD_BACK]
-    if stage == at.DECODE and paused:
+    if stage == at.DECODE and t.words[at.LISTED + at.HELD_BACK]:
         return True
-    return not hold and t.words[at.QUEUED + stage] > 0 and _active(t) + paused < t.words[at.ENGINE_SLOTS]
+    return not hold and _waits(t, stage)
+
+
+@compiled
+def _waits(t: Any, stage: int) -> Any:
+    """Whether a query of a stage waits that the engine has a slot for."""
+    w = t.words
+    return w[at.QUEUED + stage] > 0 and _active(t) + w[at.LISTED + at.HELD_BACK] < w[at.ENGINE_SLOTS]
 
 
 @compiled
