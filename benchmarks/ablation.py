@@ -39,10 +39,10 @@ from benchmarks.policy import TRACES, node, scarce_pool
 from runtime.node.config import NodeConfig
 from runtime.simulator.capacity import capacity
 from runtime.simulator.node import Simulation
-from runtime.simulator.pool import slots_of
-from runtime.simulator.pool_alone import Query, run_pool
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.pool import slots_of
+from runtime.simulator.stages.pool_alone import Query, run_pool
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 
 ROOT = Path(__file__).parents[1]

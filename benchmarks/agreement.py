@@ -27,10 +27,10 @@ from benchmarks.pool import data_of, parser_of, write
 from benchmarks.pool_processes import Bench, Load
 from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
-from runtime.simulator.calibrate import calibrate
-from runtime.simulator.pool_alone import Query, run_pool
-from runtime.simulator.roofline import Roofline
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.stages.pool_alone import Query, run_pool
+from runtime.simulator.times.calibrate import calibrate
+from runtime.simulator.times.roofline import Roofline
+from runtime.simulator.times.service import ServiceTimes
 
 _LOADS = (0.5, 0.8)
 _PREFILL = 0.3  # of the queries

@@ -27,7 +27,7 @@ from gpu import GraphIndex
 from gpu.backend import RELEASE
 from gpu.compiled import compiled
 from gpu.cuda import layout
-from ipc.instructions import call
+from ipc.memory.instructions import call
 
 STUB = Path(__file__).parent.parent / "tests" / "cuda"
 _ACTIVE = (1, 32, 256)

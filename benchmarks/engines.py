@@ -31,7 +31,7 @@ from benchmarks.machine import machine, machine_load
 from benchmarks.node import running
 from runtime.engines.openai.assembly import fit, with_passages
 from runtime.node.config import OpenAiSection, load_config
-from runtime.node.placement import read_engine_key
+from runtime.node.placement.plan import read_engine_key
 from runtime.retrieval.passages import Passage
 
 Json = dict[str, Any]

@@ -38,7 +38,7 @@ from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig, load_config
-from runtime.node.control import restart_node
+from runtime.node.supervisor.admin import restart_node
 from runtime.serving.model.model_info import ModelInfo
 
 BAR_S = 2.0

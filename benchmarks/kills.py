@@ -31,9 +31,9 @@ from benchmarks.node import BenchmarkNode
 from benchmarks.tiny_model import make_tiny_llama
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
-from runtime.node.control import NodeStatus
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.python_docs import python_documents
+from runtime.node.supervisor.admin import NodeStatus
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.python_docs import python_documents
 
 REST_S = 31.0  # a little over `Backoff`'s healthy_s
 GAP_S = 2.0  # between two kills, on average

@@ -11,9 +11,9 @@ from pathlib import Path
 from launchers.http_client import get
 from runtime.errors import TrinityError
 from runtime.node.config import load_config
-from runtime.node.control import NodeStatus, node_status
-from runtime.node.placement import default_run_dir
+from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import NodeStatus, node_status
 
 _LOOK_S = 0.01
 _START_S = 600.0

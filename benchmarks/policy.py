@@ -41,10 +41,10 @@ from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.pool import slots_of
 from runtime.simulator.result import Result
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.pool import slots_of
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 from runtime.simulator.workload import Slos
 

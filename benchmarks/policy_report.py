@@ -15,7 +15,7 @@ def markdown(report: Report) -> str:
         f"`python -m benchmarks.policy`: windows of {report.requests} requests of each trace that begin at requests "
         f"{', '.join(map(str, report.windows))}; seed {report.seed}; {report.took_s:.0f} s on {machine['processor']}, "
         f"{machine['cores']} cores, Python {machine['python']}. Simulated, not measured: service times of an H100 with "
-        "an 8-billion-parameter Llama from data sheets (`runtime/simulator/service.py`).",
+        "an 8-billion-parameter Llama from data sheets (`runtime/simulator/times/service.py`).",
         "",
         *_policies(report),
     ]

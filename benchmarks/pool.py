@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.pool_processes import Bench, Load, Outcome, Vectors
-from runtime.retrieval.collection import Collection
+from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from ipc import MemoryReference, RingClient, RingFull
 from runtime.node.config import NodeConfig, parse_config
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan, resolve
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import NodePlan, resolve
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
-from runtime.retrieval.collection import Collection
+from runtime.retrieval.collections.collection import Collection
 
 Vectors = NDArray[np.float32]
 _context = multiprocessing.get_context("spawn")

@@ -27,9 +27,9 @@ from benchmarks.machine import machine_load
 from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
 from runtime.errors import TrinityError
-from runtime.node.control import reload_collections
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.documents import Document
+from runtime.node.supervisor.admin import reload_collections
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
 
 DIM, ROWS, READERS, SEED = 16, 80, 4, 7
 _RELOAD_S = 120.0

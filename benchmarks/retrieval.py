@@ -35,10 +35,10 @@ from benchmarks.machine import machine
 from launchers.http_client import get, post
 from launchers.progress import BuildProgress
 from runtime.errors import Unavailable
-from runtime.node.control import node_status
 from runtime.node.run_dir import find_node
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.embedder import DEFAULT_EMBEDDER, load_embedder
+from runtime.node.supervisor.admin import node_status
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import DEFAULT_EMBEDDER, load_embedder
 from runtime.retrieval.recall import recall
 
 PASSAGES, QUESTIONS = "squad11_passages.jsonl.gz", "squad11_questions_dev.jsonl.gz"

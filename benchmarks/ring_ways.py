@@ -24,10 +24,10 @@ from ipc import (
     new_token,
     private_endpoint,
 )
-from ipc.doorbell import EventfdBell, FdMailbox, send_fds
-from ipc.memory import MemoryReference
-from ipc.ring import Watch
-from ipc.spin import SpinBudget
+from ipc.memory.shared import MemoryReference
+from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
+from ipc.ring.ring import Watch
+from ipc.ring.spin import SpinBudget
 
 DIM = 384
 BYTES = 4 * DIM

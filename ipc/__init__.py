@@ -6,7 +6,6 @@ Knows nothing of what vectors mean, of search, or of language models. Linux only
 import importlib
 from typing import TYPE_CHECKING
 
-from ipc.descriptors import STAGES, STATUSES, Cancel, Parameters, Request, Result, Stage
 from ipc.errors import (
     AttachRefused,
     AttachTimeout,
@@ -21,35 +20,36 @@ from ipc.errors import (
     UnknownRequest,
 )
 from ipc.memo import Memo
-from ipc.memory import MemoryReference, SharedMemory
-from ipc.statistics import ClientStatistics, ServerStatistics
+from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.ring.descriptors import STAGES, STATUSES, Cancel, Parameters, Request, Result, Stage
+from ipc.session.statistics import ClientStatistics, ServerStatistics
 
 if TYPE_CHECKING:
-    from ipc.arena import KvArena
-    from ipc.client import RingClient
-    from ipc.device_memory import DeviceSpan
+    from ipc.client.client import RingClient
     from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
-    from ipc.handover import Offer, Outcome
-    from ipc.handover_sink import HandoverSink
-    from ipc.handover_source import HandoverSource
-    from ipc.ring import RingConsumer, RingLayout, RingProducer, format_ring
-    from ipc.ring_server import RingServer
-    from ipc.server import SessionServer
-    from ipc.session import Catalogue, Served, Unserved
+    from ipc.handover.arena import KvArena
+    from ipc.handover.messages import Offer, Outcome
+    from ipc.handover.sink import HandoverSink
+    from ipc.handover.source import HandoverSource
+    from ipc.memory.device import DeviceSpan
+    from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, format_ring
+    from ipc.server.ring_server import RingServer
+    from ipc.server.server import SessionServer
+    from ipc.session.messages import Catalogue, Served, Unserved
 
 # Loaded on first use: most of this is compiled code, or ZeroMQ, which a supervisor or a command never runs.
 _HOME = {
-    "DeviceSpan": "device_memory",
-    "HandoverSink": "handover_sink",
-    "HandoverSource": "handover_source",
-    "KvArena": "arena",
-    "Offer": "handover",
-    "Outcome": "handover",
-    "RingClient": "client",
-    "RingServer": "ring_server",
-    "SessionServer": "server",
-    **dict.fromkeys(("Catalogue", "Served", "Unserved"), "session"),
-    **dict.fromkeys(("RingConsumer", "RingLayout", "RingProducer", "format_ring"), "ring"),
+    "DeviceSpan": "memory.device",
+    "HandoverSink": "handover.sink",
+    "HandoverSource": "handover.source",
+    "KvArena": "handover.arena",
+    "Offer": "handover.messages",
+    "Outcome": "handover.messages",
+    "RingClient": "client.client",
+    "RingServer": "server.ring_server",
+    "SessionServer": "server.server",
+    **dict.fromkeys(("Catalogue", "Served", "Unserved"), "session.messages"),
+    **dict.fromkeys(("RingConsumer", "RingLayout", "RingProducer", "format_ring"), "ring.ring"),
     **dict.fromkeys(
         ("bind", "check_endpoint", "connect", "new_token", "private_endpoint", "receive_all", "send_now"), "endpoints"
     ),

@@ -17,11 +17,11 @@ from launchers.demo_check import check_equality
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
-from runtime.node.control import node_status, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.python_docs import python_documents
-from runtime.retrieval.sources import Progress
+from runtime.node.supervisor.admin import node_status, stop_node
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.collections.sources import Progress
 from runtime.serving.model import smollm
 
 QUESTIONS = (

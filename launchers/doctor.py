@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from runtime.diagnosis import diagnose
+from runtime.checks.diagnosis import diagnose
 from runtime.node.config import load_config
 
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}

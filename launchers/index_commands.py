@@ -15,13 +15,13 @@ import typer
 
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError
-from runtime.node.control import reload_collections
-from runtime.node.placement import nodes_dir
+from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import find_node, running_nodes
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.embedder import DEFAULT_EMBEDDER
+from runtime.node.supervisor.admin import reload_collections
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.sources import read_ids, read_truth, read_vectors
+from runtime.retrieval.embedding.embedder import DEFAULT_EMBEDDER
 from runtime.retrieval.recall import recall
-from runtime.retrieval.sources import read_ids, read_truth, read_vectors
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
 

@@ -13,9 +13,9 @@ import typer
 
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import NodeSection
-from runtime.node.log_format import LEVELS, Level, Line, plain
-from runtime.node.log_reader import read
-from runtime.node.placement import default_run_dir
+from runtime.node.logs.format import LEVELS, Level, Line, plain
+from runtime.node.logs.reader import read
+from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import LOGS, NodeInfo, find_node
 
 _POLL_S = 0.2

@@ -18,19 +18,19 @@ from ipc import IpcError
 from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
 from launchers.status import show_status
-from runtime import preflight
+from runtime.checks import preflight
+from runtime.checks.needs import needed_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
-from runtime.needs import needed_bytes
 from runtime.node.config import load_config
-from runtime.node.control import restart_node, stop_node
-from runtime.node.figures import node_version
-from runtime.node.layout import lay_out
-from runtime.node.listen import check_host
-from runtime.node.log import log_to_stderr
-from runtime.node.log_format import LEVELS
-from runtime.node.machine import Machine
+from runtime.node.logs.format import LEVELS
+from runtime.node.logs.log import log_to_stderr
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.supervisor import Supervisor
+from runtime.node.supervisor.admin import restart_node, stop_node
+from runtime.node.supervisor.figures import node_version
+from runtime.node.supervisor.listen import check_host
+from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker import die_with
 
 # Commands and groups of commands that have a module of their own: module and name by command.

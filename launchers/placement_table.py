@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from runtime.node.machine import Machine
-from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import NodePlan, WorkerPlan
 
 _COLUMNS = ("worker", "GPU", "UUID", "PCI bus", "NUMA", "cores", "spins", "needs", "free")
 _WIDTH = 160  # where no terminal has another: a file, a pipe

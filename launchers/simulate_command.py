@@ -48,8 +48,8 @@ def simulate_node(
     from runtime.simulator.plan import plans
     from runtime.simulator.plot import draw
     from runtime.simulator.policies import PolicyChoice
-    from runtime.simulator.service import ServiceTimes
     from runtime.simulator.setup import Setup
+    from runtime.simulator.times.service import ServiceTimes
     from runtime.simulator.traces import at_rate, load_trace, mean_rate
     from runtime.simulator.workload import Slos, Workload
 
@@ -104,9 +104,9 @@ def calibrate_machine(
 ) -> None:
     """Measure the service times of this machine; let it do nothing else meanwhile."""
     from runtime.node.config import load_config
-    from runtime.simulator.calibrate import calibrate
-    from runtime.simulator.roofline import draw_roofline
-    from runtime.simulator.service import ServiceTimes
+    from runtime.simulator.times.calibrate import calibrate
+    from runtime.simulator.times.roofline import draw_roofline
+    from runtime.simulator.times.service import ServiceTimes
 
     out.parent.mkdir(parents=True, exist_ok=True)  # now, not when all is measured
     console = Console()

@@ -7,8 +7,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from launchers.placement_table import core_ranges
-from runtime.node.control import NodeStatus, WorkerStatus, node_status
 from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")

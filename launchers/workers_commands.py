@@ -8,9 +8,9 @@ from rich.console import Console
 from launchers.node_option import NodeOption
 from launchers.status import show_status
 from runtime.errors import InvalidRequest
-from runtime.node.changes import GPU_NAMES, Verb
-from runtime.node.control import change_worker
 from runtime.node.run_dir import find_node
+from runtime.node.supervisor.admin import change_worker
+from runtime.node.supervisor.changes import GPU_NAMES, Verb
 
 workers_app = typer.Typer(help="A running node's workers: list, add, drain, flip.", no_args_is_help=True)
 

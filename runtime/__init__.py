@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime.retrieval.async_client import AsyncSearchClient
-    from runtime.retrieval.client import SearchClient
-    from runtime.retrieval.results import SearchBatch, SearchResult
+    from runtime.retrieval.search.async_client import AsyncSearchClient
+    from runtime.retrieval.search.client import SearchClient
+    from runtime.retrieval.search.results import SearchBatch, SearchResult
 
 _HOME = {
     "AsyncSearchClient": "async_client",
@@ -22,5 +22,5 @@ def __getattr__(name: str) -> object:
     if name in _HOME:
         import importlib
 
-        return getattr(importlib.import_module(f"runtime.retrieval.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"runtime.retrieval.search.{_HOME[name]}"), name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

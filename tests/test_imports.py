@@ -19,8 +19,8 @@ NEEDED = {
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.engines.frontend": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
     "runtime.serving.frontend.process": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
-    "runtime.node.supervisor": {"prometheus_client", "psutil", "zmq"},
-    "runtime.preflight": {"prometheus_client", "psutil"},
+    "runtime.node.supervisor.supervisor": {"prometheus_client", "psutil", "zmq"},
+    "runtime.checks.preflight": {"prometheus_client", "psutil"},
     "launchers.main": {"prometheus_client", "psutil", "rich", "typer", "zmq"},
 }
 

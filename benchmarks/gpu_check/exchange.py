@@ -23,8 +23,8 @@ _JOIN_S = 30.0
 def check(setup: Setup) -> Outcome:
     """Raises AssertionError where an answer differs from that of the same query handed over directly."""
     try:
-        from ipc.device_arena import DeviceArena, Place, arena_bytes
-        from ipc.device_memory import DeviceMemory, HostMemory
+        from ipc.memory.device import DeviceMemory, HostMemory
+        from ipc.session.device_arena import DeviceArena, Place, arena_bytes
     except ImportError as error:
         raise Skipped(f"the package of the rings needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
@@ -33,7 +33,7 @@ def check(setup: Setup) -> Outcome:
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
     memory: DeviceMemory
     if setup.on_gpu:
-        from ipc.cuda_memory import CudaMemory
+        from ipc.memory.cuda import CudaMemory
 
         memory = CudaMemory.create(size, setup.device)
     else:
@@ -84,8 +84,8 @@ def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: 
 
     On a GPU the queries are in its memory already, as an embedder there leaves them.
     """
-    from ipc.device_arena import LeasedSlots, open_memory
-    from ipc.device_memory import CudaReference, Source
+    from ipc.memory.device import CudaReference, Source
+    from ipc.session.device_arena import LeasedSlots, open_memory
 
     memory = open_memory(reference, device)
     slots = LeasedSlots(memory, lease)
@@ -106,8 +106,8 @@ def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: 
 
 def _on_gpu(device: str, sources: list[Any]) -> Any:
     """Put host arrays of one size into a GPU's memory; `sources` are the places there afterwards."""
-    from ipc.cuda_memory import CudaMemory
-    from ipc.device_memory import DeviceSpan
+    from ipc.memory.cuda import CudaMemory
+    from ipc.memory.device import DeviceSpan
 
     each = sources[0].nbytes
     held = CudaMemory.create(each * len(sources), device)

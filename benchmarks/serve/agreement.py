@@ -16,13 +16,13 @@ from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, at_once, in_turn, offer
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
-from runtime.node.control_law import quantile
-from runtime.node.metrics import POOL_WAIT_PREFILL
-from runtime.simulator.calibrate import Line, calibrate
+from runtime.node.control.law import quantile
+from runtime.node.metrics.columns import POOL_WAIT_PREFILL
 from runtime.simulator.node import Simulation
-from runtime.simulator.request import FINISHED
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.request import FINISHED
+from runtime.simulator.times.calibrate import Line, calibrate
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
 

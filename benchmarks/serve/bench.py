@@ -12,8 +12,8 @@ from benchmarks.serve.arrivals import Shape, arrivals
 from benchmarks.serve.client import Body, in_turn
 from benchmarks.serve.stand import Kind, Parts, Stand
 from benchmarks.tiny_model import make_tiny_llama
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.python_docs import python_documents
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.python_docs import python_documents
 from runtime.serving.model.model_info import ModelInfo
 
 CONTEXT_TOKENS = 2048

@@ -18,8 +18,8 @@ from benchmarks.serve.client import Outcome, offer
 from benchmarks.serve.report import Measure, Section
 from launchers.http_client import get_json
 from runtime.errors import Unavailable
-from runtime.node.control import change_worker, node_status
 from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import change_worker, node_status
 from runtime.serving.frontend.traces import Trace
 
 _ANSWER_S = 2.0

@@ -18,11 +18,11 @@ from typing import Any, Literal, Self
 import msgspec
 
 from runtime.node.config import parse_config
-from runtime.node.control_loop import ControlLoop
-from runtime.node.listen import listen
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import resolve
-from runtime.node.table import State, WorkerTable
+from runtime.node.control.loop import ControlLoop
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.listen import listen
 from runtime.node.worker import WorkerSpec
 
 Kind = Literal["node", "colocated"]

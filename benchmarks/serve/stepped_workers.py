@@ -12,9 +12,9 @@ import zmq
 
 from ipc import bind
 from runtime.node.config import Role, parse_config
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import resolve
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import resolve
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
-from runtime.node.placement import default_run_dir, nodes_dir
+from runtime.node.placement.plan import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
 LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere

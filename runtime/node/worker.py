@@ -21,12 +21,12 @@ import msgspec
 
 from ipc import MemoryReference
 from runtime.errors import TrinityError
-from runtime.node.log import log_to_file, log_to_stderr
-from runtime.node.metrics import LOG_LINES_LOST, metrics_of
-from runtime.node.numa import prefer_memory_of
-from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.logs.log import log_to_file, log_to_stderr
+from runtime.node.metrics.columns import LOG_LINES_LOST, metrics_of
+from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.placement.numa import prefer_memory_of
+from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.start_times import StartTimes, process_age_s
-from runtime.node.table import State, WorkerTable
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
 

@@ -5,7 +5,7 @@ Python. Its caller sleeps, and does every millisecond or two what only Python ca
 gauges and the heartbeat are written. What it works on, all of it plain arrays:
 
 - the policy's `Tables`; an entry's own columns are below;
-- the desk of a `SessionServer`, and behind it the clients' rings (`ipc.exchange`);
+- the desk of a `SessionServer`, and behind it the clients' rings (`ipc.ring.exchange`);
 - the engine's functions, by address (`gpu.backend`);
 - `Loop`, int64 words: where all of this lies, the loop's scratch space, and the places of its metrics in the worker's
   table, float64.
@@ -17,10 +17,11 @@ again; from there the engine reads it. Results go from the engine into the clien
 from typing import Any
 
 from gpu.backend import INVALID, PAUSE, RELEASE, RESUME
-from ipc import exchange, instructions
-from ipc.descriptors import STATUS_CODES
-from ipc.exchange import DESK_WORDS
-from ipc.instructions import call, floats, words
+from ipc.memory import instructions
+from ipc.memory.instructions import call, floats, words
+from ipc.ring import exchange
+from ipc.ring.descriptors import STATUS_CODES
+from ipc.ring.exchange import DESK_WORDS
 from runtime.pool import policy, queues
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled

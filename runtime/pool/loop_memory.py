@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.backend import Backend
-from ipc import SessionServer, exchange
-from ipc.instructions import words
-from runtime.node.table import WorkerTable
+from ipc import SessionServer
+from ipc.memory.instructions import words
+from ipc.ring import exchange
+from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop as of
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled

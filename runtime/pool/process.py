@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, SessionServer
-from ipc.device_arena import DeviceArena, arena_bytes
-from ipc.spin import SpinBudget
+from ipc.ring.spin import SpinBudget
+from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import ConfigError, ResourceBusy
-from runtime.node.metrics import MALFORMED_MESSAGES
+from runtime.node.metrics.columns import MALFORMED_MESSAGES
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
 from runtime.pool.loop import IDLE
@@ -175,7 +175,7 @@ def _arena(worker: Worker, dim: int) -> DeviceArena | None:
     slots, device = worker.plan.config.pool.arena_slots, worker.place.device
     if device == "cpu" or not slots:
         return None
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     try:
         memory = CudaMemory.create(arena_bytes(slots, 4 * dim), device)

@@ -3,7 +3,7 @@ goes when nobody can ask for it any more."""
 
 from gpu import Engine, GpuError
 from ipc import SessionServer
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.table import WorkerTable
 from runtime.pool.catalogue import Change, PoolCatalogue
 from runtime.pool.shard import Shard
 

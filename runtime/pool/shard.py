@@ -10,10 +10,10 @@ from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.retrieval.checksums import Checksums
-from runtime.retrieval.collection import index_errors
-from runtime.retrieval.manifest import FileFacts, Manifest
-from runtime.retrieval.unchanged import open_unchanged
+from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.collection import index_errors
+from runtime.retrieval.collections.manifest import FileFacts, Manifest
+from runtime.retrieval.collections.unchanged import open_unchanged
 
 _TOUCHES = 8
 

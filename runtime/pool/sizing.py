@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from gpu.backend import RELEASE, Backend
 from gpu.index_data import IndexData
-from ipc import instructions
-from ipc.instructions import call
+from ipc.memory import instructions
+from ipc.memory.instructions import call
 from runtime.pool.compiled import compiled
 
 FIXED_SHARE = 0.1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ipc.instructions import floats, floats2, words, words2
+from ipc.memory.instructions import floats, floats2, words, words2
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import RULE_NAMES, Policy
 

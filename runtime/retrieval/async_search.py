@@ -9,12 +9,12 @@ import numpy as np
 
 from ipc import Stage
 from runtime.errors import CollectionReplaced
-from runtime.retrieval.arguments import deadline_of
-from runtime.retrieval.async_client import AsyncSearchClient
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.embedder import Vectors
+from runtime.retrieval.embedding.embedder import Vectors
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.arguments import deadline_of
+from runtime.retrieval.search.async_client import AsyncSearchClient
+from runtime.retrieval.search.client import SearchClient
 
 _MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
 

@@ -1,10 +1,10 @@
 """A worker's library follows the pools that its client is attached to, and the worker's table tells how that goes."""
 
-from runtime.node.metrics import WITHOUT_DOCUMENTS
-from runtime.node.table import WorkerTable
-from runtime.retrieval.async_client import AsyncSearchClient
-from runtime.retrieval.client import SearchClient
+from runtime.node.metrics.columns import WITHOUT_DOCUMENTS
+from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.library import Library
+from runtime.retrieval.search.async_client import AsyncSearchClient
+from runtime.retrieval.search.client import SearchClient
 
 EVERY_NS = 500_000_000
 

@@ -22,14 +22,14 @@ from runtime.errors import (
     Unavailable,
     UnknownCollection,
 )
-from runtime.node.placement import NodePlan
-from runtime.retrieval.documents import DocumentStore
-from runtime.retrieval.embedder import Embedder, embedder_dim, load_embedder
-from runtime.retrieval.manifest import DOCUMENTS, Manifest
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
+from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.embedding.embedder import Embedder, embedder_dim, load_embedder
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.pool_session import Accept
-from runtime.retrieval.results import SearchResult
-from runtime.retrieval.unchanged import open_unchanged
+from runtime.retrieval.search.pool_session import Accept
+from runtime.retrieval.search.results import SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
 _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now

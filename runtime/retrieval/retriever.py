@@ -18,10 +18,10 @@ from runtime.errors import (
     TrinityError,
     Unavailable,
 )
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.embed_thread import EmbedThread
+from runtime.retrieval.embedding.embed_thread import EmbedThread
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.client import SearchClient
 
 if TYPE_CHECKING:
     import zmq

@@ -1,7 +1,7 @@
 """What frontend and workers say to each other, over ZeroMQ, as MessagePack.
 
 The frontend binds one ROUTER socket; every prefill and decode worker connects a DEALER to it. KV blocks and search
-queries do not travel here: they have channels of their own (`ipc.handover`, `ipc.session`).
+queries do not travel here: they have channels of their own (`ipc.handover.messages`, `ipc.session.messages`).
 
 ```
 prefill, decode ── Hello, Report ─────────────────▶ frontend

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.simulator.pool import slots_of
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.traces import Arrival
 
 

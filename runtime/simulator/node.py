@@ -11,19 +11,19 @@ from random import Random
 from ipc import Stage
 from runtime.errors import TrinityError
 from runtime.node.config import ModelSection
-from runtime.node.control_law import ControlLaw, Readings, SignalMeter
+from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.pool.scheduler import Scheduler
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
-from runtime.simulator.decode import SimDecode
 from runtime.simulator.events import Events, Timeouts, ns
-from runtime.simulator.gpu import Gpu
-from runtime.simulator.kv_rows import KvRows
-from runtime.simulator.pool import Search, SimPool, slots_of
-from runtime.simulator.prefill import Ask, SimPrefill
-from runtime.simulator.request import FINISHED, SimRequest
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.decode import SimDecode
+from runtime.simulator.stages.gpu import Gpu
+from runtime.simulator.stages.kv_rows import KvRows
+from runtime.simulator.stages.pool import Search, SimPool, slots_of
+from runtime.simulator.stages.prefill import Ask, SimPrefill
+from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
 _MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length, if blocks are not counted

@@ -8,8 +8,8 @@ from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import RULE_NAMES, policy_of
-from runtime.simulator.naive import NaiveScheduler, Order, PoolScheduler
-from runtime.simulator.pool import Search
+from runtime.simulator.stages.naive import NaiveScheduler, Order, PoolScheduler
+from runtime.simulator.stages.pool import Search
 
 Kind = Literal["adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
 

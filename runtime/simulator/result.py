@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from runtime.simulator.request import FINISHED, SimRequest
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
 

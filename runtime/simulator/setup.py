@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.node.config import NodeConfig
 from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Slos, Workload
 
 PlacementKind = Literal["pool", "with-prefill", "coupled"]

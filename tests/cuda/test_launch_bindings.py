@@ -167,9 +167,9 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Pat
 def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(library: Path) -> None:
     script = """
 import numpy as np
-from ipc.cuda_memory import CudaMemory
-from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.device_memory import CudaReference, DeviceSpan
+from ipc.memory.cuda import CudaMemory
+from ipc.session.device_arena import DeviceArena, LeasedSlots, arena_bytes
+from ipc.memory.device import CudaReference, DeviceSpan
 owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0")
 arena = DeviceArena(owner, 2, 64, 1)
 number, lease = arena.lease(2)

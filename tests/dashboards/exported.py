@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 
 from runtime.node.config import NodeConfig, SloSection
-from runtime.node.control_loop import ControlLoop
-from runtime.node.figures import NodeFigures
-from runtime.node.gpus import Gpus
-from runtime.node.metrics import METRICS, Histogram, metrics_of
+from runtime.node.control.loop import ControlLoop
+from runtime.node.metrics.columns import METRICS, Histogram, metrics_of
+from runtime.node.placement.gpus import Gpus
+from runtime.node.supervisor.figures import NodeFigures
 from tests.node.fake_nvml import Card, FakeNvml
 
 

@@ -9,9 +9,9 @@ import pytest
 from dashboards.files import GENERATED
 from dashboards.rules import RUNBOOK, Alert, alerts, rules_yaml
 from runtime.node.config import SloSection
-from runtime.node.exporter import NodeCollector, render
-from runtime.node.metrics import METRICS, metrics_of
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import METRICS, metrics_of
+from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.table import WorkerTable
 from tests.dashboards.alert_cases import CASES, Series
 from tests.dashboards.tools import promtool
 

@@ -24,14 +24,14 @@ from dashboards.overview import overview
 from dashboards.top import Top
 from runtime.errors import Unavailable
 from runtime.node.config import NodeConfig
-from runtime.node.control import WorkerStatus
-from runtime.node.control_loop import ControlLoop
-from runtime.node.exporter import NodeCollector, render
-from runtime.node.figures import NodeFigures, Usage
-from runtime.node.gpus import Gpus
-from runtime.node.metrics import METRICS, PREFILL_TIME, TTFT_TIME
-from runtime.node.placement import WorkerPlan
-from runtime.node.table import WorkerTable
+from runtime.node.control.loop import ControlLoop
+from runtime.node.metrics.columns import METRICS, PREFILL_TIME, TTFT_TIME
+from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.gpus import Gpus
+from runtime.node.placement.plan import WorkerPlan
+from runtime.node.supervisor.admin import WorkerStatus
+from runtime.node.supervisor.figures import NodeFigures, Usage
 from tests.node.fake_nvml import FakeNvml
 
 ROWS, COLUMNS = 44, 150

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 
 from benchmarks.tiny_model import make_tiny_llama
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.python_docs import python_documents
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.python_docs import python_documents
 from tests.e2e.node import RunningNode
 
 CONFIG = """

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from runtime.errors import Unavailable
-from runtime.node.control import NodeStatus, node_status
 from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import NodeStatus, node_status
 from tests.waiting import eventually
 
 START_S = 240.0  # bounds a wait that would never end, not a start on a busy machine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.log_format import parse
-from runtime.node.log_reader import read
+from runtime.node.logs.format import parse
+from runtime.node.logs.reader import read
 from tests.e2e.conftest import StartNode
 from tests.e2e.load import GENERATE, SEARCH
 from tests.e2e.node import RunningNode

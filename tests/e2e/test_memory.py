@@ -2,10 +2,10 @@
 
 import pytest
 
-from runtime.needs import needed_bytes
+from runtime.checks.needs import needed_bytes
 from runtime.node.config import load_config
-from runtime.node.control import restart_node
-from runtime.node.placement import resolve
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.admin import restart_node
 from tests.e2e.memory import proportional_bytes
 from tests.e2e.node import RunningNode
 

@@ -14,8 +14,8 @@ from launchers.demo_check import greedy, node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.node.config import PoolSection
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.embedder import load_embedder
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import load_embedder
 from tests.e2e.node import RunningNode, prompts
 from tests.waiting import eventually
 

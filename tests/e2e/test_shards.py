@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime import AsyncSearchClient, SearchClient
-from runtime.retrieval.collection import Collection
+from runtime.retrieval.collections.collection import Collection
 from tests.e2e.node import RunningNode
 
 CONFIG = """

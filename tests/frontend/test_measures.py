@@ -8,8 +8,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import ContextLengthExceeded, Overloaded
 from runtime.node.config import SloSection
-from runtime.node.metrics import METRICS, SEARCH_TIME
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import METRICS, SEARCH_TIME
+from runtime.node.metrics.table import WorkerTable
 from runtime.serving import stages
 from runtime.serving.frontend.measures import MeasuredApp, Measures
 from runtime.serving.frontend.requests import ClientGone, Ended

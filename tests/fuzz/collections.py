@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from runtime.retrieval import manifest
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.documents import Document
+from runtime.retrieval.collections import manifest
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
 
 Damage = Callable[[Path], None]
 SIZE = 60

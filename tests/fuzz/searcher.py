@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu import GpuError
 from runtime.errors import TrinityError
-from runtime.retrieval.collection import Collection
+from runtime.retrieval.collections.collection import Collection
 
 K, TOP_M = 5, 32
 ROOM_BYTES = 256 << 20  # over what the process has mapped when it has searched a good collection

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, load_config, parse_config
-from runtime.node.placement import resolve
+from runtime.node.placement.plan import resolve
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.toml import TEXT, values, written
 

@@ -29,12 +29,12 @@ from ipc import (
     bind,
     connect,
 )
-from ipc.device_arena import DeviceArena, arena_bytes
-from ipc.device_memory import HostMemory
-from ipc.doorbell import FdMailbox
 from ipc.endpoints import receive_all
-from ipc.roster import JOIN_NS
-from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attached
+from ipc.memory.device import HostMemory
+from ipc.ring.doorbell import FdMailbox
+from ipc.server.roster import JOIN_NS
+from ipc.session.device_arena import DeviceArena, arena_bytes
+from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached
 from tests.fuzz.budget import fuzzed
 from tests.ipc.handovers import SLOT_BYTES, address, open_device, receive
 from tests.ipc.processes import attach, endpoint

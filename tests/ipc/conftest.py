@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, RingClient, RingServer
-from ipc.device_arena import DeviceArena, arena_bytes
-from ipc.device_memory import HostMemory
+from ipc.memory.device import HostMemory
+from ipc.session.device_arena import DeviceArena, arena_bytes
 from tests.ipc.handovers import address, make_arena, open_device
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import DIM, SLOTS

@@ -1,4 +1,4 @@
-"""A stand-in for `cuda.bindings.driver` as far as `ipc.cuda_memory` uses it: device memory is host memory that a handle
+"""A stand-in for `cuda.bindings.driver` as far as `ipc.memory.cuda` uses it: device memory is host memory that a handle
 opens in any process, and every call is written down. Enumerations and handles are the real package's.
 
 Streams are done at once, or, with `lazy`, when the test lets them: `run`, a synchronisation, or `copies_per_query` of
@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ipc import MemoryReference, SharedMemory
-from ipc.device_memory import CudaReference
+from ipc.memory.device import CudaReference
 
 _HANDLE = "<qqqq"  # pid, fd, size, inode
 GPUS = 2

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, new_token, private_endpoint
-from ipc.device_memory import CudaReference, DeviceMemory
+from ipc.memory.device import CudaReference, DeviceMemory
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 SLOTS = 4
@@ -14,13 +14,13 @@ SOON_MS = 60_000
 def make_arena(kind: str, epoch: int) -> KvArena:
     if kind == "host":
         return KvArena.create(SLOTS, SLOTS * SLOT_BYTES, epoch)
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     return KvArena.create_on(CudaMemory.create(SLOTS * SLOT_BYTES, "cuda:0", FakeCuda()), SLOTS, epoch)
 
 
 def open_device(reference: CudaReference) -> DeviceMemory:
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     return CudaMemory.open(from_elsewhere(reference), "cuda:1", FakeCuda())
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc import RingClient, RingServer
-from ipc.descriptors import PARAMETERS, REQUEST_HEADER
+from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 
 DIM = 8
 SLOTS = 4

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from ipc import MemoryRefused, RingFull
-from ipc.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.device_memory import DeviceSpan, span_of
+from ipc.memory.device import DeviceSpan, span_of
+from ipc.session.device_arena import DeviceArena, LeasedSlots, arena_bytes
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 pytest.importorskip("cuda.bindings.driver")
-from ipc.cuda_memory import CudaMemory
+from ipc.memory.cuda import CudaMemory
 
 
 def ends() -> tuple[FakeCuda, CudaMemory, CudaMemory]:

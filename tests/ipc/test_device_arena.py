@@ -23,8 +23,7 @@ from ipc import (
     StaleEpoch,
     format_ring,
 )
-from ipc.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes, open_memory
-from ipc.device_memory import (
+from ipc.memory.device import (
     MAX_WORD,
     CudaReference,
     DeviceMemory,
@@ -33,7 +32,8 @@ from ipc.device_memory import (
     reached,
     span_of,
 )
-from ipc.memory import MemoryReference, SharedMemory
+from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes, open_memory
 from tests.ipc import fake_cuda
 from tests.ipc.processes import child, ended_well
 
@@ -49,7 +49,7 @@ def host_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
 
 
 def fake_cuda_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     cuda = fake_cuda.FakeCuda()
     owner = CudaMemory.create(size, "cuda:0", cuda)
@@ -245,7 +245,7 @@ def test_a_payload_that_is_too_long_is_refused(ends: Ends) -> None:
 
 
 def test_on_the_host_a_word_that_does_not_come_is_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipc.device_memory._WAIT_NS", 0)
+    monkeypatch.setattr("ipc.memory.device._WAIT_NS", 0)
     memory = HostMemory.create(4096)
     with pytest.raises(PeerLost, match="the word at 64 is 0 and did not become 1"):
         memory.wait_word(64, 1)

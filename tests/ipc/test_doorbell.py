@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ipc import AttachTimeout, InvalidArgument, PeerLost, new_token, private_endpoint
-from ipc.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
+from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
 from tests.ipc.processes import child, ended_well, readable
 
 SOON_MS = 60_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer
-from ipc.descriptors import PARAMETERS, REQUEST_HEADER
+from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from tests.ipc.leaks import settled
 from tests.ipc.processes import attach, child, endpoint
 

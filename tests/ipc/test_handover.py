@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, PeerLost
-from ipc.arena import MappedArena
 from ipc.endpoints import receive_all
-from ipc.handover import MAX_PAYLOAD_BYTES, Ended, decode_at_source
+from ipc.handover.arena import MappedArena
+from ipc.handover.messages import MAX_PAYLOAD_BYTES, Ended, decode_at_source
 from tests.ipc.handovers import (
     SLOT_BYTES,
     SLOTS,

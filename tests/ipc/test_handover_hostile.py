@@ -19,8 +19,8 @@ from ipc import (
     connect,
     send_now,
 )
-from ipc.device_memory import CudaReference
-from ipc.handover import MAX_PAYLOAD_BYTES, Ended, Seen, encode
+from ipc.handover.messages import MAX_PAYLOAD_BYTES, Ended, Seen, encode
+from ipc.memory.device import CudaReference
 from tests.ipc.handovers import SLOT_BYTES, SLOTS, outcomes, receive
 
 

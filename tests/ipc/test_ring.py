@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import InvalidArgument, ProtocolViolation, RingConsumer, RingFull, RingLayout, RingProducer, format_ring
-from ipc.doorbell import EventfdBell, FdMailbox, send_fds
-from ipc.memory import MemoryReference, SharedMemory
-from ipc.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
+from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
+from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
 from tests.ipc.processes import child, ended_well, readable
 
 EPOCH = 3

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer
-from ipc.device_arena import DeviceArena, Place, arena_bytes
-from ipc.device_memory import CudaReference, DeviceMemory, DeviceSpan, HostMemory
-from ipc.session import Grant
+from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
+from ipc.session.device_arena import DeviceArena, Place, arena_bytes
+from ipc.session.messages import Grant
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.sessions import DIM, SLOTS, ask, vector
@@ -39,14 +39,14 @@ def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
 def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, FakeCuda]]:
     """The same with the arena in the memory of a GPU, which is played; its clients seem to be other processes."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     cuda = FakeCuda()
 
     def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
         return CudaMemory.open(from_elsewhere(reference), device, cuda)
 
-    monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
+    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
     with pool_with(CudaMemory.create(arena_bytes(2 * SLOTS, 4 * DIM), "cuda:0", cuda), 2 * SLOTS, 2) as (server, _):
         yield server, cuda
 
@@ -242,8 +242,8 @@ def test_a_place_without_an_arena_is_no_request() -> None:
 
 
 def _arena_words(client: RingClient) -> Any:
-    from ipc.descriptors import SEARCH_ARENA
-    from ipc.parameters import Limits, pack
+    from ipc.ring.descriptors import SEARCH_ARENA
+    from ipc.session.parameters import Limits, pack
 
     limits = Limits(client.catalogue, client.max_k, client.max_top_m)
     return pack(("docs", "prefill", 1, 64, 1, None), client.epoch, limits, SEARCH_ARENA)
@@ -283,7 +283,7 @@ def test_the_lease_of_a_killed_client_comes_back(pool: tuple[RingServer, DeviceA
 
 
 def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
-    from ipc.device_arena import Lease
+    from ipc.session.device_arena import Lease
 
     with pytest.raises(InvalidArgument, match="one of both"):
         Grant(Lease(1, 0, (0,)))

@@ -28,11 +28,11 @@ from ipc import (
     StaleEpoch,
     connect,
 )
-from ipc.attachment import Attachment
-from ipc.descriptors import RESULT_HEADER
-from ipc.doorbell import FdMailbox
-from ipc.roster import JOIN_NS
-from ipc.session import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
+from ipc.client.attachment import Attachment
+from ipc.ring.descriptors import RESULT_HEADER
+from ipc.ring.doorbell import FdMailbox
+from ipc.server.roster import JOIN_NS
+from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
 from tests.ipc.processes import attach, child, ended_well, endpoint, served
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, void
 
@@ -265,7 +265,7 @@ def test_a_client_that_fails_after_mapping_its_rings_does_not_keep_its_place(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ipc.attachment.select", SimpleNamespace(epoll=none_left))
+        patch.setattr("ipc.client.attachment.select", SimpleNamespace(epoll=none_left))
         with pytest.raises(OSError, match="Too many"):
             attach(server)
     assert server.statistics().clients == 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, Served, Unserved, roster
+from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, Served, Unserved
+from ipc.server import roster
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, answer, ask, vector

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from launchers import simulate_command
 from launchers.main import command_line
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.times.service import ServiceTimes
 
 
 def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
@@ -23,8 +23,8 @@ def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
         assert out.parent.is_dir()
         return base
 
-    monkeypatch.setattr("runtime.simulator.calibrate.calibrate", measured)
-    monkeypatch.setattr("runtime.simulator.roofline.draw_roofline", lambda roofline, path: False)
+    monkeypatch.setattr("runtime.simulator.times.calibrate.calibrate", measured)
+    monkeypatch.setattr("runtime.simulator.times.roofline.draw_roofline", lambda roofline, path: False)
     simulate_command.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from launchers.status import show_workers
-from runtime.node.control import NodeStatus, WorkerStatus
 from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
 

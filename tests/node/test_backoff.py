@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.node.backoff import Backoff
+from runtime.node.supervisor.backoff import Backoff
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 1.0), st.floats(1.0, 60.0), st.integers(1, 60))

@@ -9,12 +9,12 @@ import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import ControlSection, NodeConfig, PoolSection
-from runtime.node.control import NodeStatus, ask, change_worker, restart_node
-from runtime.node.control_loop import ControlLoop
-from runtime.node.metrics import METRICS, POOL_WAIT_PREFILL
-from runtime.node.placement import NodePlan, WorkerPlan
-from runtime.node.supervisor import Supervisor
-from runtime.node.table import WorkerTable
+from runtime.node.control.loop import ControlLoop
+from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.node.supervisor.admin import NodeStatus, ask, change_worker, restart_node
+from runtime.node.supervisor.supervisor import Supervisor
 from tests.node.test_supervisor import TinyNode, worker
 from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
 

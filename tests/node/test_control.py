@@ -12,7 +12,8 @@ import zmq
 
 from ipc.endpoints import connect, new_token, private_endpoint
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.node.control import (
+from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import (
     ControlServer,
     NodeStatus,
     WorkerStatus,
@@ -22,8 +23,7 @@ from runtime.node.control import (
     reload_collections,
     stop_node,
 )
-from runtime.node.reloading import Reload
-from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.reloading import Reload
 
 
 def info(endpoint: str, pid: int = 0) -> NodeInfo:

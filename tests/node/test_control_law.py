@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from runtime.errors import ConfigError
 from runtime.node.config import ControlSection, PoolSection, parse_config
-from runtime.node.control_law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
-from runtime.node.control_loop import ControlLoop
-from runtime.node.metrics import METRICS, POOL_WAIT_PREFILL
-from runtime.node.table import WorkerTable
+from runtime.node.control.law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
+from runtime.node.control.loop import ControlLoop
+from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL
+from runtime.node.metrics.table import WorkerTable
 
 SETTINGS = ControlSection()
 CALM = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.0)

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.diagnosis import Finding, Probe, TorchProbe, cuda_ipc, diagnose, torch_works
+from runtime.checks.diagnosis import Finding, Probe, TorchProbe, cuda_ipc, diagnose, torch_works
 from runtime.node.config import NodeConfig, parse_config
-from runtime.node.gpus import Gpu, Gpus
+from runtime.node.placement.gpus import Gpu, Gpus
 from tests.node.fake_nvml import Card, FakeNvml
 
 CARDS = [Card("GPU-aaaaaaaa", used=1 << 30), Card("GPU-bbbbbbbb", bus="00000000:2A:00.0", used=79 << 30)]
@@ -67,10 +67,10 @@ MODEL_ON_GPUS = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cud
 
 def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
-    monkeypatch.setattr("runtime.diagnosis.torch_cuda", lambda: None)
+    monkeypatch.setattr("runtime.checks.diagnosis.torch_cuda", lambda: None)
     found = findings(config, FakeNvml(CARDS))
     assert (found["torch CUDA"].level, "has none" in found["torch CUDA"].text) == ("error", True)
-    monkeypatch.setattr("runtime.diagnosis.torch_cuda", lambda: "13.0")
+    monkeypatch.setattr("runtime.checks.diagnosis.torch_cuda", lambda: "13.0")
     found = findings(config, FakeNvml(CARDS), torch=lambda gpu: "driver too old" if gpu.index == "1" else "")
     assert (found["torch CUDA"].level, found["GPU 0 torch"].level) == ("ok", "ok")
     assert (found["GPU 1 torch"].level, found["GPU 1 torch"].text) == ("error", "driver too old")

@@ -3,9 +3,9 @@
 from prometheus_client import Metric as Family
 
 from runtime.node.config import NodeConfig, SloSection
-from runtime.node.control import WorkerStatus
-from runtime.node.figures import NodeFigures, Usage
-from runtime.node.placement import WorkerPlan
+from runtime.node.placement.plan import WorkerPlan
+from runtime.node.supervisor.admin import WorkerStatus
+from runtime.node.supervisor.figures import NodeFigures, Usage
 
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.gpus import Gpus, numa_node_of
+from runtime.node.placement.gpus import Gpus, numa_node_of
 from tests.node.fake_nvml import Card, FakeNvml
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from launchers.placement_table import show_placement
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, load_config, parse_config
-from runtime.node.gpus import Gpu
-from runtime.node.layout import lay_out
-from runtime.node.machine import Machine, parse_cores
-from runtime.node.placement import NodePlan, WorkerPlan
+from runtime.node.placement.gpus import Gpu
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine, parse_cores
+from runtime.node.placement.plan import NodePlan, WorkerPlan
 
 NODE8 = Path(__file__).parents[2] / "launchers" / "node8.toml"
 GIB = 1 << 30
@@ -198,7 +198,7 @@ def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: P
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
 def test_memory_can_prefer_the_first_numa_node_or_the_refusal_is_told() -> None:
-    from runtime.node.numa import prefer_memory_of
+    from runtime.node.placement.numa import prefer_memory_of
 
     assert prefer_memory_of(0, "m68k") is False
     assert prefer_memory_of(-1, "x86_64") is False

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.backoff import Backoff
-from runtime.node.child import Child, Desired, Phase
 from runtime.node.config import NodeConfig
-from runtime.node.lifecycle import Lifecycle
-from runtime.node.metrics import METRICS
-from runtime.node.placement import WorkerPlan
-from runtime.node.rolling import Rolling
-from runtime.node.standby import Standbys
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import METRICS
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import WorkerPlan
+from runtime.node.supervisor.backoff import Backoff
+from runtime.node.supervisor.child import Child, Desired, Phase
+from runtime.node.supervisor.lifecycle import Lifecycle
+from runtime.node.supervisor.rolling import Rolling
+from runtime.node.supervisor.standby import Standbys
 
 
 @dataclass

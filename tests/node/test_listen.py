@@ -6,7 +6,7 @@ import pytest
 
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import HttpSection
-from runtime.node.listen import listen
+from runtime.node.supervisor.listen import listen
 
 
 def _has_ipv6() -> bool:

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from runtime.node.config import NodeConfig, parse_config
-from runtime.node.log import LogFile, QueuedHandler, Write, log_to_file, log_to_stderr, rotated
-from runtime.node.log_format import Formatter, Line, parse
-from runtime.node.placement import NodePlan
+from runtime.node.logs.format import Formatter, Line, parse
+from runtime.node.logs.log import LogFile, QueuedHandler, Write, log_to_file, log_to_stderr, rotated
+from runtime.node.placement.plan import NodePlan
 
 
 class Disk:
@@ -134,7 +134,7 @@ def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(sta
 def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(
     start: StartLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.node.log._CLOSE_S", 0.05)
+    monkeypatch.setattr("runtime.node.logs.log._CLOSE_S", 0.05)
     disk = Disk()
     disk.stuck.clear()
     log, handler = start(disk.write, queue_lines=1)

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from launchers.logs_command import shown
 from launchers.main import command_line
-from runtime.node.log import LogFile
-from runtime.node.log_format import Line
-from runtime.node.log_reader import read
+from runtime.node.logs.format import Line
+from runtime.node.logs.log import LogFile
+from runtime.node.logs.reader import read
 from runtime.node.run_dir import NodeInfo, RunDir
 
 

@@ -12,9 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.exporter import NodeCollector, render
-from runtime.node.metrics import METRICS, POOL_LATENCY, POOL_WAIT_DECODE, SEARCH_TIME, TTFT_TIME, Histogram, metrics_of
-from runtime.node.table import State, WorkerTable
+from runtime.node.metrics.columns import (
+    METRICS,
+    POOL_LATENCY,
+    POOL_WAIT_DECODE,
+    SEARCH_TIME,
+    TTFT_TIME,
+    Histogram,
+    metrics_of,
+)
+from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.table import State, WorkerTable
 
 ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
 ALL = [metric for role in ROLES for metric in METRICS[role]]

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launchers.placement_table import show_placement
-from runtime import preflight
+from runtime.checks import preflight
+from runtime.checks.needs import needed_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
-from runtime.needs import needed_bytes
 from runtime.node.config import parse_config
-from runtime.node.gpus import Gpu
-from runtime.node.machine import Machine
-from runtime.node.placement import NodePlan, place_spares, read_api_keys, resolve
-from runtime.retrieval.collection import Collection
+from runtime.node.placement.gpus import Gpu
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import NodePlan, place_spares, read_api_keys, resolve
+from runtime.retrieval.collections.collection import Collection
 from runtime.serving.model.packages import torch_cuda
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.node.backoff import Backoff
-from runtime.node.child import Child, Phase
 from runtime.node.config import SloSection, parse_config
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import resolve
-from runtime.node.reloading import Reload, Reloading
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.backoff import Backoff
+from runtime.node.supervisor.child import Child, Phase
+from runtime.node.supervisor.reloading import Reload, Reloading
 
 
 class Stand:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node import run_dir as module
-from runtime.node.placement import default_run_dir, nodes_dir
+from runtime.node.placement.plan import default_run_dir, nodes_dir
 from runtime.node.run_dir import NodeInfo, RunDir, find_node, running_nodes
 
 INFO = NodeInfo(name="n", pid=os.getpid(), url="http://x", control="ipc://@c", pools=("ipc://@p",), collections=("d",))

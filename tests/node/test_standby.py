@@ -10,10 +10,10 @@ import pytest
 
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import parse_config
-from runtime.node.control import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
-from runtime.node.layout import lay_out
-from runtime.node.machine import Machine
-from runtime.node.placement import resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
 from tests.node.test_supervisor import TinyNode, gone, worker
 from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
 

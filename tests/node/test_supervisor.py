@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
-from runtime.node.control import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
 from tests.node.tiny_node import (
     FORKSERVER,
     TINY_WORKER,

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 from runtime.node.config import load_config
-from runtime.node.layout import lay_out
-from runtime.node.log_format import Formatter
-from runtime.node.machine import Machine
-from runtime.node.placement import resolve
-from runtime.node.supervisor import Supervisor
+from runtime.node.logs.format import Formatter
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.supervisor import Supervisor
 
 TINY_WORKER = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
 FORKSERVER = multiprocessing.get_context("forkserver")

@@ -2,8 +2,8 @@
 
 A supervisor runs this file instead of `python -m runtime.node.worker`. The orders are a JSON file, the environment's
 TINY_ORDERS: by the worker's name, a list of what its lives do, the last one for all later. It writes its table by the
-layout of `runtime.node.table` and imports nothing of Trinity, so that it starts in a moment; a life "real …" is the
-real `main` with the tiny loop.
+layout of `runtime.node.metrics.table` and imports nothing of Trinity, so that it starts in a moment; a life "real …"
+is the real `main` with the tiny loop.
 """
 
 import ctypes

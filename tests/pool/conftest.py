@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from runtime.node.placement import NodePlan
+from runtime.node.placement.plan import NodePlan
 from runtime.pool import process
-from runtime.retrieval import dispatch, pool_session
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.replicas import ReplicaPolicy
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.search import dispatch, pool_session
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.replicas import ReplicaPolicy
 from tests.pool.pools import InProcessPool, Vectors, plan_of
 
 DIM = 16

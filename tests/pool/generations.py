@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.node.placement import NodePlan
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.documents import Document
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.library import Library
-from runtime.retrieval.manifest import read_manifest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.client import SearchClient
 from tests.pool.pools import InProcessPool
 from tests.waiting import until
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from gpu import GraphIndex
 from ipc import RingClient
 from runtime.node.config import parse_config
-from runtime.node.metrics import Metric, metrics_of
-from runtime.node.placement import NodePlan, resolve
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import Metric, metrics_of
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import NodePlan, resolve
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.results import SearchResult
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.results import SearchResult
 from tests.waiting import until
 
 Vectors = npt.NDArray[np.float32]

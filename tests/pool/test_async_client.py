@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from runtime import AsyncSearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval import dispatch
+from runtime.retrieval.search import dispatch
 from tests.pool.conftest import MakePool
 from tests.pool.pools import InProcessPool, Vectors, plan_of
 

@@ -15,7 +15,7 @@ import pytest
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool import catalogue
-from runtime.retrieval.collection import Collection
+from runtime.retrieval.collections.collection import Collection
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.generations import DIM, build
 from tests.pool.pools import InProcessPool, attached, plan_of

@@ -12,10 +12,10 @@ from gpu import GraphIndex
 from ipc import AttachTimeout
 from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
-from runtime.node.placement import NodePlan
+from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval import dispatch, pool_session
-from runtime.retrieval.client import SearchClient
+from runtime.retrieval.search import dispatch, pool_session
+from runtime.retrieval.search.client import SearchClient
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
 from tests.waiting import until

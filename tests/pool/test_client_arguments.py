@@ -8,7 +8,7 @@ import pytest
 
 from runtime import SearchClient
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval import dispatch
+from runtime.retrieval.search import dispatch
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from gpu import GraphIndex
-from ipc.device_arena import DeviceArena, arena_bytes
-from ipc.device_memory import CudaReference, DeviceMemory
+from ipc.memory.device import CudaReference, DeviceMemory
+from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import InvalidRequest
 from runtime.node.worker import Worker
 from runtime.pool import process
-from runtime.retrieval.async_client import AsyncSearchClient
-from runtime.retrieval.client import SearchClient
+from runtime.retrieval.search.async_client import AsyncSearchClient
+from runtime.retrieval.search.client import SearchClient
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.pool.conftest import DIM, MakeClient, MakePool
 from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
@@ -51,7 +51,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Staged:
 def start(collection: Path, make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Pools that run, each with so many slots for a client's vectors in its arena (0: it has none), and a client."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
-    from ipc.cuda_memory import CudaMemory
+    from ipc.memory.cuda import CudaMemory
 
     places_of: dict[str, int] = {}
 
@@ -72,7 +72,7 @@ def start(collection: Path, make_pool: MakePool, make_client: MakeClient, monkey
         return attached(make_client(plan)), pools
 
     monkeypatch.setattr(process, "_arena", arena)
-    monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
+    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
     return begin
 
 
@@ -175,7 +175,7 @@ def test_a_client_without_gpu_vectors_opens_no_gpus_memory(
     def open_memory(*_: object) -> DeviceMemory:
         raise AssertionError("the GPU was touched")
 
-    monkeypatch.setattr("ipc.client_arena.open_memory", open_memory)
+    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
     client, (pool,) = start(16)
     assert len(client.search(queries[0], 4).ids) == 4
     server = pool.pool._server

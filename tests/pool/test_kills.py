@@ -19,14 +19,14 @@ import pytest
 
 from gpu import GraphIndex, SearchParams
 from runtime.errors import TrinityError, WorkerLost
-from runtime.node.metrics import metrics_of
-from runtime.node.placement import NodePlan
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import NodePlan
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
-from runtime.retrieval.arguments import deadline_of
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.replicas import ReplicaPolicy
+from runtime.retrieval.search.arguments import deadline_of
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.replicas import ReplicaPolicy
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
 from tests.pool.conftest import MakeClient, MakePool

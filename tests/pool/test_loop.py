@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from runtime.node.config import NodeConfig
-from runtime.node.metrics import metrics_of
+from runtime.node.metrics.columns import metrics_of
 from runtime.pool.settings import Policy, policy_of
-from runtime.simulator.pool_alone import Query
+from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED, EACH = 500, 4_500

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.node.placement import NodePlan
+from runtime.node.placement.plan import NodePlan
 from runtime.pool import beside
 from runtime.retrieval.retriever import Found, Retriever
 from tests.pool.conftest import MakePool

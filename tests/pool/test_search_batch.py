@@ -9,8 +9,8 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.retrieval import batch as batch_module
-from runtime.retrieval import dispatch
+from runtime.retrieval.search import batch as batch_module
+from runtime.retrieval.search import dispatch
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect, plan_of
 

@@ -8,9 +8,9 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.node.placement import NodePlan
-from runtime.retrieval import dispatch
-from runtime.retrieval.collection import Collection
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.search import dispatch
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import InProcessPool, Vectors, attached, collect, exact, plan_of
 from tests.waiting import until

@@ -6,9 +6,9 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import DeadlineExceeded
-from runtime.node.placement import NodePlan
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.replicas import ReplicaPolicy, Replicas
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import InProcessPool, Vectors, attached, collect, exact, plan_of
 from tests.waiting import until

@@ -13,12 +13,12 @@ from gpu.callbacks import Callbacks
 from gpu.slots import Collections
 from ipc import RingClient, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
-from runtime.node.metrics import metrics_of
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import WorkerTable
 from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.settings import Policy
-from runtime.simulator.pool_alone import Fate, Query
+from runtime.simulator.stages.pool_alone import Fate, Query
 
 _FOREVER = 1 << 62
 

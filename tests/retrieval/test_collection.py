@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError, ModelError, TrinityError
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.documents import Document
-from runtime.retrieval.embedder import embedding_text, load_embedder
-from runtime.retrieval.manifest import FileFacts, read_manifest, write_manifest
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import FileFacts, read_manifest, write_manifest
+from runtime.retrieval.embedding.embedder import embedding_text, load_embedder
 from runtime.retrieval.recall import recall
 
 DOCUMENTS = [

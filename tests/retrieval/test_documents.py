@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.documents import Document, DocumentStore
+from runtime.retrieval.collections.documents import Document, DocumentStore
 
 DOCUMENTS = [Document(f"id-{row}", f"title {row}" if row % 2 else "", f"text {row} – ünï\x00") for row in range(100)]
 

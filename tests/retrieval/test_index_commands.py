@@ -16,10 +16,10 @@ import pytest
 from launchers import index_commands
 from launchers.main import main
 from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
-from runtime.node.placement import nodes_dir
+from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.embedder import MINILM_PIP
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import MINILM_PIP
 
 
 class Trinity:

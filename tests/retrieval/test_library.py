@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from runtime.node.config import parse_config
-from runtime.node.placement import resolve
-from runtime.retrieval.collection import Collection
-from runtime.retrieval.documents import Document
+from runtime.node.placement.plan import resolve
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.library import Library
-from runtime.retrieval.manifest import read_manifest
-from runtime.retrieval.results import SearchResult
+from runtime.retrieval.search.results import SearchResult
 
 
 def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import statistics
 import numpy as np
 import pytest
 
-from runtime.retrieval.documents import Document
-from runtime.retrieval.embedder import embedding_text, load_embedder
-from runtime.retrieval.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
+from runtime.retrieval.embedding.embedder import embedding_text, load_embedder
 from tests.retrieval.test_embedder import needs_minilm
 
 

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
-from runtime.retrieval.embed_thread import Embedded, EmbedThread
+from runtime.retrieval.embedding.embed_thread import Embedded, EmbedThread
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.results import SearchResult
 from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.results import SearchResult
 
 SOON_S = 60.0
 
@@ -209,7 +209,7 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
 
 
 def test_an_embedder_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.embed_thread._END_S", 0.01)
+    monkeypatch.setattr("runtime.retrieval.embedding.embed_thread._END_S", 0.01)
     embedder, thread = Embedder(), EmbedThread()
     thread.put(0, embedder, "hangs")
     thread.close()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.documents import Document
-from runtime.retrieval.sources import MAX_LINE_BYTES, read_documents, read_ids, read_truth, read_vectors
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.sources import MAX_LINE_BYTES, read_documents, read_ids, read_truth, read_vectors
 
 GOOD = b'{"id": "a", "text": "one", "title": "T", "split": 3}\n\n{"text": "two", "id": 7, "title": null}\n'
 TWO = [Document("a", "T", "one"), Document("7", "", "two")]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.device_vectors import DeviceVectors, on_host
-from runtime.retrieval.vectors import as_vectors
+from runtime.retrieval.vectors.device import DeviceVectors, on_host
+from runtime.retrieval.vectors.vectors import as_vectors
 from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
 
 VALUES = np.arange(6, dtype=np.float32)
@@ -126,7 +126,7 @@ def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do(
 
 
 def test_without_the_extra_an_array_on_a_gpu_is_refused_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.retrieval.gpu_vectors", None)
+    monkeypatch.setitem(sys.modules, "runtime.retrieval.vectors.gpu", None)
     for array in (OnGpu(VALUES), DlpackOn(VALUES, 2)):
         with pytest.raises(InvalidRequest, match=r"needs the extra \[cuda\]"):
             read(array)

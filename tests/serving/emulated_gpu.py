@@ -2,7 +2,7 @@
 
 import ctypes
 
-from ipc.device_memory import CudaReference
+from ipc.memory.device import CudaReference
 from runtime.serving.kv.connector import KvSource
 from runtime.serving.kv.transport import CudaTransport
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
 from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 
 POLICIES = ("adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")

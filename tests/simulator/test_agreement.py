@@ -11,9 +11,9 @@ import pytest
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.pool.settings import policy_of
-from runtime.simulator.pool import slots_of
-from runtime.simulator.pool_alone import Fate, Query, run_pool
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.stages.pool import slots_of
+from runtime.simulator.stages.pool_alone import Fate, Query, run_pool
+from runtime.simulator.times.service import ServiceTimes
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED_NS, EACH_NS, QUERY_NS = 10_000, 60_000, 5_000

@@ -9,11 +9,11 @@ from gpu import GraphIndex
 from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection, parse_config
-from runtime.retrieval.collection import Collection
-from runtime.simulator.calibrate import Line, calibrate, search_times
-from runtime.simulator.calibrate_pool import Totals, loop_times, solve
-from runtime.simulator.roofline import PassRoofline, Roofline, draw_roofline
-from runtime.simulator.service import ServiceTimes
+from runtime.retrieval.collections.collection import Collection
+from runtime.simulator.times.calibrate import Line, calibrate, search_times
+from runtime.simulator.times.calibrate_pool import Totals, loop_times, solve
+from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofline
+from runtime.simulator.times.service import ServiceTimes
 
 
 def test_a_line_is_found_again() -> None:
@@ -81,7 +81,7 @@ def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker
         sizes.append(index.size)
         return search_times(index, pool)
 
-    monkeypatch.setattr("runtime.simulator.calibrate.search_times", noted)
+    monkeypatch.setattr("runtime.simulator.times.calibrate.search_times", noted)
     pool = PoolSection(workers=3, slots=4, top_m=16, search_width=1)
     config = NodeConfig(collections=(CollectionSection("docs", str(tmp_path / "split"), shards=3),), pool=pool)
     times = calibrate(config, ServiceTimes())

@@ -12,8 +12,8 @@ from runtime.errors import ConfigError
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import fitting_slots, plans
 from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import PlacementKind
+from runtime.simulator.times.service import ServiceTimes
 from tests.simulator.nodes import POLICIES, config, poisson, setup
 
 

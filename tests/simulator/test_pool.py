@@ -6,9 +6,9 @@ from runtime.node.config import PoolSection
 from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy
 from runtime.simulator.events import Events
-from runtime.simulator.gpu import Gpu
-from runtime.simulator.pool import Search, SimPool
-from runtime.simulator.service import ServiceTimes
+from runtime.simulator.stages.gpu import Gpu
+from runtime.simulator.stages.pool import Search, SimPool
+from runtime.simulator.times.service import ServiceTimes
 
 TIMES = ServiceTimes(extend_s=20e-6, extend_slot_s=60e-6, query_s=0.0, round_s=0.0, wake_s=0.0, ring_s=0.0)
 

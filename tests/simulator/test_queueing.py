@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
-from runtime.simulator.service import ServiceTimes
 from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate
 from runtime.simulator.workload import Workload
 from tests.simulator.nodes import config, poisson, setup, without_retrieval

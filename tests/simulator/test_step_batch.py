@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.simulator.events import Events
-from runtime.simulator.step_batch import StepBatch
+from runtime.simulator.stages.step_batch import StepBatch
 
 STEP = 10
 

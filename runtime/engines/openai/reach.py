@@ -6,7 +6,7 @@ from runtime.engines.openai.abilities import Abilities, ask
 from runtime.engines.openai.server import Server
 from runtime.errors import TrinityError
 from runtime.node.config import OpenAiSection
-from runtime.node.placement import read_engine_key
+from runtime.node.placement.plan import read_engine_key
 
 
 def reach(section: OpenAiSection) -> list[tuple[str, Abilities | TrinityError]]:

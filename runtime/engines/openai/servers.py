@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from runtime.engines.openai.abilities import Abilities
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
-from runtime.node.backoff import Backoff
+from runtime.node.supervisor.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.node.config import OpenAiSection
-from runtime.node.placement import read_engine_key
+from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
 from runtime.serving.frontend.searches import SearchSource

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
-from runtime.node.metrics import PROBE_STALL, PROBE_TIME
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import PROBE_STALL, PROBE_TIME
+from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.serving.decode.row import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
 from runtime.node.beside import beside
-from runtime.node.metrics import (
+from runtime.node.metrics.columns import (
     DECODE_TIME,
     E2E_TIME,
     HANDOVER_TIME,
@@ -25,10 +25,10 @@ from runtime.node.metrics import (
     TTFT_TIME,
 )
 from runtime.node.worker import Worker
-from runtime.retrieval.client import SearchClient
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
 from runtime.retrieval.retriever import Retriever
+from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.decode.batch import Batch
 from runtime.serving.decode.bridge import Bridge

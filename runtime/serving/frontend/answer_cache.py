@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.node.config import AnswerCacheSection
-from runtime.retrieval.embedder import Embedder
+from runtime.retrieval.embedding.embedder import Embedder
 from runtime.serving.frontend.requests import Piece
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 

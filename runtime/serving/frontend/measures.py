@@ -11,8 +11,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import TrinityError, error_of
 from runtime.node.config import SloSection
-from runtime.node.metrics import DECODE_TIME, E2E_TIME, EMBED_TIME, RETRIEVAL_TIME, SEARCH_TIME, TPOT_TIME, TTFT_TIME
-from runtime.node.table import WorkerTable
+from runtime.node.metrics.columns import (
+    DECODE_TIME,
+    E2E_TIME,
+    EMBED_TIME,
+    RETRIEVAL_TIME,
+    SEARCH_TIME,
+    TPOT_TIME,
+    TTFT_TIME,
+)
+from runtime.node.metrics.table import WorkerTable
 from runtime.serving.frontend.requests import ClientGone, Ended
 from runtime.serving.stages import spans_seconds
 

@@ -16,16 +16,16 @@ import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.config import HttpSection, OpenAiSection
-from runtime.node.control import ask
-from runtime.node.metrics import MALFORMED_MESSAGES
-from runtime.node.placement import read_api_keys
+from runtime.node.metrics.columns import MALFORMED_MESSAGES
+from runtime.node.placement.plan import read_api_keys
+from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
-from runtime.retrieval.client import SearchClient
-from runtime.retrieval.embedder import load_embedder
+from runtime.retrieval.embedding.embedder import load_embedder
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.engine import Engine

@@ -15,14 +15,14 @@ announcement goes ahead of the offer; it has no memory to pull, its acknowledgem
 `withdraw` takes an offer back; what is being pulled then is no longer current.
 
 The transports (`transport.py`) differ in whose memory KV lies in: the host's, or a GPU's that is shared through CUDA
-IPC. What is said, leased, withdrawn or found stale is the same, and is `ipc.handover`'s.
+IPC. What is said, leased, withdrawn or found stale is the same, and is `ipc.handover.messages`'s.
 """
 
 from collections.abc import Callable, Sequence
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer
-from ipc.arena import OpenDevice
-from ipc.device_memory import CudaArray
+from ipc.handover.arena import OpenDevice
+from ipc.memory.device import CudaArray
 from runtime.serving.kv.transfer import KvArray, Transfer
 
 

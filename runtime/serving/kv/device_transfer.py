@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ipc import IpcError
-from ipc.device_memory import DeviceMemory, DeviceSpan
+from ipc.memory.device import DeviceMemory, DeviceSpan
 from runtime.serving.kv.transfer import Run, Transfer, kv_shape
 
 if TYPE_CHECKING:

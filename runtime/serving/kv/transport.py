@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ipc import HandoverSink, IpcError, KvArena, Offer
-from ipc.device_memory import CudaReference, DeviceMemory
+from ipc.memory.device import CudaReference, DeviceMemory
 from runtime.errors import ConfigError
 from runtime.serving.kv.connector import KvSink, KvSource
 from runtime.serving.kv.device_transfer import DeviceTransfer
@@ -71,7 +71,7 @@ class CudaTransport:
 
     def __init__(self, device: str) -> None:
         try:
-            from ipc.cuda_memory import CudaMemory
+            from ipc.memory.cuda import CudaMemory
         except IpcError as error:
             raise ConfigError(f"a model on {device!r}: {error}") from error
         self.device = device

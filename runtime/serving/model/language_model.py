@@ -23,7 +23,7 @@ from runtime.serving.model.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from ipc.device_memory import CudaArray
+    from ipc.memory.device import CudaArray
     from runtime.serving.kv.transfer import KvArray
     from runtime.serving.model.llama import Llama
     from runtime.serving.model.paged_cache import Kernels

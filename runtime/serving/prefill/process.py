@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
 from runtime.node.beside import beside
-from runtime.node.metrics import (
+from runtime.node.metrics.columns import (
     ADMISSION_TIME,
     EMBED_TIME,
     MALFORMED_MESSAGES,
@@ -23,10 +23,10 @@ from runtime.node.metrics import (
     RETRIEVAL_TIME,
 )
 from runtime.node.worker import Worker
-from runtime.retrieval.client import SearchClient
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
 from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager

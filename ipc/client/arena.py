@@ -1,0 +1,68 @@
+"""A client's part of its pool's arena: opened by the first vector that can go there."""
+
+import contextlib
+
+import numpy as np
+
+from ipc.errors import IpcError, RingFull
+from ipc.memory.device import DeviceSpan, Source
+from ipc.ring.descriptors import Float32s
+from ipc.session.device_arena import LeasedSlots, open_memory
+from ipc.session.messages import Grant
+
+
+class ClientArena:
+    """Slots that a pool has granted for one session. One thread: the one that submits.
+
+    A GPU is touched only when a vector comes that lies on one, and from that one: a client without such vectors makes
+    no context there. What cannot be (a MIG device, memory that is this process's own) is tried once a session.
+    """
+
+    def __init__(self, grant: Grant) -> None:
+        self._grant = grant
+        self._slots: LeasedSlots | None = None
+        self._device = ""
+        self.on_gpu = grant.gpu is not None
+        """Where the arena lies, and so the vectors that can go there."""
+        self.refusal = ""
+        """Why the last vector could not go there."""
+        self.given_up = False
+        """Whether nothing will ever go there."""
+
+    def place(self, row: Source) -> Float32s | None:
+        """Queue a copy of a vector into a free slot; what its request carries instead. None: see `refusal`."""
+        device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
+        try:
+            slots = self._slots or self._open_slots(device)
+            if slots is None:
+                return None
+            if device != self._device:
+                self.refusal = f"the arena is open from {self._device}, the vector lies on {device}"
+                return None
+            return np.array(slots.write(row), np.uint32).view(np.float32)
+        except RingFull as error:
+            self.refusal = str(error)
+        except IpcError as error:
+            self.refusal = str(error)
+            self.given_up = True
+            self.close()
+        return None
+
+    def _open_slots(self, device: str) -> LeasedSlots | None:
+        if self.given_up:
+            return None
+        memory = open_memory(self._grant.memory, device)
+        try:
+            self._slots = LeasedSlots(memory, self._grant.lease)
+        except BaseException:
+            memory.close()
+            raise
+        self._device = device
+        return self._slots
+
+    def close(self) -> None:
+        """Let go of the arena, which the pool frees once the session is over. Idempotent."""
+        if self._slots is not None:
+            with contextlib.suppress(IpcError):  # a device that has failed must not keep the session
+                self._slots.close()
+            self._slots = None

@@ -1,0 +1,233 @@
+"""A client's side of a session: submit vectors to a pool, poll results."""
+
+import time
+from typing import NoReturn
+
+import numpy.typing as npt
+
+from ipc.client.session import ClientSession
+from ipc.errors import Draining, InvalidArgument, MemoryRefused, PeerLost, ProtocolViolation, RingFull
+from ipc.memory.device import DeviceSpan
+from ipc.ring.descriptors import Float32s, Result
+from ipc.ring.payloads import as_float32
+from ipc.session.parameters import check_deadline
+from ipc.session.statistics import ClientStatistics
+
+PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
+
+
+class RingClient(ClientSession):
+    """Submits searches to the pool at `endpoint` and polls their results. One thread; only `wait` sleeps.
+
+    Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
+    `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
+    the ring, at most, before it sleeps (`SpinBudget` learns how long it is worth). `arena`: ask for slots of the pool's
+    arena, into which `submit` then puts the vectors that lie in the same kind of memory; all others go into the ring.
+
+    Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
+    was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
+    until `reconnect` succeeds.
+
+    asyncio: `loop.add_reader(client.fileno(), wake)`, and whenever there is nothing left to do: `if client.arm():` go
+    back to the loop, else poll again; on wake-up `client.disarm()` and poll. `zmq.Poller` takes `fileno()` too.
+    """
+
+    # ---- requests
+
+    def submit(
+        self,
+        vector: npt.ArrayLike | DeviceSpan,
+        *,
+        collection: str,
+        stage: str,
+        k: int,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        deadline_ns: int = 0,
+        block_ms: float = 0.0,
+    ) -> int:
+        """Ask for the `k` nearest of `vector` [dim] (copied as float32); returns the request id, rising from 1.
+
+        A `DeviceSpan` is dim float32 in a GPU's memory; it must stay as it is until the request has ended.
+        `stage` 'prefill' or 'decode'; `deadline_ns` in `time.monotonic_ns()`, 0 for none. When as many requests are
+        outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`; nothing was
+        accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range), `Draining`,
+        `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot go into the pool's arena now: copy it to the host.
+        """
+        choice = (collection, stage, k, top_m, search_width, patience)
+        words, dim = self._packed[choice]
+        row: DeviceSpan | Float32s
+        row, on_gpu = (vector, True) if isinstance(vector, DeviceSpan) else (as_float32(vector), False)
+        if row.shape != (dim,):
+            raise InvalidArgument(f"a vector of {collection!r} has shape ({dim},), got {row.shape}")
+        check_deadline(deadline_ns)
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        ring, outstanding, arena = self._session.requests, self._outstanding, self._arena
+        if outstanding.unsent or len(outstanding) >= self.slots or ring.room <= 0:
+            self._make_room(block_ms)
+        if arena is not None and arena.on_gpu is on_gpu and (place := arena.place(row)) is not None:
+            words, row = self._places[choice].words, place
+        elif on_gpu:
+            why = "this client has none" if arena is None else arena.refusal or "it is in host memory"
+            raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {why}")
+        request_id, now = outstanding.next_id, time.monotonic_ns()
+        outstanding.next_id = request_id + 1
+        outstanding[request_id] = now
+        try:
+            sent = ring.send_row(row, request_id, deadline_ns, now, *words)
+        except BaseException:
+            outstanding.withdraw(range(request_id, request_id + 1))
+            raise
+        if sent:
+            self._follow_up(sent, range(request_id, request_id + 1))
+        return request_id
+
+    def submit_many(
+        self,
+        vectors: npt.ArrayLike,
+        *,
+        collection: str,
+        stage: str,
+        k: int,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        deadline_ns: int = 0,
+    ) -> range:
+        """`submit` for as many of `vectors` [n, dim] as there is room for, from the first on, published together.
+
+        Returns their request ids. Raises as `submit` does; `RingFull` only if there is no room for the first.
+        """
+        choice = (collection, stage, k, top_m, search_width, patience)
+        words, dim = self._packed[choice]
+        rows = as_float32(vectors)
+        if rows.ndim != 2 or rows.shape[1] != dim:
+            raise InvalidArgument(f"vectors of {collection!r} have shape (n, {dim}), got {rows.shape}")
+        check_deadline(deadline_ns)
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        if len(rows):
+            self._make_room(0.0)
+        ring = self._session.requests
+        count = min(len(rows), self.slots - len(self._outstanding), ring.free())
+        first, now = self._outstanding.next_id, time.monotonic_ns()
+        ids = range(first, first + count)
+        self._outstanding.next_id = first + count
+        self._outstanding.update(dict.fromkeys(ids, now))
+        try:
+            sent = ring.send_rows(rows[:count], first, deadline_ns, now, *words)
+        except BaseException:
+            self._outstanding.withdraw(ids)
+            raise
+        if sent:
+            self._follow_up(sent, ids)
+        return ids
+
+    def _follow_up(self, sent: int, ids: range) -> None:
+        """Ring the pool, which sleeps; or say why nothing was sent."""
+        if sent < 0:
+            self._outstanding.withdraw(ids)
+            self._refuse(sent)
+        self._counts["rung"] += 1
+        self._session.ringer.ring()
+
+    def cancel(self, request_id: int) -> bool:
+        """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
+
+        False: it is not outstanding. If the ring is full, the word goes out with the next submit, poll or wait.
+        """
+        if request_id not in self._outstanding:
+            return False
+        self._counts["cancelled"] += 1
+        self._outstanding.unsent.append(request_id)
+        self._send_cancellations()
+        return True
+
+    def _send_cancellations(self) -> None:
+        if self._lost is not None:
+            return
+        bells = self._outstanding.send_cancellations(self._session.requests, self.epoch)
+        if bells:
+            self._counts["rung"] += bells
+            self._session.ringer.ring()
+
+    def _make_room(self, block_ms: float) -> None:
+        """Have a free request slot, with the promise that its result will have one too."""
+        if self._outstanding.unsent:
+            self._send_cancellations()
+        if self._has_room():
+            return
+        end = time.monotonic_ns() + int(block_ms * 1e6)
+        while (left := end - time.monotonic_ns()) > 0:
+            self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots: look often
+            if self._lost is None:
+                self._read_ring()
+            if self._lost is not None:
+                raise PeerLost(self._lost)
+            if self._has_room():
+                return
+        self._counts["full"] += 1
+        raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self.slots} slots")
+
+    def _has_room(self) -> bool:
+        return len(self._outstanding) < self.slots and self._session.requests.free() > 0
+
+    def _refuse(self, code: int) -> NoReturn:
+        """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
+        refusal = self._session.requests.refused(code)
+        if isinstance(refusal, ProtocolViolation):
+            self._lose(str(refusal))
+        self._check_peer()
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+        raise Draining("the pool is draining and takes no new requests") if isinstance(refusal, Draining) else refusal
+
+    # ---- results
+
+    def poll(self) -> list[Result]:
+        """All results that are there, in the order in which the pool published them. Never blocks.
+
+        Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for one no
+        correct pool writes (the session is over then, outstanding requests are 'lost').
+        """
+        if self._outstanding.unsent:
+            self._send_cancellations()
+        if self._lost is None:
+            self._read_ring()
+        outstanding = self._outstanding
+        results = outstanding.ended
+        if not results:
+            now = time.monotonic_ns()
+            if now >= self._next_peer_check:
+                self._next_peer_check = now + PEER_CHECK_NS
+                self._check_peer()
+                results = outstanding.ended
+        outstanding.ended = []
+        self._returned += len(results)
+        return results
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Sleep until `poll` has something to return, or the time is over. True in the former case."""
+        begin = time.monotonic_ns()
+        while self._outstanding and not self._outstanding.ended:
+            if self._outstanding.unsent:
+                self._send_cancellations()
+            left = max(begin + int(timeout_ms * 1e6) - time.monotonic_ns(), 0)
+            if self._sleep(left):
+                return True
+            self._check_peer()
+            if left == 0:
+                break
+        if not self._outstanding:
+            self._check_peer()
+        return bool(self._outstanding.ended)
+
+    def statistics(self) -> ClientStatistics:
+        """Counters; cheap."""
+        outstanding = self._outstanding
+        changing = {
+            "submitted": outstanding.next_id - 1, "returned": self._returned, "outstanding": len(outstanding),
+        }  # fmt: skip
+        return ClientStatistics(**{**self._counts, **changing})

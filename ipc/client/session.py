@@ -1,0 +1,192 @@
+"""A client's session with a pool: attached, looked after, slept in, lost, attached anew."""
+
+import contextlib
+import time
+from typing import Self
+
+from ipc.client.arena import ClientArena
+from ipc.client.attachment import Attachment
+from ipc.client.outstanding import Outstanding
+from ipc.errors import InvalidArgument, IpcError, PeerLost, ProtocolViolation, StaleEpoch
+from ipc.memo import Memo
+from ipc.ring.descriptors import SEARCH_ARENA
+from ipc.ring.payloads import read_results
+from ipc.ring.ring import CLOSED, DRAINING, EVICTED
+from ipc.ring.spin import SpinBudget
+from ipc.session.messages import DOORBELLS, EVENTFD
+from ipc.session.parameters import Choice, Limits, Packed, pack
+from ipc.session.statistics import ClientStatistics
+
+_ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this client: it broke the protocol"}
+
+
+class ClientSession:
+    """What of a `RingClient` is not about requests and results; see there. What is outstanding outlasts a session."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        *,
+        doorbell: str = EVENTFD,
+        spin_us: float = 200.0,
+        timeout_ms: float = 5000.0,
+        arena: bool = False,
+    ) -> None:
+        if doorbell not in DOORBELLS:
+            raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
+        self.endpoint = endpoint
+        self.name = name
+        self._doorbell = doorbell
+        self._wants_arena = arena
+        self._spin = SpinBudget(int(spin_us * 1000))
+        self._outstanding = Outstanding()
+        self._lost: str | None = None
+        self._next_peer_check = 0
+        self._returned = 0
+        self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
+        self._open = True
+        self._attach(timeout_ms)
+
+    def _attach(self, timeout_ms: float) -> None:
+        self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._wants_arena)
+        answer = self._session.answer
+        self.epoch = answer.epoch
+        self.catalogue = answer.catalogue
+        self.max_k = answer.max_k
+        self.max_top_m = answer.max_top_m
+        limits = Limits(self.catalogue, self.max_k, self.max_top_m)
+        self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
+        self.slots = answer.results.slots
+        self._places: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits, SEARCH_ARENA))
+        fits = self._session.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
+        self._arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
+        self._lost = None
+        self._counts["attached"] += 1
+
+    def _read_ring(self) -> None:
+        """Move what the pool has published from the ring to what has ended."""
+        try:
+            read_results(self._session.results, self.epoch, self.max_k, self._outstanding, self._outstanding.ended)
+        except StaleEpoch:
+            self._counts["stale"] += 1
+            raise
+        except ProtocolViolation as error:
+            self._lose(str(error), read=False)
+            raise
+
+    def _check_peer(self) -> None:
+        if self._lost is not None:
+            return
+        try:
+            state = self._session.requests.consumer_state
+        except ProtocolViolation as error:
+            self._lose(str(error))
+            return
+        if state >= CLOSED:
+            self._lose(_ENDS[state])
+        elif self._session.pool_died():
+            self._lose(f"the pool (process {self._session.answer.pid}) died")
+
+    def _lose(self, reason: str, *, read: bool = True) -> None:
+        if read:  # what it managed to publish still counts
+            with contextlib.suppress(IpcError):
+                self._read_ring()
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self._counts["lost"] += self._outstanding.lose()
+        self._session.ignore_death()
+
+    # ---- sleeping
+
+    def _sleep(self, left_ns: int) -> bool:
+        """Spin, then sleep, both bounded. True: there is news in the ring."""
+        if self._session.watch.spin(min(self._spin.ns, left_ns)) >= 0:
+            return True
+        begin = time.monotonic_ns() - self._spin.ns
+        if self.arm():
+            self._session.sleep(left_ns)
+        self.disarm()
+        self._spin.learn(time.monotonic_ns() - begin)
+        return self._session.watch.look(0) >= 0
+
+    def fileno(self) -> int:
+        """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""
+        return self._session.fileno()
+
+    def arm(self) -> bool:
+        """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
+        self._check_peer()
+        if self._outstanding.ended:
+            return False
+        return self._lost is not None or self._session.arm()
+
+    def disarm(self) -> None:
+        """Awake again: no need to ring. Call it before polling after each sleep."""
+        if self._open:
+            self._session.disarm()
+
+    # ---- the session
+
+    @property
+    def lost(self) -> str | None:
+        """Why the session is over, or None while it lasts (as far as was noticed)."""
+        return self._lost
+
+    @property
+    def draining(self) -> bool:
+        """Whether the pool has asked this client to leave: it takes nothing more here, and may let it attach anew."""
+        return self._lost is None and self._session.requests.consumer_state == DRAINING
+
+    @property
+    def outstanding(self) -> int:
+        """Requests submitted and not yet read back."""
+        return len(self._outstanding)
+
+    @property
+    def heartbeat_age_ns(self) -> int:
+        """Nanoseconds since the pool last looked after its rings; a live pool does so at least every 100 ms."""
+        if not self._open:
+            raise PeerLost("the client was closed")
+        return max(time.monotonic_ns() - self._session.requests.heartbeat_ns, 0)
+
+    def reconnect(self, timeout_ms: float = 5000.0) -> None:
+        """Attach anew. What was outstanding ends with status 'lost', `epoch`, `fileno()` and the limits may change.
+
+        Raises what the constructor raises; the client stays lost then, and may try again.
+        """
+        if not self._open:
+            raise PeerLost("the client was closed")
+        if self._lost is None:
+            self._lose("the client reconnected")
+        old = self._session
+        self._leave_arena()
+        self._attach(timeout_ms)
+        old.close()
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        if self._open:
+            self._open = False
+            if self._lost is None:
+                self._lose("the client was closed")
+            self._leave_arena()
+            self._session.close()
+
+    def _leave_arena(self) -> None:
+        """Before the pool can free it: it does so when the session is over."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether the pool has granted slots of its arena, and they can be reached as far as is known."""
+        return self._arena is not None and not self._arena.given_up
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

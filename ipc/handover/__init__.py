@@ -1,0 +1,1 @@
+"""The KV hand-over: prefill offers slots of its arena, decode pulls them."""

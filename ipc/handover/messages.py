@@ -1,0 +1,71 @@
+"""KV hand-over between processes: prefill owns an arena of slots, decode pulls, and its word frees the slot.
+
+Here is what they say to each other; `handover_source.py` is prefill's end, `handover_sink.py` decode's. The memory, and
+how a torn copy is noticed, are `arena.py`'s. Offers travel prefill → decode and outcomes decode → prefill, over one-way
+ZeroMQ sockets. Each offer ends exactly once at its source: accepted, rejected (with a reason), withdrawn, 'lost' (the
+decode process died), or 'expired' (no word within the lease; safe, because a late puller meets another generation).
+"""
+
+import msgspec
+
+from ipc.memory.device import CudaReference
+from ipc.memory.shared import MemoryReference, Pid
+
+MAX_PAYLOAD_BYTES = 1 << 22  # of an offer's message, not of the arena
+MAX_PEERS = 1024
+MAX_REASON = 500
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """A slot to pull: `payload` is the source's message, `source` its name. (`reply`, `offer_id`) identifies it.
+
+    `device` is where the arena's own payload lies, if not in `arena` itself but in a GPU's memory.
+    `watched`: the source knows the sink's process already, and need not be told with `Seen`.
+    """
+
+    offer_id: int
+    source: str
+    reply: str
+    epoch: int
+    slot: int
+    generation: int
+    arena: MemoryReference
+    payload: bytes
+    device: CudaReference | None = None
+    watched: bool = False
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """The source takes an offer back."""
+
+    offer_id: int
+    reply: str
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """The sink has an offer, and is this process: its death can be watched from now on."""
+
+    offer_id: int
+    pid: Pid
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The sink's answer."""
+
+    offer_id: int
+    accepted: bool
+    reason: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_at_sink = msgspec.msgpack.Decoder(Offer | Withdrawn).decode
+decode_at_source = msgspec.msgpack.Decoder(Seen | Ended).decode
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How an offer ended. `reason` is '' when accepted, else the sink's, 'withdrawn', 'lost' or 'expired'."""
+
+    offer_id: int
+    slot: int
+    accepted: bool
+    reason: str

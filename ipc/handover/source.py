@@ -1,0 +1,226 @@
+"""Prefill's end of the KV hand-over: offers slots of its arena, and hears how each offer ended."""
+
+import os
+import select
+import time
+
+import msgspec
+import zmq
+
+from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
+from ipc.errors import MALFORMED, InvalidArgument, PeerLost
+from ipc.handover.arena import KvArena
+from ipc.handover.messages import (
+    MAX_PAYLOAD_BYTES,
+    MAX_PEERS,
+    MAX_REASON,
+    Offer,
+    Outcome,
+    Seen,
+    Withdrawn,
+    decode_at_source,
+    encode,
+)
+
+LEASE_MS = 30_000.0
+
+
+class SourceStatistics(msgspec.Struct, frozen=True):
+    """Counters of a source: offers made, and how they ended; messages that were malformed."""
+
+    offered: int
+    outstanding: int
+    accepted: int
+    rejected: int
+    withdrawn: int
+    lost: int
+    expired: int
+    malformed: int
+
+
+class _Pending:
+    __slots__ = ("endpoint", "expires_ns", "slot")
+
+    def __init__(self, endpoint: str, slot: int, expires_ns: int) -> None:
+        self.endpoint = endpoint
+        self.slot = slot
+        self.expires_ns = expires_ns
+
+
+class _Target:
+    """A sink we offer to: the socket there and, once it has spoken, its pidfd."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket = connect(zmq.PUSH, endpoint, max_message_bytes=MAX_PAYLOAD_BYTES + 4096)
+        self.pid = 0
+        self.pidfd = -1
+
+    @property
+    def watched(self) -> bool:
+        return self.pidfd >= 0
+
+    def watch(self, pid: int) -> None:
+        """Raises `OSError` if there is no such process (any more)."""
+        if pid != self.pid:
+            pidfd = os.pidfd_open(pid)
+            if self.pidfd >= 0:
+                os.close(self.pidfd)
+            self.pid, self.pidfd = pid, pidfd
+
+    def died(self) -> bool:
+        if self.pidfd < 0:
+            return False
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+
+
+class HandoverSource:
+    """Offers slots of one arena to sinks. One thread; nothing here blocks.
+
+    `socket` (ZeroMQ, bound) is readable when outcomes came; deaths and leases are noticed by `poll`, so call it at
+    least every few 100 ms while offers are outstanding.
+    """
+
+    def __init__(self, name: str, arena: KvArena, *, lease_ms: float = LEASE_MS) -> None:
+        if not 0 < lease_ms < 1e9:
+            raise InvalidArgument(f"lease_ms must be within 0..1e9, got {lease_ms}")
+        self.name = name
+        self._arena = arena
+        self._lease_ns = int(lease_ms * 1e6)
+        self.endpoint = private_endpoint(new_token(), "outcomes")
+        self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
+        self._targets: dict[str, _Target] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._buried: list[Outcome] = []  # ended between two polls
+        self._next_id = 1
+        self._counts = dict.fromkeys(SourceStatistics.__struct_fields__, 0)
+
+    def offer(self, endpoint: str, slot: int, payload: bytes) -> int:
+        """Offer the slot's content to the sink at `endpoint`, with a message of at most 4 MiB; returns the offer's id.
+
+        Do not `begin` the slot before the offer's outcome. Raises `InvalidArgument`, `PeerLost` (1,000 messages wait
+        there already).
+        """
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidArgument(f"an offer's payload has at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
+        if not 0 <= slot < self._arena.slots:
+            raise InvalidArgument(f"slot must be within 0..{self._arena.slots - 1}, got {slot}")
+        target = self._target(endpoint)
+        offer_id = self._next_id
+        message = Offer(
+            offer_id,
+            self.name,
+            self.endpoint,
+            self._arena.epoch,
+            slot,
+            self._arena.generation(slot),
+            self._arena.memory.reference,
+            payload,
+            self._arena.device_reference,
+            watched=target.watched,
+        )
+        if not send_now(target.socket, encode(message)):
+            raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")
+        self._next_id += 1
+        self._pending[offer_id] = _Pending(endpoint, slot, time.monotonic_ns() + self._lease_ns)
+        self._counts["offered"] += 1
+        return offer_id
+
+    def _target(self, endpoint: str) -> _Target:
+        target = self._targets.get(endpoint)
+        if target is not None and target.died():
+            self._bury({endpoint}, self._buried)  # a sink that was started again must not inherit the last one's death
+            target = None
+        if target is None:
+            self._drop_idle_targets()
+            target = self._targets[endpoint] = _Target(check_endpoint(endpoint))
+        return target
+
+    def _drop_idle_targets(self) -> None:
+        """Sinks come and go; keep their sockets bounded."""
+        if len(self._targets) >= MAX_PEERS:
+            used = {pending.endpoint for pending in self._pending.values()}
+            for endpoint in [e for e in self._targets if e not in used]:
+                self._targets.pop(endpoint).close()
+
+    def withdraw(self, offer_id: int) -> bool:
+        """Take an offer back. True: it ends now, without an outcome from `poll`; False: it has ended already."""
+        pending = self._pending.pop(offer_id, None)
+        if pending is None:
+            return False
+        self._counts["withdrawn"] += 1
+        send_now(self._targets[pending.endpoint].socket, encode(Withdrawn(offer_id, self.endpoint)))
+        return True
+
+    def poll(self) -> list[Outcome]:
+        """Outcomes since the last call. Never blocks."""
+        outcomes, self._buried = self._buried, []
+        while messages := receive_all(self.socket):
+            for frames in messages:
+                try:
+                    message = decode_at_source(frames[0])
+                except MALFORMED:
+                    self._counts["malformed"] += 1
+                    continue
+                if isinstance(message, Seen):
+                    self._seen(message, outcomes)
+                else:
+                    reason = message.reason[:MAX_REASON] or "rejected"
+                    kind = "accepted" if message.accepted else "rejected"
+                    self._end(message.offer_id, message.accepted, "" if message.accepted else reason, kind, outcomes)
+        if self._pending:
+            self._end_lost_and_expired(outcomes)
+        return outcomes
+
+    def _seen(self, message: Seen, outcomes: list[Outcome]) -> None:
+        pending = self._pending.get(message.offer_id)
+        if pending is None:
+            return
+        try:
+            self._targets[pending.endpoint].watch(message.pid)
+        except OSError:
+            self._end(message.offer_id, False, "lost", "lost", outcomes)
+
+    def _end_lost_and_expired(self, outcomes: list[Outcome]) -> None:
+        now = time.monotonic_ns()
+        used = {pending.endpoint for pending in self._pending.values()}
+        dead = {endpoint for endpoint in used if self._targets[endpoint].died()}
+        self._bury(dead, outcomes)
+        for offer_id in [offer_id for offer_id, pending in self._pending.items() if now >= pending.expires_ns]:
+            self._end(offer_id, False, "expired", "expired", outcomes)
+
+    def _bury(self, dead: set[str], outcomes: list[Outcome]) -> None:
+        """End what was offered to sinks that died, and forget them."""
+        for offer_id in [offer_id for offer_id, pending in self._pending.items() if pending.endpoint in dead]:
+            self._end(offer_id, False, "lost", "lost", outcomes)
+        for endpoint in dead:
+            self._targets.pop(endpoint).close()
+
+    def _end(self, offer_id: int, accepted: bool, reason: str, kind: str, outcomes: list[Outcome]) -> None:
+        pending = self._pending.pop(offer_id, None)
+        if pending is not None:
+            self._counts[kind] += 1
+            outcomes.append(Outcome(offer_id, pending.slot, accepted, reason))
+
+    def close(self) -> None:
+        """Close the sockets; the arena stays the caller's. Idempotent."""
+        for target in self._targets.values():
+            target.close()
+        self._targets.clear()
+        self.socket.close()
+
+    def __enter__(self) -> "HandoverSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> SourceStatistics:
+        """Counters; cheap."""
+        return SourceStatistics(**{**self._counts, "outstanding": len(self._pending)})

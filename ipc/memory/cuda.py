@@ -1,0 +1,217 @@
+"""`DeviceMemory` in a GPU's memory, shared through CUDA IPC. Importing this needs the extra [cuda].
+
+One process allocates and exports, others open. CUDA's own rules: the exporting process cannot open its own handle;
+freeing before the last importer has closed is undefined; a handle is worth nothing after its exporter has ended (the
+arena's epoch tells); memory of a stream-ordered or virtual allocator cannot be exported this way, so this one comes
+from cuMemAlloc. It is whole pages of the device: a handle opens all of the pages that the memory lies in, and with them
+what else the process has there. A handle may be of a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which
+reaches it as a peer of its own one (the runtime API says so of cudaIpcOpenMemHandle, and UCX relies on it). Both
+processes must be in one PID namespace, and MIG devices have no CUDA IPC.
+"""
+
+import contextlib
+import ctypes
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ipc.errors import InvalidArgument, MemoryRefused
+from ipc.memory.device import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Source
+
+try:
+    from cuda.bindings import driver as _cuda
+except ImportError as error:
+    raise MemoryRefused(f"GPU memory needs the extra [cuda], which is not installed: {error}") from None
+
+_PAGE = 2 << 20  # bytes of a device's memory that are mapped, and so shared, as one
+
+
+class CudaMemory:
+    """See `DeviceMemory`. Work is queued on a stream of its own, `stream`, in the device's primary context.
+
+    Whatever context the calling thread has is current again after every call: other libraries rely on theirs.
+    """
+
+    def __init__(self, cuda: Any, device: int, context: Any, address: int, size: int, *, exported: bool) -> None:
+        """In the context already; use `create` or `open`."""
+        self._cuda, self._device, self._context = cuda, device, context
+        self._address, self.size, self._exported = address, size, exported
+        self._open = True
+        flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self.stream = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
+        self._aside = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
+
+    @classmethod
+    def create(cls, size: int, device: str, cuda: Any = _cuda) -> "CudaMemory":
+        """`size` bytes of zeros on a device: "cuda", "cuda:N" or a UUID. Raises MemoryRefused, InvalidArgument."""
+        if not 1 <= size <= MAX_BYTES:
+            raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
+        ordinal, context = _primary(cuda, device)
+        with _current(cuda, context):
+            address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(-(-size // _PAGE) * _PAGE)))
+            _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
+            # The memset is on the legacy stream, for which streams of our kind do not wait.
+            _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
+            return cls(cuda, ordinal, context, address, size, exported=True)
+
+    @classmethod
+    def open(cls, reference: CudaReference, device: str, cuda: Any = _cuda) -> "CudaMemory":
+        """Another process's memory, to be used from `device` ("cuda", "cuda:N" or a UUID), on whichever GPU it lies.
+
+        Raises MemoryRefused.
+        """
+        if reference.pid == os.getpid():
+            raise MemoryRefused("a process cannot open the GPU memory that it exported itself")
+        ordinal, context = _primary(cuda, device)
+        handle = cuda.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), reference.handle, HANDLE_BYTES)
+        lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+        with _current(cuda, context):
+            address = int(_checked(cuda, "cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle(handle, lazily)))
+            return cls(cuda, ordinal, context, address, reference.size, exported=False)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """As an array of bytes (version 3), for torch and its like; who uses it must not outlive the memory."""
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3}
+
+    @property
+    def reference(self) -> CudaReference:
+        if not self._exported or not self._open:
+            raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
+        with self._here():
+            handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
+        raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return CudaReference(os.getpid(), f"cuda:{self._device}", raw, self.size)
+
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        return _current(self._cuda, self._context)
+
+    def write(self, offset: int, source: Source) -> None:
+        cuda, target = self._cuda, self._address + offset
+        with self._here():
+            if isinstance(source, DeviceSpan):
+                copied = cuda.cuMemcpyDtoDAsync(target, source.address, source.nbytes, self.stream)
+                _checked(cuda, "cuMemcpyDtoDAsync", copied)
+                return
+            copied = cuda.cuMemcpyHtoDAsync(target, source.ctypes.data, source.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyHtoDAsync", copied)
+
+    def read(self, offset: int, target: Source) -> None:
+        cuda, source = self._cuda, self._address + offset
+        with self._here():
+            if isinstance(target, DeviceSpan):
+                copied = cuda.cuMemcpyDtoDAsync(target.address, source, target.nbytes, self.stream)
+                _checked(cuda, "cuMemcpyDtoDAsync", copied)
+                return
+            copied = cuda.cuMemcpyDtoHAsync(target.ctypes.data, source, target.nbytes, self.stream)
+            _checked(cuda, "cuMemcpyDtoHAsync", copied)
+
+    def store_word(self, offset: int, value: int) -> None:
+        # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
+        with self._here():
+            self._store(self.stream, offset, value)
+
+    def _store(self, stream: int, offset: int, value: int) -> None:
+        flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+        stored = self._cuda.cuStreamWriteValue32(stream, self._address + offset, value, flag)
+        _checked(self._cuda, "cuStreamWriteValue32", stored)
+
+    def wait_word(self, offset: int, value: int) -> None:
+        # SYNC POINT: arena word, see `store_word`. GEQ compares around 2³².
+        flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+        with self._here():
+            waits = self._cuda.cuStreamWaitValue32(self.stream, self._address + offset, value, flag)
+            _checked(self._cuda, "cuStreamWaitValue32", waits)
+
+    def word(self, offset: int) -> int:
+        return self.words(offset, 1, 4)[0]
+
+    def words(self, offset: int, count: int, stride: int) -> list[int]:
+        """Copies them aside from the queue, with what lies between, and waits for that: some microseconds."""
+        found = np.zeros(((count - 1) * stride + 4) // 4, np.uint32)
+        with self._here():
+            copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, found.nbytes, self._aside)
+            _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
+            self._wait_for(self._aside)
+        return [int(word) for word in found[:: stride // 4]]
+
+    def flush(self) -> None:
+        with self._here():
+            self._wait_for(self.stream)
+
+    def _wait_for(self, stream: int) -> None:
+        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(stream))
+
+    def idle(self) -> bool:
+        if not self._open:
+            return True  # closing waited
+        with self._here():
+            code = self._cuda.cuStreamQuery(self.stream)
+        if code[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _checked(self._cuda, "cuStreamQuery", code)
+        return True
+
+    def unblock(self, offset: int, value: int) -> None:
+        with self._here():
+            self._store(self._aside, offset, value)
+            self._wait_for(self._aside)
+
+    def close(self) -> None:
+        """Waits for what is queued; whoever waits for a word that nobody stores must be unblocked before."""
+        if not self._open:
+            return
+        self._open = False
+        with self._here():
+            with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
+                self._wait_for(self.stream)
+            for stream in (self.stream, self._aside):
+                _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
+            if self._exported:
+                _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
+            else:
+                _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
+
+
+@contextlib.contextmanager
+def _current(cuda: Any, context: Any) -> Iterator[None]:
+    _checked(cuda, "cuCtxPushCurrent", cuda.cuCtxPushCurrent(context))
+    try:
+        yield
+    finally:
+        cuda.cuCtxPopCurrent()
+
+
+def _primary(cuda: Any, device: str) -> tuple[int, Any]:
+    """A device's ordinal and its primary context, which the CUDA runtime and all libraries over it use too."""
+    try:
+        _checked(cuda, "cuInit", cuda.cuInit(0))
+    except RuntimeError as error:  # the library is not there at all
+        raise MemoryRefused(f"there is no CUDA driver on this machine: {error}") from None
+    ordinal = _ordinal(cuda, device)
+    handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
+    context = _checked(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(handle))
+    return ordinal, context
+
+
+def _ordinal(cuda: Any, device: str) -> int:
+    count = int(_checked(cuda, "cuDeviceGetCount", cuda.cuDeviceGetCount()))
+    for ordinal in range(count):
+        if device == f"cuda:{ordinal}" or (device == "cuda" and ordinal == 0):
+            return ordinal
+        handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
+        raw = bytes(_checked(cuda, "cuDeviceGetUuid", cuda.cuDeviceGetUuid(handle)).bytes)
+        if device == f"GPU-{uuid.UUID(bytes=raw)}":
+            return ordinal
+    raise MemoryRefused(f"{device!r} is none of the {count} GPUs that this process sees")
+
+
+def _checked(cuda: Any, call: str, result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if code != cuda.CUresult.CUDA_SUCCESS:
+        raise MemoryRefused(f"{call} failed: {code}")
+    return values[0] if values else None

@@ -1,0 +1,1 @@
+"""The rings: fixed slots with one writer and one reader each, what lies in them, and how a sleeper is woken."""

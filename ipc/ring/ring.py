@@ -1,0 +1,337 @@
+"""A single-producer single-consumer ring of fixed slots in shared memory.
+
+```
+byte    0  magic | version | slots | stride | payload bytes | epoch | 0 | 0     written once by the creator
+       64  writer position                                                      producer, for onlookers
+      128  reader position                                                      consumer: slots given back
+      192  sleeping: 1 while the consumer sleeps and wants to be rung           consumer sets, producer takes back
+      256  consumer state: OPEN, DRAINING, CLOSED, EVICTED                      consumer
+      320  producer state: OPEN, CLOSED                                         producer
+      384  heartbeat: monotonic ns of the consumer's last sign of life          consumer
+      512  slot 0:  sequence (8) | header (56) | payload (a multiple of 64)
+           slot 1 …
+```
+All words are little-endian int64. Positions count slots since the beginning and never wrap; the slot of position p is
+p mod slots. A slot's sequence is p + 1 once p is published in it, stored last with release; the consumer trusts nothing
+else. Each side keeps its own position in private memory: what a peer scribbles into the words it does not own can
+confuse that peer only, and a reader position out of bounds is a `ProtocolViolation`.
+
+When full, `loan` raises `RingFull` and nothing is overwritten.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ipc.errors import Draining, InvalidArgument, IpcError, ProtocolViolation, RingFull
+from ipc.memory import atomics
+
+MAGIC = 0x31474E4952495254  # "TRIRING1"
+VERSION = 1
+HEADER_BYTES = 512
+SLOT_HEADER_BYTES = 64
+_PAIR_BYTES = 12  # an id and a value
+
+OPEN, DRAINING, CLOSED, EVICTED = range(4)
+
+_WRITER, _READER, _SLEEPING, _CONSUMER_STATE = (
+    atomics.WRITER,
+    atomics.READER,
+    atomics.SLEEPING,
+    atomics.CONSUMER_STATE,
+)
+_PRODUCER_STATE, _HEARTBEAT = 320, 384
+_POSITION, _READER_SEEN = atomics.END_POSITION, atomics.END_READER
+
+MAX_SLOTS = 1 << 20
+MAX_PAYLOAD_BYTES = 1 << 24
+MAX_EPOCH = (1 << 32) - 1
+
+
+class RingLayout(msgspec.Struct, frozen=True):
+    """How many slots, and how many payload bytes in each. Raises `InvalidArgument` out of bounds, also when decoded."""
+
+    slots: int
+    payload_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise InvalidArgument(f"slots must be within 1..{MAX_SLOTS}, got {self.slots}")
+        if not 0 <= self.payload_bytes <= MAX_PAYLOAD_BYTES:
+            raise InvalidArgument(f"payload must be within 0..{MAX_PAYLOAD_BYTES} bytes, got {self.payload_bytes}")
+
+    @property
+    def stride(self) -> int:
+        """Bytes from slot to slot."""
+        return SLOT_HEADER_BYTES + -(-self.payload_bytes // 64) * 64
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole ring."""
+        return HEADER_BYTES + self.slots * self.stride
+
+
+class RingStatistics(msgspec.Struct, frozen=True):
+    """Counters of one end of a ring since it was made. `position`: slots sent (producer) or released (consumer)."""
+
+    slots: int
+    position: int
+    used: int
+    full: int
+    rung: int
+
+
+def format_ring(view: memoryview, layout: RingLayout, epoch: int) -> None:
+    """Make an empty ring of zeroed memory (`layout.size` bytes). Once, by the creator, before anyone attaches."""
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise InvalidArgument(f"epoch must be within 0..{MAX_EPOCH}, got {epoch}")
+    words = view[:64].cast("q")
+    for i, word in enumerate((MAGIC, VERSION, layout.slots, layout.stride, layout.payload_bytes, epoch)):
+        words[i] = word
+
+
+class _End:
+    """What both ends share: the checked header, addresses, and arrays over the payload."""
+
+    def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
+        if len(view) != layout.size:
+            raise ProtocolViolation(f"a ring of this layout has {layout.size} bytes, the memory {len(view)}")
+        expected = [MAGIC, VERSION, layout.slots, layout.stride, layout.payload_bytes, epoch, 0, 0]
+        found = view[:64].cast("q").tolist()
+        if found != expected:
+            raise ProtocolViolation(f"foreign ring header: {found}, expected {expected}")
+        self.layout = layout
+        self.epoch = epoch
+        self.view = view
+        self._words = view[:HEADER_BYTES].cast("q")
+        self._array: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8)  # keeps the mapping alive for the addresses
+        self._address = int(self._array.ctypes.data)
+        self._base = self._address + HEADER_BYTES
+        self._stride = layout.stride
+        self._slots = layout.slots
+        self.header_offsets = [HEADER_BYTES + slot * layout.stride + 8 for slot in range(layout.slots)]
+        """Where in `view` the 56 header bytes of each slot begin."""
+
+    def payload(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
+        """All payloads as one array [slots, count] of `dtype`, from byte `offset` of each payload on."""
+        kind = np.dtype(dtype)
+        if offset < 0 or count < 0 or offset + count * kind.itemsize > self.layout.payload_bytes:
+            raise InvalidArgument(
+                f"{count} of {kind} at byte {offset} do not fit into {self.layout.payload_bytes} payload bytes"
+            )
+        start = HEADER_BYTES + SLOT_HEADER_BYTES + offset
+        array: npt.NDArray[Any] = np.ndarray(
+            (self._slots, count), kind, self.view, start, (self._stride, kind.itemsize)
+        )
+        return array
+
+    def _word(self, offset: int) -> int:
+        return int(self._words[offset // 8])
+
+    @property
+    def consumer_state(self) -> int:
+        """OPEN, DRAINING, CLOSED or EVICTED, as the consumer says; any other value is a `ProtocolViolation`."""
+        return self._state(_CONSUMER_STATE, EVICTED)
+
+    @property
+    def producer_state(self) -> int:
+        """OPEN or CLOSED, as the producer says; any other value is a `ProtocolViolation`."""
+        return self._state(_PRODUCER_STATE, CLOSED)
+
+    def _state(self, offset: int, largest: int) -> int:
+        state = atomics.load_acquire(self._address + offset)
+        if not OPEN <= state <= largest:
+            raise ProtocolViolation(f"ring state {state} is not within {OPEN}..{largest}")
+        return state
+
+
+class RingProducer(_End):
+    """The writing end: `loan` a slot, fill header and payload in place, `send` it.
+
+    One thread of one process. Raises `ProtocolViolation` if the memory is not an empty ring of this layout and epoch.
+    """
+
+    def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
+        super().__init__(view, layout, epoch)
+        self._full = 0
+        self._rung = 0
+        end = np.zeros(atomics.END_COLUMNS, np.int64)
+        self.end_address = int(end.ctypes.data)
+        """Of the end that compiled functions work on (`atomics.py`)."""
+        self._end = end.data
+        for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
+            self._end[i] = word
+        # Bound once: looking attributes up costs more than the call.
+        self._publish = partial(atomics.publish, end)
+        self.send_row: Callable[..., int] = partial(atomics.send_row, end)
+        """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
+        payload with a C-contiguous float32 array, and send it. 1: the consumer must be rung; below 0: see `refused`."""
+        self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
+        """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
+        from slot to slot."""
+        self.send_pairs: Callable[..., int] = partial(atomics.send_pairs, end, layout.payload_bytes // _PAIR_BYTES)
+        """send_pairs(ids, values, a, b, c, d, e): as `send_row`, with int64 and float32 arrays of one length for the
+        payload (12 bytes a pair); that length goes into the low half of c, the monotonic time into the sixth word."""
+
+    @property
+    def position(self) -> int:
+        """Slots sent so far."""
+        return self._end[_POSITION]
+
+    def free(self) -> int:
+        """Slots that can be loaned now."""
+        # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: we must not
+        # overwrite a slot before the consumer's reads of it are done.
+        reader = atomics.load_acquire(self._address + _READER)
+        if not self._end[_READER_SEEN] <= reader <= self.position:
+            raise self.refused(atomics.IMPOSSIBLE_READER)
+        self._end[_READER_SEEN] = reader
+        return self.room
+
+    @property
+    def room(self) -> int:
+        """At least so many slots are free, by the reader position that was seen last. Cheap; `free` looks again."""
+        end = self._end
+        return self._slots - end[_POSITION] + end[_READER_SEEN]
+
+    def loan(self) -> int:
+        """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
+        if self.room <= 0 and self.free() <= 0:
+            self._full += 1
+            raise self.refused(atomics.FULL)
+        return self.position % self._slots
+
+    def send(self, count: int = 1) -> bool:
+        """Publish the loaned slot (or `count` slots from it on, within `free()`). True: the consumer must be rung."""
+        if self._publish(count) == 0:
+            return False
+        self._rung += 1
+        return True
+
+    def refused(self, code: int) -> IpcError:
+        """What a `send_…` that returned less than 0 says. Nothing was sent."""
+        match code:
+            case atomics.FULL:
+                return RingFull(f"all {self._slots} slots of the ring are taken")
+            case atomics.NOT_OPEN:
+                return Draining(f"the consumer's state is {self.consumer_state}")
+            case atomics.TOO_LARGE:
+                return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload, or not a pair")
+            case _:
+                reader, seen = self._word(_READER), self._end[_READER_SEEN]
+                return ProtocolViolation(f"reader position {reader} is not within {seen}..{self.position}")
+
+    def close(self) -> None:
+        """Tell the consumer that nothing more will come. (It notices when it looks; ring it.)"""
+        atomics.store_release(self._address + _PRODUCER_STATE, CLOSED)
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """`time.monotonic_ns()` of the consumer's last sign of life, 0 before the first."""
+        return self._word(_HEARTBEAT)
+
+    def statistics(self) -> RingStatistics:
+        """Counters; cheap."""
+        return RingStatistics(self._slots, self.position, self._slots - self.room, self._full, self._rung)
+
+
+class RingConsumer(_End):
+    """The reading end: ask how many are `ready`, read headers and payloads in place, `release` them.
+
+    One thread of one process. Slots are given out in order and never beyond the end of the slot array, so what is
+    ready is always the contiguous run of slots `first, first + 1, …`.
+    """
+
+    def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
+        super().__init__(view, layout, epoch)
+        self._row = np.array(self._watch_words(0), np.int64).data  # of a `Watch`, once there is one
+        self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
+        self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
+            atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
+        )
+        """take_pairs(slot, ids, values): copy from a ready slot what `RingProducer.send_pairs` put there, as much as
+        the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
+        self._tell_reader = partial(atomics.store_release, self._address + _READER)
+
+    def _watch_words(self, position: int) -> tuple[int, ...]:
+        return self._base, self._stride, self._slots, position, self._address + _SLEEPING
+
+    def watch_in(self, row: memoryview) -> None:
+        """Keep this ring's position in a row of a `Watch` from now on."""
+        for i, word in enumerate(self._watch_words(self.position)):
+            row[i] = word
+        self._row = row
+
+    @property
+    def position(self) -> int:
+        """Slots given back so far."""
+        return int(self._row[atomics.WATCH_POSITION])
+
+    @property
+    def first(self) -> int:
+        """The slot of the first unread position."""
+        return self.position % self._slots
+
+    def pause(self) -> None:
+        """Hide news from the `Watch` until `resume`."""
+        self._row[atomics.WATCH_SLOTS] = 0
+
+    def resume(self) -> None:
+        """See `pause`."""
+        self._row[atomics.WATCH_SLOTS] = self._slots
+
+    def ready(self, limit: int) -> int:
+        """How many published slots, at most `limit`, can be read from `first` on."""
+        return self._ready(self.position, limit)
+
+    def release(self, count: int) -> None:
+        """Give the first `count` ready slots back to the producer; their views must not be read any more."""
+        self._row[atomics.WATCH_POSITION] = position = self.position + count
+        # SYNC POINT: reader position, see `RingProducer.free`.
+        self._tell_reader(position)
+
+    def set_state(self, state: int) -> None:
+        """Tell the producer: OPEN, DRAINING, CLOSED or EVICTED. (It notices when it looks; ring it.)"""
+        atomics.store_release(self._address + _CONSUMER_STATE, state)
+
+    def beat(self, now_ns: int) -> None:
+        """Leave a sign of life for the producer."""
+        atomics.store_release(self._address + _HEARTBEAT, now_ns)
+
+    def statistics(self) -> RingStatistics:
+        """Counters; cheap. `used` is what the producer claims to have written and is not yet released."""
+        used = min(max(self._word(_WRITER) - self.position, 0), self._slots)
+        return RingStatistics(self._slots, self.position, used, 0, 0)
+
+
+class Watch:
+    """All rings that one process consumes, looked at together. Replaces any earlier `Watch` over the same rings.
+
+    A ring is known by its place among `rings`; None leaves a place empty. `address`: of the watch table.
+    """
+
+    def __init__(self, rings: Sequence[RingConsumer | None]) -> None:
+        self._rings = list(rings)  # keeps the memory behind the addresses mapped
+        self._rows = len(self._rings)
+        table = np.zeros((max(self._rows, 1), atomics.WATCH_COLUMNS), np.int64)
+        self._table = table
+        self.address = self._address = int(table.ctypes.data)
+        for i, ring in enumerate(self._rings):
+            if ring is not None:
+                ring.watch_in(memoryview(table[i]))
+        self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
+        """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
+        self.look: Callable[[int], int] = partial(atomics.look, self._address, self._rows)
+        """look(start): the index of the first ring with news, from `start` on and around, or -1."""
+
+    def arm(self) -> bool:
+        """Ask the producers to ring. False: there is news already, do not sleep."""
+        return atomics.arm(self._address, self._rows) < 0
+
+    def disarm(self) -> None:
+        """Awake: no need to ring any more."""
+        atomics.disarm(self._address, self._rows)

@@ -1,0 +1,1 @@
+"""Sessions as their pool has them."""

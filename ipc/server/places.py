@@ -1,0 +1,116 @@
+"""What a pool keeps for one attached client."""
+
+import contextlib
+import os
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.memory.shared import SharedMemory
+from ipc.ring.doorbell import EventfdBell, Ringer
+from ipc.ring.exchange import BELL, CLIENT_WORDS, CODES, COLLECTIONS, END, HANDLE, OUTSTANDING, RECEIVED
+from ipc.ring.ring import RingConsumer, RingProducer, format_ring
+from ipc.server.reception import Reception
+from ipc.session.messages import VERSION, Attach, Attached, Grant, result_offset
+from ipc.session.terms import Terms
+
+
+class ClientPlace:
+    """One attached client: its rings, its doorbell, its pidfd, its row of the desk, and the session's `terms`."""
+
+    def __init__(
+        self,
+        handle: int,
+        pidfd: int,
+        bell: Ringer,
+        memory: SharedMemory,
+        terms: Terms,
+    ) -> None:
+        self.handle = handle
+        self.pidfd = pidfd
+        self.bell = bell
+        self.memory = memory
+        self.terms = terms
+        layouts, epoch = terms.layouts, terms.epoch
+        split = result_offset(layouts[0])
+        requests, results = memory.view[: layouts[0].size], memory.view[split : split + layouts[1].size]
+        format_ring(requests, layouts[0], epoch)
+        format_ring(results, layouts[1], epoch)
+        self.requests = RingConsumer(requests, layouts[0], epoch)
+        self.results = RingProducer(results, layouts[1], epoch)
+        self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
+        self.row = -1  # of the desk
+        self.words = np.zeros(CLIENT_WORDS, np.int64).data  # of that row
+        self.lease = 0  # of the pool's arena; 0: none
+        self.granted_ns = time.monotonic_ns()
+        self.joined = False  # whether the client was seen to have opened the rings
+        self.renewed_ns = 0  # since when another session is to take this one's place; 0: none
+
+    @classmethod
+    def make(
+        cls,
+        handle: int,
+        attach: Attach,
+        token: bytes,
+        reception: Reception,
+        terms: Terms,
+    ) -> "ClientPlace":
+        """Whole or not at all. Raises `OSError` if the client is gone, and what `Reception.ringer` raises."""
+        with contextlib.ExitStack() as undo:
+            pidfd = os.pidfd_open(attach.pid)
+            undo.callback(os.close, pidfd)
+            bell = reception.ringer(attach, token)
+            undo.callback(bell.close)
+            requests, results = terms.layouts
+            memory = SharedMemory.create("trinity-ring", result_offset(requests) + results.size)
+            undo.callback(memory.close)
+            place = cls(handle, pidfd, bell, memory, terms)
+            reception.watch(pidfd)
+            undo.pop_all()
+        return place
+
+    def welcome(self, token: bytes, bell: str, arena: Grant | None) -> Attached:
+        """What tells the client about its place."""
+        return Attached(
+            version=VERSION,
+            epoch=self.requests.epoch,
+            pid=os.getpid(),
+            client=self.handle,
+            memory=self.memory.reference,
+            requests=self.requests.layout,
+            results=self.results.layout,
+            catalogue=self.terms.limits.catalogue,
+            max_k=self.terms.limits.max_k,
+            max_top_m=self.terms.limits.max_top_m,
+            token=token,
+            bell=bell,
+            arena=arena,
+        )
+
+    def sit(self, row: int, words: npt.NDArray[np.int64]) -> None:
+        """Have this row of a desk: its words say all that compiled code needs to know."""
+        words[END] = self.results.end_address
+        words[COLLECTIONS], words[CODES] = self.terms.table.ctypes.data, len(self.terms.table)
+        words[BELL] = self.bell.fileno() if isinstance(self.bell, EventfdBell) else -1
+        words[HANDLE] = self.handle
+        self.row, self.words = row, words.data
+
+    @property
+    def outstanding(self) -> int:
+        """Requests accepted and not yet answered."""
+        return int(self.words[OUTSTANDING])
+
+    def has_joined(self) -> bool:
+        """Whether the client has opened the rings: one that gave up while it was being answered never does."""
+        self.joined = self.joined or self.results.heartbeat_ns > 0
+        return self.joined
+
+    def traffic(self) -> dict[str, int]:
+        """Requests received and results published so far."""
+        return {"received": int(self.words[RECEIVED]), "published": self.results.position}
+
+    def close(self) -> None:
+        self.bell.close()
+        os.close(self.pidfd)
+        self.memory.close()

@@ -1,0 +1,179 @@
+"""A server that hands out requests as objects and takes results one by one: for loops in Python."""
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.errors import InvalidArgument, UnknownRequest
+from ipc.memo import Memo
+from ipc.ring import exchange
+from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Cancel, Float32s, Parameters, Request
+from ipc.server.places import ClientPlace
+from ipc.server.server import SessionServer
+
+LATE_HOUSEKEEPING_NS = 10_000_000  # how much later housekeeping may come while there are requests
+_PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+class _Session(NamedTuple):
+    """What was received from a client and is not yet published."""
+
+    place: ClientPlace
+    known: Memo[tuple[int, ...], Parameters]
+    receive_ns: dict[int, int]  # by request id
+    cancelled: set[int]  # those of them that the client does not want any more
+
+
+class RingServer(SessionServer):
+    """A `SessionServer` with requests and results as objects; the compiled exchange checks and moves them.
+
+    A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
+    client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `SessionServer`."""
+        super().__init__(*args, **options)
+        self._sessions: dict[int, _Session] = {}  # by the client's handle
+        self._cancelled: list[Cancel] = []
+
+    def receive(self, limit: int = 256) -> list[Request]:
+        """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
+
+        Descriptors that cannot be served are answered here (status 'invalid_request' or 'stale_epoch') and do not
+        appear; a client whose descriptors no correct client writes is evicted.
+        """
+        now = time.monotonic_ns()
+        self._part()
+        self.look_at_late()
+        requests: list[Request] = []
+        desk, words, found = self.desk, self.desk.words, -1
+        left = 2 * limit  # some of what is found are no requests
+        while found != exchange.NONE and left and len(requests) < limit:
+            left -= 1
+            found = exchange.next_request(desk.address)
+            if found == exchange.CANCEL:
+                self._cancel(words[exchange.ROW], words[exchange.REQUEST_ID])
+            elif found == exchange.EVICT:
+                self.evict(words[exchange.ROW])
+            elif found == exchange.ACCEPTED:
+                place = desk.places[words[exchange.ROW]]
+                assert place is not None
+                vector = place.vectors[words[exchange.SLOT], : words[exchange.DIM]].copy()
+                requests.append(self._request(place, vector, now))
+            elif found == exchange.ARENA and (taken := self.take_from_arena()) is not None:
+                place = desk.places[words[exchange.ROW]]
+                assert place is not None
+                exchange.accept_request(desk.address)
+                requests.append(self._request(place, taken, now))
+        desk.ring_bells()
+        # Those who wait for an answer come first, but not for ever.
+        if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
+            self.housekeep(now)
+        return requests
+
+    def _request(self, place: ClientPlace, vector: Float32s, now: int) -> Request:
+        words = self.desk.words
+        session = self._sessions.get(place.handle)
+        if session is None:
+            session = _Session(place, Memo(lambda asked: _parameters(place, asked)), {}, set())
+            self._sessions[place.handle] = session
+        session.receive_ns[words[exchange.REQUEST_ID]] = now
+        asked = tuple(words[exchange.STAGE : exchange.PATIENCE + 1])
+        request = Request(
+            place.handle, words[exchange.REQUEST_ID], session.known[asked], words[exchange.DEADLINE],
+            words[exchange.ENQUEUE], now, vector,
+        )  # fmt: skip
+        exchange.release_request(self.desk.address)
+        return request
+
+    def _cancel(self, row: int, request_id: int) -> None:
+        place = self.desk.places[row]
+        session = None if place is None else self._sessions.get(place.handle)
+        if session and request_id in session.receive_ns and request_id not in session.cancelled:
+            session.cancelled.add(request_id)
+            self._cancelled.append(Cancel(session.place.handle, request_id))
+
+    def _part(self) -> None:
+        """What clients that have gone had asked is cancelled."""
+        for handle in [handle for handle in self._sessions if handle not in self._clients]:
+            session = self._sessions.pop(handle)
+            gone = (request_id for request_id in session.receive_ns if request_id not in session.cancelled)
+            self._cancelled += [Cancel(handle, request_id) for request_id in gone]
+        self.desk.take_vacated()
+
+    @property
+    def _ended(self) -> bool:
+        self._part()
+        return bool(self._cancelled)
+
+    def cancellations(self) -> list[Cancel]:
+        """Outstanding requests whose client cancelled them, or is gone, since the last call.
+
+        Each still wants its one `publish` (which a gone client's requests swallow). `receive` gives the request first.
+        """
+        self._part()
+        cancelled, self._cancelled = self._cancelled, []
+        return [cancel for cancel in cancelled if self._is_outstanding(cancel)]
+
+    def _is_outstanding(self, cancel: Cancel) -> bool:
+        session = self._sessions.get(cancel.client)
+        return session is None or cancel.request_id in session.receive_ns
+
+    def publish(
+        self,
+        client: int,
+        request_id: int,
+        status: str = "ok",
+        ids: npt.ArrayLike | None = None,
+        distances: npt.ArrayLike | None = None,
+        *,
+        extends: int = 0,
+        begin_ns: int = 0,
+    ) -> bool:
+        """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] copied into its client's ring.
+
+        False: the client is gone, the result was dropped and counted. Raises `UnknownRequest` if the request is not
+        outstanding (every request ends once), `InvalidArgument` for results that do not fit.
+        """
+        if client not in self._clients:
+            if not 0 < client < self._roster.next_handle:
+                raise UnknownRequest(f"there never was a client {client}")
+            self._roster.counts["dropped"] += 1
+            return False
+        session = self._sessions.get(client)
+        receive_ns = None if session is None else session.receive_ns.get(request_id)
+        if session is None or receive_ns is None:
+            raise UnknownRequest(f"request {request_id} of client {client} is not outstanding")
+        code = _PUBLISHABLE.get(status)
+        if code is None:
+            raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
+        some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
+        some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
+        most = session.place.terms.limits.max_k
+        if some_ids.ndim + some_distances.ndim != 2 or not len(some_ids) == len(some_distances) <= most:
+            raise InvalidArgument(
+                f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to {most}"
+            )
+        row, desk = session.place.row, self.desk
+        sent = exchange.answer_with(
+            desk.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns
+        )
+        del session.receive_ns[request_id]
+        session.cancelled.discard(request_id)
+        if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
+            self.evict(row)
+            return False
+        desk.ring_bells()
+        return True
+
+
+def _parameters(place: ClientPlace, asked: tuple[int, ...]) -> Parameters:
+    """Of words that were checked."""
+    stage, code, _, k, top_m, width, patience = asked
+    served = place.terms.catalogue.served[code]
+    return Parameters(served.name, STAGES[stage], k, top_m, width, patience or None, served.identity)

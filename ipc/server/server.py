@@ -1,0 +1,225 @@
+"""The pool's side of sessions: who is attached, whose requests may be read, and sleeping until something comes."""
+
+import time
+from collections.abc import Mapping
+from typing import Self
+
+from ipc.errors import InvalidArgument, IpcError
+from ipc.ring import exchange
+from ipc.ring.descriptors import Float32s
+from ipc.ring.spin import SpinBudget
+from ipc.server.arena_grants import ArenaGrants
+from ipc.server.desk import Desk
+from ipc.server.places import ClientPlace
+from ipc.server.reception import Reception
+from ipc.server.roster import Roster
+from ipc.session.device_arena import DeviceArena
+from ipc.session.messages import Catalogue, Served
+from ipc.session.statistics import ServerStatistics
+from ipc.session.terms import Number, Terms
+
+HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
+SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
+
+
+class SessionServer:
+    """Serves sessions to clients; requests and results themselves are exchanged over its `desk` (`exchange.py`), by
+    `RingServer`, or by a compiled loop. One thread; nothing here blocks except `wait`.
+
+    SessionServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
+    simply name → vector dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a
+    client may have outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status
+    'invalid_request'); `spin_us` how long `wait` looks at the rings, at most, before it sleeps (`SpinBudget` learns how
+    long it is worth); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
+    `max_clients`-th of its slots, at most `ring_slots`; `number` what the desk calls each collection.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        collections: Catalogue | Mapping[str, int],
+        *,
+        epoch: int,
+        ring_slots: int = 256,
+        max_k: int = 128,
+        max_top_m: int = 1024,
+        max_clients: int = 64,
+        spin_us: float = 200.0,
+        arena: DeviceArena | None = None,
+        number: Number = lambda served: 0,
+    ) -> None:
+        if max_clients < 1 or spin_us < 0:
+            raise InvalidArgument(f"max_clients {max_clients} must be at least 1, spin_us {spin_us} at least 0")
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self._sizes = (ring_slots, max_k, max_top_m)
+        self._number = number
+        terms = self._terms(collections)
+        self._spin = SpinBudget(int(spin_us * 1000))
+        self._next_housekeeping = 0
+        each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
+        self._arena = ArenaGrants(arena, each)
+        self._reception = Reception(endpoint)
+        self._roster = Roster(self._reception, terms, max_clients, self._arena)
+        self._clients = self._roster.clients
+        self._late: list[ClientPlace] = []  # those whose device is still at a vector
+
+    def _terms(self, collections: Catalogue | Mapping[str, int]) -> Terms:
+        if not isinstance(collections, Catalogue):
+            collections = Catalogue(tuple(Served(name, dim) for name, dim in collections.items()))
+        return Terms(collections, self.epoch, *self._sizes, self._number)
+
+    # ---- what a loop over the desk needs
+
+    @property
+    def desk(self) -> Desk:
+        """For `exchange.py`."""
+        return self._roster.desk
+
+    def housekeep(self, now: int) -> None:
+        """Let in who asks, evict dead clients, beat. Those that have gone: `desk.take_vacated`."""
+        self._roster.look_after(now)
+        self._next_housekeeping = now + HOUSEKEEPING_NS
+
+    def evict(self, row: int) -> None:
+        """The client in this row wrote what no correct client writes."""
+        place = self.desk.places[row]
+        if place is not None:
+            self._roster.evict(place)
+
+    def take_from_arena(self) -> Float32s | None:
+        """The vector of the request found, which lies in the arena, out of it: `accept` and `release` it then.
+
+        None: its client's device is still at it, or its client was evicted. Nobody else waits for it.
+        """
+        words = self.desk.words
+        place = self.desk.places[words[exchange.ROW]]
+        assert place is not None
+        try:
+            if self._arena.is_written(place, words[exchange.SLOT]):
+                return self._arena.take(place, words[exchange.SLOT], words[exchange.DIM])
+            place.requests.pause()
+            self._late.append(place)
+        except IpcError:
+            self._roster.evict(place)
+        return None
+
+    def look_at_late(self) -> bool:
+        """Have those looked at again whose vectors were not written yet. Whether there are any."""
+        late, self._late = self._late, []
+        for place in late:
+            place.requests.resume()
+        return bool(late)
+
+    @property
+    def clients(self) -> int:
+        """Attached clients."""
+        return len(self._clients)
+
+    @property
+    def malformed(self) -> int:
+        """Session messages so far that were none."""
+        return self._roster.counts["malformed"]
+
+    @property
+    def late(self) -> bool:
+        """Whether there are clients for `look_at_late`."""
+        return bool(self._late)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether there is something to do that is in no ring."""
+        return self.desk.vacant
+
+    # ---- sleeping and sessions
+
+    def has_news(self) -> bool:
+        """Whether a client has sent something. Cheap; for loops that are busy elsewhere."""
+        return self.desk.watch.look(0) >= 0
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Sleep until there is something in a ring, or a client has gone, or the time is over (False).
+
+        Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
+        """
+        begin = time.monotonic_ns()
+        self.look_at_late()
+        if begin >= self._next_housekeeping:
+            self.housekeep(begin)
+        limit = int(timeout_ms * 1e6)
+        if self.desk.watch.spin(min(self._spin.ns, limit)) >= 0:
+            return True
+        end = begin + limit
+        while True:
+            now = time.monotonic_ns()
+            self.housekeep(now)
+            if self._ended:
+                return True
+            if self.desk.watch.arm() and end > now:
+                self._listen(min((end - now) / 1e9, SLEEP_MS / 1e3))
+            self.desk.watch.disarm()
+            if self.desk.watch.look(0) >= 0:
+                self._spin.learn(time.monotonic_ns() - begin)
+                return True
+            if time.monotonic_ns() >= end:
+                self.housekeep(time.monotonic_ns())
+                return self._ended
+
+    def fileno(self) -> int:
+        """Readable when a doorbell, a session message or a client's end wants attention; level-triggered.
+
+        To sleep on it in a loop of one's own: `arm()`, poll, `disarm()`.
+        """
+        return self._reception.fileno()
+
+    def arm(self) -> bool:
+        """Ask to be rung. False: something waits already, do not sleep."""
+        self.housekeep(time.monotonic_ns())
+        if self._ended or not self.desk.watch.arm():
+            self.desk.watch.disarm()
+            return False
+        return True
+
+    def disarm(self) -> None:
+        """Awake again."""
+        self.desk.watch.disarm()
+        self._listen(0)
+
+    def _listen(self, timeout_s: float) -> set[int]:
+        """Sessions and deaths are left to housekeeping, which comes at once then."""
+        heard = self._reception.listen(timeout_s)
+        if heard:
+            self._next_housekeeping = 0
+        return heard
+
+    def renew(self, catalogue: Catalogue) -> None:
+        """Offer another catalogue: sessions opened from now on have it, the present ones drain.
+
+        A client of theirs that wants to go on attaches anew, beside its old session, which ends when what is in flight
+        there has ended. Raises `InvalidArgument`; nothing has changed then.
+        """
+        self._roster.renew(self._terms(catalogue))
+
+    def in_use(self, collection: str, identity: str) -> bool:
+        """Whether a session lasts that offers this content of a collection."""
+        return self._roster.offers(collection, identity)
+
+    def drain(self) -> None:
+        """Take no new clients; the attached ones' `submit` raises `Draining`. What is in flight goes on."""
+        self._roster.drain()
+
+    def close(self) -> None:
+        """End all sessions; the clients' outstanding requests end there with status 'lost'. Idempotent."""
+        if not self._reception.closed:
+            self._roster.close()
+            self._reception.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> ServerStatistics:
+        """Counters; cheap."""
+        return self._roster.statistics()

@@ -1,0 +1,1 @@
+"""What a client and a pool say to open a session, and on what terms."""

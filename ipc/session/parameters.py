@@ -1,0 +1,87 @@
+"""A search's parameters on their way through a ring: checked and packed by the client, checked again by the pool.
+
+Neither trusts the other: what the client refuses at once is what the pool would refuse after the trip.
+"""
+
+import struct
+from typing import NamedTuple
+
+from ipc.errors import InvalidArgument
+from ipc.ring.descriptors import (
+    CANCEL,
+    MAX_I64,
+    MAX_U16,
+    PARAMETERS,
+    SEARCH,
+    STAGE_CODES,
+    STAGES,
+)
+from ipc.session.messages import Catalogue
+
+Choice = tuple[str, str, int, int, int, int | None]
+"""collection, stage, k, top_m, search_width, patience, as a client says them"""
+
+
+class Limits(NamedTuple):
+    """What a session's requests may ask for: a collection's code is its place in `catalogue.served`."""
+
+    catalogue: Catalogue
+    max_k: int
+    max_top_m: int
+
+    @classmethod
+    def checked(cls, catalogue: Catalogue, max_k: int, max_top_m: int) -> "Limits":
+        """Raises `InvalidArgument`."""
+        if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16:
+            raise InvalidArgument(f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}")
+        return cls(catalogue, max_k, max_top_m)
+
+    def code(self, collection: str) -> int:
+        """Of a collection that is served. Raises `InvalidArgument`."""
+        for code, served in enumerate(self.catalogue.served):
+            if served.name == collection:
+                return code
+        raise InvalidArgument(
+            f"no collection {collection!r}; there are {sorted(served.name for served in self.catalogue.served)}"
+        )
+
+
+class Packed(NamedTuple):
+    """Parameters as three words of a request's header, and the dimension that its vector must have."""
+
+    words: tuple[int, int, int]
+    dim: int
+
+
+def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Packed:
+    """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit."""
+    collection, stage, k, top_m, search_width, patience = choice
+    code = limits.code(collection)
+    if stage not in STAGE_CODES:
+        raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
+    for name, value, most in (
+        ("k", k, limits.max_k),
+        ("top_m", top_m, limits.max_top_m),
+        ("search_width", search_width, MAX_U16),
+        ("patience", 1 if patience is None else patience, MAX_U16),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{name} {value} must be within 1..{most}")
+    dim = limits.catalogue.served[code].dim
+    return Packed(_words(epoch, kind, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
+
+
+def check_deadline(deadline_ns: int) -> None:
+    """Raises `InvalidArgument` for what does not fit a request's header."""
+    if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
+        raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")
+
+
+def pack_cancel(epoch: int) -> bytes:
+    """The 24 bytes of a cancellation."""
+    return PARAMETERS.pack(epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _words(*fields: int) -> tuple[int, int, int]:
+    a, b, c = struct.unpack("<3q", PARAMETERS.pack(*fields))
+    return a, b, c

@@ -1,0 +1,1 @@
+"""What is looked at before a node starts: its needs, its machine, its GPUs' memory between processes."""

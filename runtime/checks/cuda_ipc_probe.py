@@ -1,0 +1,42 @@
+"""`python -m runtime.checks.cuda_ipc_probe export|open`: whether GPU memory can be shared between two processes.
+
+The first allocates, writes a pattern and prints a reference, and holds it until its standard input ends; the second
+reads the reference from its standard input, opens the memory and compares.
+"""
+
+import sys
+
+import msgspec
+import numpy as np
+
+from ipc.memory.device import CudaReference
+
+_BYTES = 4096
+
+
+def main(part: str) -> int:
+    from ipc.memory.cuda import CudaMemory  # needs the extra [cuda]
+
+    pattern = np.arange(_BYTES, dtype=np.uint8)
+    if part == "export":
+        memory = CudaMemory.create(_BYTES, "cuda:0")
+        memory.write(0, pattern)
+        memory.flush()
+        sys.stdout.buffer.write(msgspec.json.encode(memory.reference) + b"\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+    else:
+        reference = msgspec.json.decode(sys.stdin.buffer.readline(), type=CudaReference)
+        memory = CudaMemory.open(reference, "cuda:0")
+        found = np.zeros_like(pattern)
+        memory.read(0, found)
+        memory.flush()
+        if not np.array_equal(found, pattern):
+            print("the memory opened, but holds something else", file=sys.stderr)
+            return 1
+    memory.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

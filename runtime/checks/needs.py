@@ -1,0 +1,106 @@
+"""How much memory each worker of a plan will take: what its process, its embedders, its index or its model and KV need.
+
+On the host that is Pss, proportional set size: what several processes map counts for each by its share. What a process
+takes by itself was measured on a node of one worker of each role alone on its machine (torch 2.13, numba 0.68,
+onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a node that runs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import CollectionError
+from runtime.node.config import CollectionSection, Role
+from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import MiniLM
+from runtime.serving.model.model_info import ModelInfo
+
+_MIB = 1 << 20
+_PROCESS: dict[Role, int] = {"pool": 94 * _MIB, "prefill": 260 * _MIB, "decode": 260 * _MIB, "frontend": 96 * _MIB}
+"""The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
+
+A worker that has compiled code itself, at the first start after an installation, holds up to 350 MiB more."""
+_EMBEDDERS = {MiniLM.name: 122 * _MIB}
+"""onnxruntime and the network; feature hashing needs next to nothing."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Bytes of one worker: of its process, of what it writes or copies, and of files that it maps."""
+
+    process: int
+    data: int
+    swap: int = 0
+    mapped: int = 0
+
+
+def needed_bytes(plan: NodePlan) -> dict[str, int]:
+    """Bytes by worker: on its GPU, if it has one, its index, or weights and KV; on the host all that it takes.
+
+    KV that decode maps to pull it counts for prefill. Raises `CollectionError` and `ModelError`.
+    """
+    needed = {}
+    for worker, parts in _parts(plan).items():
+        on_host = next(place for place in plan.processes if place.name == worker).device == "cpu"
+        needed[worker] = parts.data + parts.mapped + (parts.process + parts.swap if on_host else 0)
+    return needed
+
+
+def host_bytes(plan: NodePlan) -> dict[str, int]:
+    """Bytes of the host's memory by worker that must be free: all but the pages of a mapped index."""
+    devices = {place.name: place.device for place in plan.processes}
+    return {
+        name: parts.process + parts.swap + (parts.data if devices[name] == "cpu" else 0)
+        for name, parts in _parts(plan).items()
+    }
+
+
+def _parts(plan: NodePlan) -> dict[str, _Parts]:
+    return {worker.name: _parts_of(worker, plan) for worker in plan.processes}
+
+
+def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
+    config, process = plan.config, _PROCESS[worker.role]
+    if worker.role == "pool":
+        holders = len(plan.of_role("pool"))
+        indexes = {collection: _index_bytes(collection) for collection in config.collections}
+        if worker.device != "cpu":
+            return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
+        return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
+    process += sum(_EMBEDDERS.get(name, 0) for name in _embedders(plan))
+    if worker.role == "frontend" or config.own_model is None:
+        answers = config.answer_cache
+        return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
+    section = config.prefill if worker.role == "prefill" else config.decode
+    info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
+    kv = info.kv_bytes(section.blocks(config.own_model), size)
+    swap = info.kv_bytes(config.decode.swap_blocks, size) if worker.role == "decode" else 0
+    return _Parts(process, _weights_bytes(info, on_host=worker.device == "cpu") + kv, swap)
+
+
+def _embedders(plan: NodePlan) -> set[str]:
+    """Names of those that every client of the pool loads."""
+    names = set()
+    for collection in plan.config.collections:
+        try:
+            names.add(Collection.info(Path(collection.path)).embedder_name or "")
+        except CollectionError:
+            if collection.required:
+                raise
+    return names
+
+
+def _index_bytes(collection: CollectionSection) -> int:
+    """None for a collection that the node can do without and that is not there. Raises `CollectionError`."""
+    try:
+        return Collection.info(Path(collection.path)).index_bytes
+    except CollectionError:
+        if collection.required:
+            raise
+        return 0
+
+
+def _weights_bytes(info: ModelInfo, *, on_host: bool) -> int:
+    """float32, whatever the files have. On a host the embedding stays in its file: only rows that are used are read."""
+    tables = 1 if on_host or info.tied else 2
+    return 4 * (info.layer_weights + tables * info.vocabulary * info.hidden)

@@ -1,0 +1,93 @@
+"""The control loop's hands: reads the workers' tables, asks the law, turns the pools' knobs."""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from runtime.node.config import ControlSection, PoolSection
+from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL, Counter
+from runtime.node.metrics.table import WorkerTable
+
+log = logging.getLogger("control")
+
+
+class ControlLoop:
+    """One node's. `step` is called as often as its caller likes and acts once in `interval_s`."""
+
+    def __init__(self, settings: ControlSection, pool: PoolSection, tables: Mapping[str, WorkerTable]) -> None:
+        self._settings = settings
+        self._pools = [table for table in tables.values() if table.role == "pool"]
+        self._decodes = [table for table in tables.values() if table.role == "decode"]
+        self._meter = SignalMeter(len(self._decodes), settings.interval_s)
+        self.law = ControlLaw(settings, reserve=pool.reserve, flush_prefill_s=pool.flush_prefill_s)
+        self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
+        self._left_waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
+        self._due_s = 0.0
+        for table in self._pools:
+            self._tell(table)
+
+    def _tell(self, table: WorkerTable) -> None:
+        """A pool that has not heard yet what is wanted."""
+        if self._settings.enabled:
+            table.set_knob("reserve", self.law.reserve)
+            table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
+
+    def joined(self, table: WorkerTable) -> None:
+        """A worker has come to the node."""
+        if table.role == "decode":
+            self._decodes.append(table)
+            self._meter.links = len(self._decodes)
+        elif table.role == "pool":
+            self._pools.append(table)
+            self._tell(table)
+
+    def left(self, table: WorkerTable) -> None:
+        """A worker has gone: what it has counted stays counted."""
+        if table in self._decodes:
+            for name, metric in _COUNTERS.items():
+                self._left[name] += table.read(metric)[0]
+            self._decodes.remove(table)
+            self._meter.links = len(self._decodes)
+        elif table in self._pools:
+            self._pools.remove(table)
+            counts = table.read(POOL_WAIT_PREFILL)[:-1]
+            self._left_waits = [sum(pair) for pair in zip(self._left_waits, counts, strict=True)]
+
+    def step(self, now_s: float) -> None:
+        """Look at the node, and move a knob of all pools if the law says so; each change is logged with its cause."""
+        if not self._settings.enabled or now_s < self._due_s:
+            return
+        self._due_s = now_s + self._settings.interval_s
+        for change in self.law.update(now_s, self._meter.update(now_s, self._readings())):
+            log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
+            for table in self._pools:
+                table.set_knob(change.knob, change.after)
+
+    def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """What the loop wants now, and how often it has changed its mind, for Prometheus."""
+        reserve = GaugeMetricFamily("trinity_control_reserve", "Share of pool slots owed to prefill queries")
+        reserve.add_metric([], self.law.reserve)
+        flush = GaugeMetricFamily(
+            "trinity_control_flush_prefill_seconds", "Bound on a prefill query's wait for company"
+        )
+        flush.add_metric([], self.law.flush_prefill_s)
+        changes = CounterMetricFamily("trinity_control_changes_total", "Changes made by the control loop")
+        changes.add_metric([], self.law.changes)
+        yield from (reserve, flush, changes)
+
+    def _readings(self) -> Readings:
+        counts = [self._left_waits, *(table.read(POOL_WAIT_PREFILL)[:-1] for table in self._pools)]
+        return Readings(
+            link_busy_s=self._sum("trinity_kv_link_busy_seconds_total"),
+            row_s=self._sum("trinity_decode_row_seconds_total"),
+            stall_s=self._sum("trinity_decode_stall_seconds_total"),
+            wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)],
+        )
+
+    def _sum(self, name: str) -> float:
+        return self._left[name] + sum(table.read(_COUNTERS[name])[0] for table in self._decodes)
+
+
+_COUNTERS = {metric.name: metric for metric in METRICS["decode"] if isinstance(metric, Counter)}

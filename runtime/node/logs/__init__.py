@@ -1,0 +1,1 @@
+"""Logs: written by every process, read together."""

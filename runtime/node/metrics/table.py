@@ -1,0 +1,195 @@
+"""The table a worker writes and the supervisor reads: its state, its heartbeat and its metrics, in shared memory.
+
+The supervisor creates one table a worker and keeps it over restarts, so a counter never falls when a process dies.
+One writer, plain stores, no lock: a reader may see a histogram's sum an observation ahead of its count, and once an
+empty or cut note while that is being written.
+Knobs go the other way: the supervisor writes them, the worker reads them in every round of its loop. They too are kept
+over restarts, so a new process goes on with what the last one was told.
+
+```
+words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, words in all, 0    (uint64)
+words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of metrics)
+then         one float64 a knob, NaN until it has a value                                     (in the order of KNOBS)
+then         the worker's note, 1,024 bytes of UTF-8, ended by a 0
+```
+"""
+
+import bisect
+import math
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from ipc import MemoryReference, SharedMemory
+from runtime.node.config import Role
+from runtime.node.metrics.columns import KNOBS, Histogram, Metric
+
+_MAGIC = 0x545249_4E495459  # "TRINITY"
+_VERSION = 4
+_HEADER_WORDS = 8
+_NOTE_BYTES = 1024
+
+
+class State(IntEnum):
+    """What a worker says of itself."""
+
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+
+
+class WorkerTable:
+    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference.
+
+    Both give the same `metrics`: `metrics_of` the role and the node's SLOs.
+    """
+
+    def __init__(self, memory: SharedMemory, role: Role, metrics: Sequence[Metric]) -> None:
+        self._memory = memory
+        self._header = memory.view[: _HEADER_WORDS * 8].cast("Q")
+        self._note = memory.view[-_NOTE_BYTES:]
+        self._values = memory.view[_HEADER_WORDS * 8 : -_NOTE_BYTES].cast("d")
+        self._array = np.frombuffer(memory.view[:-_NOTE_BYTES], np.float64, offset=_HEADER_WORDS * 8)
+        self._offsets: dict[str, int] = {}
+        self._edges: dict[str, tuple[float, ...]] = {}
+        self.metrics = tuple(metrics)
+        offset = 0
+        for metric in metrics:
+            self._offsets[metric.name] = offset
+            offset += metric.words
+            if isinstance(metric, Histogram):
+                self._edges[metric.name] = metric.buckets
+        self._knobs = {name: offset + number for number, name in enumerate(KNOBS[role])}
+        self.role = role
+
+    @classmethod
+    def create(cls, role: Role, name: str, metrics: Sequence[Metric]) -> "WorkerTable":
+        words = _words(role, metrics)
+        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role, metrics)
+        table._header[0], table._header[1], table._header[6] = _MAGIC, _VERSION, words
+        for name in table._knobs:
+            table.set_knob(name, math.nan)
+        table.beat()  # until a worker takes it over, its heartbeat is as old as the table
+        return table
+
+    @classmethod
+    def open(cls, reference: MemoryReference, role: Role, metrics: Sequence[Metric]) -> "WorkerTable":
+        """Raises `ValueError` if the memory is no table, or one of other metrics."""
+        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, metrics)
+        if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
+            raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
+        if table._header[6] != (words := _words(role, metrics)):
+            raise ValueError(f"worker table of {role}: {table._header[6]} words, its metrics need {words}")
+        return table
+
+    @property
+    def reference(self) -> MemoryReference:
+        """What the worker's process opens."""
+        return self._memory.reference
+
+    # ---- the worker writes
+
+    def begin(self, epoch: int, pid: int) -> None:
+        """A new process takes the table over: its gauges start at zero, its counters go on."""
+        for metric in self.metrics:
+            if metric.kind == "gauge":
+                self._values[self._offsets[metric.name]] = 0.0
+        self._header[4], self._header[5] = epoch, pid
+        self.note = ""
+        self.state = State.STARTING
+        self.beat()
+
+    def beat(self) -> None:
+        """Called by the worker's own loop: a loop that hangs lets its heartbeat grow old."""
+        self._header[3] = time.monotonic_ns()
+
+    def address(self, name: str) -> int:
+        """Where a metric's value (float64) is, or a histogram's first bucket, for compiled code that counts."""
+        return self._memory.address + 8 * (_HEADER_WORDS + self._offsets[name])
+
+    def edges(self, name: str) -> tuple[float, ...]:
+        """A histogram's buckets' upper edges, without the last one's."""
+        return self._edges[name]
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self._values[self._offsets[name]] += amount
+
+    def set(self, name: str, value: float) -> None:
+        self._values[self._offsets[name]] = value
+
+    def observe(self, histogram: Histogram, value: float) -> None:
+        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        self._values[offset + bisect.bisect_left(edges, value)] += 1
+        self._values[offset + len(edges) + 1] += value
+
+    def observe_many(self, histogram: Histogram, values: Sequence[float]) -> None:
+        """All of a step's observations at once."""
+        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        buckets = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
+        self._array[offset : offset + len(edges) + 1] += buckets
+        self._array[offset + len(edges) + 1] += sum(values)
+
+    def knob(self, name: str) -> float:
+        """What the supervisor wants of this worker now; NaN until a worker has begun with its configured value."""
+        return self._values[self._knobs[name]]
+
+    def begin_knob(self, name: str, configured: float) -> None:
+        """A worker starts: a knob without a value gets the configured one, any other stays as it was set."""
+        if math.isnan(self.knob(name)):
+            self.set_knob(name, configured)
+
+    @property
+    def note(self) -> str:
+        """What people should know of the worker, in one line: why it could not run, or what it does not serve now."""
+        return bytes(self._note).partition(b"\0")[0].decode(errors="ignore")
+
+    @note.setter
+    def note(self, text: str) -> None:
+        """Shown by `trinity status`. It is cut to what fits; "" takes it back."""
+        line = " ".join(text.split()).encode()[: _NOTE_BYTES - 1] + b"\0"
+        self._note[0] = 0
+        self._note[1 : len(line)] = line[1:]
+        self._note[0] = line[0]
+
+    @property
+    def state(self) -> State:
+        return State(self._header[2])
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._header[2] = state
+
+    # ---- the supervisor writes
+
+    def set_knob(self, name: str, value: float) -> None:
+        """The worker takes it over with the next round of its loop, within the bounds it knows."""
+        self._values[self._knobs[name]] = value
+
+    # ---- the supervisor reads
+
+    @property
+    def epoch(self) -> int:
+        return int(self._header[4])
+
+    def age_s(self, now_ns: int) -> float:
+        """Seconds since the worker's last heartbeat; 0 for one that came after `now_ns` was read."""
+        return max(0, now_ns - int(self._header[3])) / 1e9
+
+    def read(self, metric: Metric) -> list[float]:
+        """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
+        offset = self._offsets[metric.name]
+        words = len(self._edges[metric.name]) + 2 if metric.name in self._edges else 1
+        return list(self._values[offset : offset + words])
+
+    def close(self) -> None:
+        self._array = np.empty(0)  # it holds the memory too
+        self._header.release()
+        self._values.release()
+        self._note.release()
+        self._memory.close()
+
+
+def _words(role: Role, metrics: Sequence[Metric]) -> int:
+    return _HEADER_WORDS + sum(metric.words for metric in metrics) + len(KNOBS[role]) + _NOTE_BYTES // 8

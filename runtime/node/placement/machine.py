@@ -1,0 +1,84 @@
+"""The machine that a node is laid out on: its GPUs, its NUMA nodes' cores, its memory; or a simulated one."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from runtime.errors import ConfigError
+from runtime.node.placement.gpus import Gpu, Gpus
+
+SYSTEM_NODES = Path("/sys/devices/system/node")
+MAX_SIMULATED = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`cores` are those that this process may use, `node_cores` the same by NUMA node (empty: the system does not say).
+
+    A `simulated` machine has GPUs by name alone: what is placed on them runs on the CPU.
+    """
+
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+    free_bytes: int
+    node_cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    simulated: bool = False
+    missing: str = ""  # why there are no GPUs
+
+    @classmethod
+    def read(cls, gpus: Gpus | None = None, system: Path = SYSTEM_NODES) -> Self:
+        """This machine."""
+        gpus = gpus or Gpus()
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(
+            gpus=tuple(gpus.all()),
+            cores=cores,
+            free_bytes=int(psutil.virtual_memory().available),
+            node_cores=_node_cores(system, set(cores)),
+            missing=gpus.missing,
+        )
+
+    @classmethod
+    def with_simulated_gpus(cls, count: int) -> Self:
+        """This machine with `count` logical GPUs, "cuda:0" and so on. Raises `ConfigError`."""
+        if not 1 <= count <= MAX_SIMULATED:
+            raise ConfigError(f"cannot simulate {count} GPUs: 1 to {MAX_SIMULATED}")
+        free = int(psutil.virtual_memory().available)
+        names = [Gpu(str(n), f"SIM-{n}", "simulated", "–", free, free) for n in range(count)]
+        return cls(tuple(names), tuple(sorted(os.sched_getaffinity(0))), free, simulated=True)
+
+    def find(self, device: str) -> Gpu:
+        """The GPU that a configuration means. Raises `ConfigError` that names those that are there."""
+        found = [gpu for gpu in self.gpus if gpu.called(device)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(f"{device!r} means {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
+        there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
+        raise ConfigError(f"{device!r} is none of this machine's GPUs: {there or self.missing or 'it has none'}")
+
+
+def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:
+    found = {}
+    for path in sorted(system.glob("node[0-9]*/cpulist")):
+        try:
+            cores = parse_cores(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if usable := tuple(sorted(cores & allowed)):
+            found[int(path.parent.name.removeprefix("node"))] = usable
+    return found
+
+
+def parse_cores(text: str) -> set[int]:
+    """The kernel's list of cores, such as "0-3,8". Raises `ValueError`."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores

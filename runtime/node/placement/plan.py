@@ -1,0 +1,268 @@
+"""From a configuration to a plan: every worker with its name, device, cores and endpoint; what cannot be is refused."""
+
+import itertools
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gpu import is_device_name
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig, OpenAiSection, Placed, Role
+
+
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """One process of the node. `cores` empty: the kernel places it.
+
+    `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
+    machine, `device` what the process calls it. `numa_node` None: not known, or of no matter. `spare`: the number of a
+    standby worker, which is placed like worker `index` of its role; None for every other.
+    """
+
+    role: Role
+    index: int
+    device: str
+    cores: tuple[int, ...]
+    threads: int
+    gpu: str = ""
+    gpu_index: str = ""
+    numa_node: int | None = None
+    spin: bool = True
+    spare: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}" if self.spare is None else f"{self.role}-spare-{self.spare}"
+
+    @property
+    def shown_device(self) -> str:
+        """Where it is placed, as people name it: "cpu" or "cuda:3"."""
+        return f"cuda:{self.gpu_index}" if self.gpu else self.device
+
+    def is_on(self, gpu: str) -> bool:
+        """Whether a GPU of that name or UUID is its own, or the one that its MIG instance is cut from."""
+        card = self.gpu_index.partition(":")[0]
+        return bool(self.gpu) and gpu in (self.gpu, self.shown_device, f"cuda:{card}")
+
+    @property
+    def visible_devices(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is.
+
+        Its own GPU alone, for decode too, though that opens memory on prefill's GPUs: CUDA IPC opens what the variable
+        hides (see `ipc.memory.cuda`), and seeing more would only let a library put a context on another's GPU.
+        """
+        return "" if self.device == "cpu" else self.gpu or None
+
+
+class NodePlan(msgspec.Struct, frozen=True):
+    """A node ready to start: `token` makes its endpoints unguessable and unlike those of every other run.
+
+    `spares` are its standby workers.
+    """
+
+    config: NodeConfig
+    run_dir: str
+    token: str
+    workers: tuple[WorkerPlan, ...]
+    spares: tuple[WorkerPlan, ...] = ()
+
+    @property
+    def processes(self) -> tuple[WorkerPlan, ...]:
+        """The workers and the standby workers."""
+        return (*self.workers, *self.spares)
+
+    def endpoint(self, what: str) -> str:
+        """The abstract socket name of `what` (a worker's name, "frontend" or "control"); it leaves no file behind."""
+        return f"ipc://@trinity-{self.token}-{what}"
+
+    def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
+        return tuple(worker for worker in self.workers if worker.role == role)
+
+
+def resolve(config: NodeConfig) -> NodePlan:
+    """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
+    _check_collections(config)
+    _check_keys(config)
+    _check_engine(config)
+    workers = [
+        *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
+        *(_place("prefill", config.prefill) if config.own_model else ()),
+        *(_place("decode", config.decode) if config.own_model else ()),
+        WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
+    ]
+    _check_counts(config)
+    _check_ways(workers)
+    _check_cores(workers)
+    _check_limits(config)
+    run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
+    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), place_spares(config, workers))
+
+
+def place_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
+    """The standby workers: the first of a role is placed like its first worker, and so on, round and round."""
+    spares: list[WorkerPlan] = []
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        places = itertools.cycle([worker for worker in workers if worker.role == role])
+        spares += [msgspec.structs.replace(like, spare=n) for n, like in zip(range(section.spares), places)]  # noqa: B905
+    return tuple(spares)
+
+
+def nodes_dir() -> Path:
+    """Where the nodes of this user keep their run directories: private, and emptied by a reboot."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "trinity" if base else Path(f"/tmp/trinity-{os.getuid()}")
+
+
+def default_run_dir(name: str) -> Path:
+    """Where a node of this name keeps `node.json` while it runs."""
+    return nodes_dir() / name
+
+
+def _place(role: Role, section: Placed) -> list[WorkerPlan]:
+    for key, entries in (("devices", section.devices), ("cores", section.cores)):
+        if len(entries) > 1 and len(entries) != section.workers:
+            raise ConfigError(
+                f"{role}.{key} has {len(entries)} entries for {role}.workers = {section.workers}: give 1 or as many"
+            )
+    if not section.devices:
+        raise ConfigError(f'{role}.devices is empty: give at least one, such as "cpu"')
+    plans = []
+    for index in range(section.workers):
+        device = section.devices[index if len(section.devices) > 1 else 0]
+        cores = section.cores[index if len(section.cores) > 1 else 0] if section.cores else ()
+        _check_device(role, device)
+        plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
+    return plans
+
+
+def _check_device(role: Role, device: str) -> None:
+    if not is_device_name(device):
+        raise ConfigError(f'{role}.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
+
+
+def _check_ways(workers: list[WorkerPlan]) -> None:
+    """KV goes through the host's memory or from GPU to GPU, and both ends must go the same way."""
+    held = {worker.device == "cpu": worker for worker in workers if worker.role in ("prefill", "decode")}
+    if len(held) > 1:
+        raise ConfigError(
+            f"prefill.devices and decode.devices: {held[True].name} is on the CPU and {held[False].name} on "
+            f"{held[False].device!r}; KV is handed over between CPUs or between GPUs: put all of them on one kind"
+        )
+
+
+def _check_counts(config: NodeConfig) -> None:
+    if config.model is None and not config.collections:
+        raise ConfigError("nothing to serve: give a [model], [[collections]], or both")
+    needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
+    if config.collections:
+        needed.append(("pool", config.pool.workers))
+    for role, workers in needed:
+        if workers == 0:
+            raise ConfigError(f"{role}.workers = 0: this node needs at least 1")
+
+
+def _check_cores(workers: list[WorkerPlan]) -> None:
+    allowed = os.sched_getaffinity(0)
+    for worker in workers:
+        missing = sorted(set(worker.cores) - allowed)
+        if missing:
+            raise ConfigError(
+                f"{worker.role}.cores: {worker.name} asks for cores {missing}; this process may use {sorted(allowed)}"
+            )
+        cores = len(set(worker.cores)) or len(allowed)
+        if worker.threads > cores:
+            raise ConfigError(f"{worker.role}.threads = {worker.threads}: {worker.name} has {cores} cores")
+    owner: dict[int, str] = {}
+    for worker in workers:
+        if worker.role != "pool":
+            continue
+        for core in sorted(set(worker.cores)):
+            if core in owner:
+                raise ConfigError(
+                    f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins"
+                )
+            owner[core] = worker.name
+
+
+def _check_limits(config: NodeConfig) -> None:
+    pool = config.pool
+    if pool.extends_per_launch > 1 and "cpu" in pool.devices:
+        raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
+    for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
+        if value > pool.max_top_m:
+            raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
+            raise ConfigError(
+                f"{role}.kv_blocks = {section.kv_blocks}: a sequence of model.context_tokens = "
+                f"{config.own_model.context_tokens} takes {config.own_model.row_blocks} blocks"
+            )
+
+
+def _check_collections(config: NodeConfig) -> None:
+    seen: set[str] = set()
+    for collection in config.collections:
+        if collection.name in seen:
+            raise ConfigError(f"collections: the name {collection.name!r} is used twice")
+        seen.add(collection.name)
+        if collection.required and not Path(collection.path).is_dir():
+            raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
+        if config.pool.workers % collection.shards:
+            raise ConfigError(
+                f"pool.workers = {config.pool.workers} is no multiple of the {collection.shards} shards of "
+                f"collection {collection.name!r}: every shard needs as many workers as the others"
+            )
+
+
+def _check_keys(config: NodeConfig) -> None:
+    keys = read_api_keys(config)
+    if config.http.api_keys_file and not keys:
+        raise ConfigError(f"http.api_keys_file: no key in {config.http.api_keys_file}")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
+            raise ConfigError(
+                f"http.api_keys_file: key {number} in {config.http.api_keys_file} has characters beyond printable ASCII"
+            )
+
+
+def _check_engine(config: NodeConfig) -> None:
+    if not isinstance(config.model, OpenAiSection):
+        return
+    for url in config.model.urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"model.url = {url!r}: give the server's address up to its /v1: http://127.0.0.1:8000/v1")
+        if parts.username or parts.password:
+            raise ConfigError("model.url has a user or a password in it: put the key into model.api_key_file")
+    if len(set(config.model.urls)) < len(config.model.urls):
+        raise ConfigError("model.url names a server twice")
+    read_engine_key(config.model)
+
+
+def read_engine_key(section: OpenAiSection) -> str:
+    """The key that the servers of the model ask for, the first line of its file; "" without one."""
+    if not section.api_key_file:
+        return ""
+    try:
+        lines = Path(section.api_key_file).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {error}") from error
+    key = lines[0].strip()
+    if not key or not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
+        raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key of printable ASCII on its first line")
+    return key
+
+
+def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
+    """The API keys of the node, one a line; empty lines and lines that begin with # are skipped."""
+    if not config.http.api_keys_file:
+        return ()
+    try:
+        text = Path(config.http.api_keys_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
+        raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))

@@ -1,0 +1,1 @@
+"""The supervisor: a node's worker processes, their lives, and the admin socket."""

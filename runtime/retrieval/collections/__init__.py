@@ -1,0 +1,1 @@
+"""Collections on disk: built, verified, opened."""

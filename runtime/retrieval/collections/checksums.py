@@ -1,0 +1,75 @@
+"""Reading a collection's files to the end and comparing their checksums: those that are open, whatever their names mean
+by now."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from runtime.errors import CollectionError
+from runtime.retrieval.collections.manifest import FileFacts
+
+Pace = Callable[[int], None]
+"""Told how many bytes were read just now, and in no hurry to return."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+def at_once(read_bytes: int) -> None:
+    """The pace of who waits for the result."""
+
+
+class Checksums:
+    """Open files of a collection and what their content must be. `total_bytes` of them, `read_bytes` so far.
+
+    Files that are replaced, moved or removed meanwhile are read all the same.
+    """
+
+    def __init__(self, files: Mapping[Path, FileFacts]) -> None:
+        """Raises `CollectionError` for a file that cannot be opened."""
+        self._facts = dict(files)
+        self._open: dict[Path, int] = {}
+        self.total_bytes = sum(facts.bytes for facts in files.values())
+        self.read_bytes = 0
+        try:
+            for path in files:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+
+    def verify(self, pace: Pace = at_once) -> None:
+        """Read every file and close it. Raises `CollectionError` that names the first that is not as it was built."""
+        try:
+            for path, fd in self._open.items():
+                facts = self._facts[path]
+                if _digest(path, fd, facts.bytes, self._count(pace)) != facts.sha256:
+                    raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
+        finally:
+            self.close()
+
+    def _count(self, pace: Pace) -> Pace:
+        def counted(read_bytes: int) -> None:
+            self.read_bytes += read_bytes
+            pace(read_bytes)
+
+        return counted
+
+    def close(self) -> None:
+        """Close the files, read or not. Idempotent."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _digest(path: Path, fd: int, size: int, pace: Pace) -> str:
+    digest, offset = hashlib.sha256(), 0
+    try:
+        while chunk := os.pread(fd, _CHUNK_BYTES, offset):
+            digest.update(chunk)
+            offset += len(chunk)
+            if offset > size:
+                break
+            pace(len(chunk))
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest() if offset == size else f"{offset} bytes"

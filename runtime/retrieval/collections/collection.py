@@ -1,0 +1,314 @@
+"""A collection: an index, and the documents its vectors stand for, in one directory that never changes once built.
+
+Collection.build(Path("passages.jsonl"), Path("docs"))
+with Collection.open(Path("docs")) as docs:
+    ids, distances = docs.search(load_embedder(docs.embedder_name).embed(["…"]), k=4)
+    passages = docs.documents.get(ids[0])
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from gpu.index import BuildDevice
+from runtime.errors import CollectionError
+from runtime.retrieval.collections.directory import new_directory
+from runtime.retrieval.collections.documents import Document, DocumentStore
+from runtime.retrieval.collections.manifest import (
+    DOCUMENTS,
+    INDEX,
+    MAX_SHARDS,
+    Manifest,
+    facts_of,
+    index_folders,
+    read_manifest,
+    write_manifest,
+)
+from runtime.retrieval.collections.sources import DOCUMENT_SUFFIXES, Progress, no_progress, read_documents, read_vectors
+from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.embedding.embedder import (
+    DEFAULT_EMBEDDER,
+    Embedder,
+    Vectors,
+    embedder_dim,
+    embedding_text,
+    load_embedder,
+)
+from runtime.retrieval.search.gather import merge_nearest
+
+Metric = Literal["cosine", "l2", "ip"]
+Dtype = Literal["float32", "float16", "int8"]
+Source = Path | Iterable[Document] | NDArray[Any]
+_EMBED_AT_ONCE = 64  # texts between two words of progress
+
+
+@dataclass(frozen=True)
+class CollectionInfo:
+    """What a collection is, read without opening its index. `index_bytes` and `document_bytes` are sizes on disk."""
+
+    directory: Path
+    size: int
+    dim: int
+    metric: str
+    dtype: str
+    degree: int
+    shards: int
+    embedder_name: str | None
+    index_bytes: int
+    document_bytes: int
+
+
+class Collection:
+    """An open collection. Read-only: any number of processes and threads may have it open."""
+
+    def __init__(
+        self,
+        indexes: Sequence[GraphIndex],
+        documents: DocumentStore | None,
+        embedder_name: str | None,
+        identity: str,
+    ) -> None:
+        """Use `open`."""
+        self.shards = tuple(indexes)  # one index, or as many as it was split into
+        self.documents = documents  # by row, the indexes' ids; None in a collection of bare vectors
+        self.embedder_name = embedder_name  # None: queries must come as vectors
+        self.identity = identity  # see `Manifest.identity`
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Map a collection into memory. Checks the sizes of its files, not their contents: see `verify`.
+
+        Raises `CollectionError` that names what is missing, foreign or damaged.
+        """
+        return open_unchanged(directory, lambda manifest: cls._open(directory, manifest))
+
+    @classmethod
+    def _open(cls, directory: Path, manifest: Manifest) -> Self:
+        with index_errors():
+            indexes = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
+        size = sum(index.size for index in indexes)
+        if size != manifest.size or {(i.dim, i.metric) for i in indexes} != {(manifest.dim, manifest.metric)}:
+            raise CollectionError(f"{directory / INDEX} is not the index that {directory}'s manifest describes")
+        documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
+        if documents is not None and documents.size != manifest.size:
+            documents.close()
+            raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+        return cls(indexes, documents, manifest.embedder, manifest.identity)
+
+    @property
+    def index(self) -> GraphIndex:
+        """The index of a collection in one piece. Raises `CollectionError` for one that is split."""
+        if len(self.shards) > 1:
+            raise CollectionError(f"the collection is split into {len(self.shards)} shards: it has no one index")
+        return self.shards[0]
+
+    @property
+    def dim(self) -> int:
+        return self.shards[0].dim
+
+    @property
+    def metric(self) -> str:
+        return self.shards[0].metric
+
+    def search(
+        self,
+        queries: NDArray[Any],
+        k: int = 10,
+        top_m: int = 64,
+        search_width: int = 1,
+        patience: int | None = None,
+        threads: int = 1,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As `GraphIndex.search`, over all shards."""
+        with index_errors():
+            found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
+        return found[0] if len(found) == 1 else merge_nearest(found, k)
+
+    def close(self) -> None:
+        """Let go of the documents' file; the index's memory goes with its last user."""
+        if self.documents is not None:
+            self.documents.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def info(directory: Path) -> CollectionInfo:
+        """What the collection is. Raises `CollectionError` as `open` does."""
+        manifest = read_manifest(directory)
+        folders = [directory / folder for folder in manifest.indexes]
+        try:
+            index_bytes = sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+        except OSError as error:
+            raise CollectionError(f"{error.filename} cannot be read: {error.strerror}") from error
+        return CollectionInfo(
+            directory=directory,
+            size=manifest.size,
+            dim=manifest.dim,
+            metric=manifest.metric,
+            dtype=manifest.dtype,
+            degree=manifest.degree,
+            shards=len(manifest.indexes),
+            embedder_name=manifest.embedder,
+            index_bytes=index_bytes,
+            document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
+        )
+
+    @staticmethod
+    def verify(directory: Path) -> None:
+        """Read every file and compare its checksum. Raises `CollectionError` that names the damaged file."""
+        manifest = read_manifest(directory)
+        for name, facts in manifest.files.items():
+            if facts_of(directory / name) != facts:
+                raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
+        with index_errors():
+            for folder in manifest.indexes:
+                GraphIndex.load(directory / folder).verify()
+        Collection.open(directory).close()
+
+    @staticmethod
+    def build(
+        source: Source,
+        out: Path,
+        *,
+        metric: Metric = "cosine",
+        embedder: str | None = None,
+        vectors: NDArray[Any] | None = None,
+        ids: NDArray[np.int64] | None = None,
+        degree: int = 32,
+        dtype: Dtype = "float32",
+        neighbor_codes: bool | None = None,
+        shards: int = 1,
+        seed: int = 0,
+        threads: int = 1,
+        device: BuildDevice = "cpu",
+        force: bool = False,
+        progress: Progress = no_progress,
+    ) -> None:
+        """Build a collection at `out`, which appears whole or not at all.
+
+        source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
+        embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
+            so that queries may come as text.
+        vectors: the documents' vectors, row by row, where they are known already.
+        ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
+        shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
+        degree, dtype, neighbor_codes, seed, device: see `GraphIndex.build`; codes are made by default, but not with
+            int8. threads: cores to use.
+        force: replace a collection that is at `out`.
+        progress: called with a stage's name and the part of it that is done, 0..1.
+        Raises `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
+        """
+        bare = _bare_vectors(source)
+        if bare is not None and vectors is not None:
+            raise CollectionError("the source is vectors already: give other vectors with documents only")
+        if bare is None and ids is not None:
+            raise CollectionError("documents bring their own ids: give ids with bare vectors only")
+        with new_directory(out, replace=force) as building:
+            if bare is not None:
+                matrix = bare
+            elif vectors is not None:
+                matrix = vectors
+                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                    if len(matrix) != documents.size:
+                        raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
+            else:
+                embedder = embedder or DEFAULT_EMBEDDER
+                model = load_embedder(embedder, threads=threads)  # first: it may be missing, and reading may take long
+                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                    matrix = _embedded(documents, model, progress)
+            _check_embedder(embedder, matrix)
+            if not 1 <= shards <= min(MAX_SHARDS, len(matrix)):
+                raise CollectionError(f"shards is {shards}, outside 1..{MAX_SHARDS} for {len(matrix)} vectors")
+            own_ids = np.arange(len(matrix)) if ids is None and shards > 1 else ids
+            if own_ids is not None and own_ids.shape != (len(matrix),):
+                raise CollectionError(f"ids have shape {own_ids.shape}; [{len(matrix)}] are needed")
+            for shard, folder in enumerate(index_folders(shards)):
+                with index_errors():
+                    index = GraphIndex.build(
+                        matrix[shard::shards],
+                        metric=metric,
+                        degree=degree,
+                        dtype=dtype,
+                        neighbor_codes=dtype != "int8" if neighbor_codes is None else neighbor_codes,
+                        ids=None if own_ids is None else own_ids[shard::shards],
+                        seed=seed,
+                        threads=threads,
+                        device=device,
+                        progress=_part(progress, shard, shards),
+                    )
+                    index.save(building / folder)
+            _seal(building, index, len(matrix), shards, embedder)
+
+
+def _part(progress: Progress, shard: int, shards: int) -> Progress:
+    """One shard's share of a stage."""
+    return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
+
+
+def _bare_vectors(source: Source) -> NDArray[Any] | None:
+    if isinstance(source, np.ndarray):
+        return source
+    if isinstance(source, Path) and source.name.endswith(".npy"):
+        return read_vectors(source)
+    return None
+
+
+def _documents(source: Source, progress: Progress) -> Iterable[Document]:
+    if not isinstance(source, Path):
+        return source
+    if not source.name.endswith(DOCUMENT_SUFFIXES):
+        raise CollectionError(f"{source}: a source ends in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
+    return read_documents(source, progress)
+
+
+def _embedded(documents: DocumentStore, model: Embedder, progress: Progress) -> Vectors:
+    vectors = np.empty((documents.size, model.dim), np.float32)
+    for begin in range(0, documents.size, _EMBED_AT_ONCE):
+        progress("embed", begin / documents.size)
+        rows = range(begin, min(begin + _EMBED_AT_ONCE, documents.size))
+        vectors[begin : rows.stop] = model.embed([embedding_text(d.title, d.text) for d in documents.get(rows)])
+    progress("embed", 1.0)
+    return vectors
+
+
+def _check_embedder(name: str | None, vectors: NDArray[Any]) -> None:
+    if name is not None and vectors.shape[1:] != (embedder_dim(name),):
+        raise CollectionError(
+            f"vectors of shape {list(vectors.shape)} are not from {name}: its are {embedder_dim(name)} long"
+        )
+
+
+def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: str | None) -> None:
+    metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
+    files = [name for name in (DOCUMENTS, *metas) if (building / name).exists()]
+    manifest = Manifest(
+        size=size,
+        dim=index.dim,
+        metric=index.metric,
+        dtype=index.dtype,
+        degree=index.degree,
+        embedder=embedder,
+        files={name: facts_of(building / name) for name in files},
+        shards=msgspec.UNSET if shards == 1 else shards,
+    )
+    write_manifest(building, manifest)
+
+
+@contextmanager
+def index_errors() -> Iterator[None]:
+    """The index's complaints, in this package's words."""
+    try:
+        yield
+    except GpuError as error:
+        raise CollectionError(str(error)) from error

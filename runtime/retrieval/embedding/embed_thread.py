@@ -1,0 +1,114 @@
+"""Embeds texts on a thread of its own, one after another: a worker's loop goes on meanwhile.
+
+The embedders' libraries let go of the interpreter's lock while they compute.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import ModelError, Overloaded, TrinityError
+from runtime.retrieval.embedding.embedder import Embedder
+
+MAX_WAITING = 1024
+_END_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A text's vector float32 [dim], or the error that ended it, and when (monotonic ns)."""
+
+    ticket: int
+    at_ns: int
+    vector: npt.NDArray[np.float32] | None = None
+    error: TrinityError | None = None
+
+
+@dataclass(slots=True)
+class _Text:
+    ticket: int
+    embedder: Embedder
+    text: str
+    cancelled: bool = False
+
+
+class EmbedThread:
+    """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds those behind it up.
+
+    `fileno` becomes readable when there is something to poll. At most `limit` texts wait.
+    """
+
+    def __init__(self, *, limit: int = MAX_WAITING, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._waiting: queue.Queue[_Text | None] = queue.Queue(limit)
+        self._open: dict[int, _Text] = {}  # the asking thread's
+        self._done: deque[Embedded] = deque()
+        self._ended = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="embed", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def put(self, ticket: int, embedder: Embedder, text: str) -> None:
+        """Have a text embedded. Raises `Overloaded` when as many wait as may."""
+        asked = _Text(ticket, embedder, text)
+        try:
+            self._waiting.put_nowait(asked)
+        except queue.Full:
+            raise Overloaded(f"{self._limit} texts wait to be embedded, the limit; try again later") from None
+        self._open[ticket] = asked
+
+    def cancel(self, ticket: int) -> None:
+        """It is not wanted any more, and does not come from `poll`. Unknown tickets are ignored."""
+        asked = self._open.pop(ticket, None)
+        if asked is not None:
+            asked.cancelled = True
+
+    def poll(self) -> list[Embedded]:
+        """What has come since the last call, each ticket once. Never waits."""
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return []
+        found = []
+        while self._done:  # the bell was read first: what comes behind it rings again
+            embedded = self._done.popleft()
+            if self._open.pop(embedded.ticket, None) is not None:
+                found.append(embedded)
+        return found
+
+    def close(self) -> None:
+        """End the thread, or leave one that hangs to the process's end. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(queue.Full):  # then it looks at `_ended`, after the text that it has
+            self._waiting.put_nowait(None)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            os.close(self._bell)
+
+    def _run(self) -> None:
+        while (asked := self._waiting.get()) is not None and not self._ended:
+            if asked.cancelled:
+                continue
+            try:
+                vector = asked.embedder.embed([asked.text])[0]
+                self._done.append(Embedded(asked.ticket, self._clock(), vector))
+            except TrinityError as error:
+                self._done.append(Embedded(asked.ticket, self._clock(), error=error))
+            except Exception as error:  # of a library we do not know: the next text may be fine
+                failed = ModelError(f"the embedder {asked.embedder.name} failed: {error}")
+                self._done.append(Embedded(asked.ticket, self._clock(), error=failed))
+            os.eventfd_write(self._bell, 1)

@@ -1,0 +1,201 @@
+"""The search client inside an event loop (asyncio's own or uvloop): the same client, awaited.
+
+async with await AsyncSearchClient.connect("my-node") as client:
+    result = await client.search(vector, k=10, collection="docs")
+"""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any, Self
+
+from ipc import Stage
+from runtime.errors import TrinityError, Unavailable
+from runtime.retrieval.search.arguments import deadline_of
+from runtime.retrieval.search.batch import BatchRun
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.pool_session import Accept
+from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+
+_TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
+_IDLE_S = 0.25  # lost pools are attached again even when nobody asks
+
+
+class AsyncSearchClient:
+    """A `SearchClient` for many callers of one event loop. `run` must be running: `connect` sees to that.
+
+    Cancelling a task that awaits `search` or `search_batch` cancels its queries.
+    """
+
+    def __init__(self, client: SearchClient) -> None:
+        self._client = client
+        self._waiting: dict[int, asyncio.Future[SearchResult]] = {}
+        self._batches: dict[BatchRun, asyncio.Future[SearchBatch]] = {}
+        self._woken = asyncio.Event()
+        self._readers: set[int] = set()
+        self._running: asyncio.Task[None] | None = None
+        self._ended = False
+
+    @classmethod
+    async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
+        """A client of a running node, by its name or run directory. Raises `Unavailable` if no pool answers."""
+        made = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s))
+        made._running = asyncio.create_task(made.run())
+        return made
+
+    @property
+    def live(self) -> bool:
+        """Whether a pool is attached."""
+        return self._client.live
+
+    async def search(
+        self,
+        vector: Any,
+        k: int = 10,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        deadline_ms: float | None = None,
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+        accept: Accept | None = None,
+    ) -> SearchResult:
+        """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
+        `Overloaded`."""
+        self._check_open()
+        ticket = self._client.submit(
+            vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
+            top_m=top_m, search_width=search_width, patience=patience, wait_for_room=True, accept=accept,
+        )  # fmt: skip
+        future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = future
+        self._woken.set()
+        try:
+            return (await future).checked()
+        finally:
+            if self._waiting.pop(ticket, None) is not None:
+                self._client.cancel(ticket)
+
+    async def search_batch(
+        self,
+        vectors: Any,
+        k: int = 10,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        deadline_ms: float | None = None,
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+    ) -> SearchBatch:
+        """As `SearchClient.search_batch`; other searches go on meanwhile."""
+        self._check_open()
+        batch = self._client.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
+        batch.send()
+        if batch.done:
+            return batch.result()
+        future: asyncio.Future[SearchBatch] = asyncio.get_running_loop().create_future()
+        self._batches[batch] = future
+        self._woken.set()
+        try:
+            return await future
+        finally:
+            if self._batches.pop(batch, None) is not None:
+                batch.cancel()
+
+    def _check_open(self) -> None:
+        if self._ended:  # nobody would bring the result
+            raise Unavailable("the search client was closed")
+
+    def identities(self, collection: str) -> tuple[str, ...]:
+        """See `SearchClient.identities`."""
+        return self._client.identities(collection)
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """See `SearchClient.unavailable`."""
+        return self._client.unavailable
+
+    def statistics(self) -> SearchStatistics:
+        """What was asked of each pool, and how it went."""
+        return self._client.statistics()
+
+    # ---- the loop
+
+    async def run(self) -> None:
+        """Bring results to their callers until cancelled."""
+        try:
+            while True:
+                self._deliver()
+                await self._rest()
+        finally:
+            self._ended = True
+            self._read_from(set())
+            futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._batches.values()]
+            for future in futures:
+                self._end(future, Unavailable("the search client was closed"))
+
+    def _deliver(self) -> None:
+        for result in self._client.poll():
+            future = self._waiting.pop(result.ticket, None)
+            if future is None:
+                any(batch.take(result) for batch in self._batches)
+            elif not future.done():
+                future.set_result(result)
+        for batch in list(self._batches):
+            try:
+                batch.send()
+            except TrinityError as error:
+                self._end(self._batches.pop(batch), error)
+            else:
+                if batch.done:
+                    self._end(self._batches.pop(batch), batch.result())
+
+    @staticmethod
+    def _end(future: "asyncio.Future[Any]", end: SearchBatch | TrinityError) -> None:
+        if future.done():
+            return  # whoever waited was cancelled
+        if isinstance(end, TrinityError):
+            future.set_exception(end)
+        else:
+            future.set_result(end)
+
+    async def _rest(self) -> None:
+        """Until a result rings, a query is asked, or a moment has passed."""
+        waiting = bool(self._waiting or self._batches)
+        self._woken.clear()
+        self._read_from(set(self._client.filenos()) if waiting else set())
+        try:
+            if not waiting or self._client.arm():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_S if waiting else _IDLE_S):
+                        await self._woken.wait()
+            else:
+                await asyncio.sleep(0)
+        finally:
+            self._client.disarm()
+
+    def _read_from(self, descriptors: set[int]) -> None:
+        """Be woken by these descriptors, and no others."""
+        loop = asyncio.get_running_loop()
+        for descriptor in self._readers - descriptors:
+            loop.remove_reader(descriptor)
+        for descriptor in descriptors - self._readers:
+            loop.add_reader(descriptor, self._woken.set)
+        self._readers = descriptors
+
+    async def close(self) -> None:
+        """End the sessions. What is outstanding ends with `Unavailable`, and what is asked from now on."""
+        self._ended = True
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+        self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

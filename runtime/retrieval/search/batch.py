@@ -1,0 +1,72 @@
+"""Many queries as one call: sent as far as there is room, the next ones as others come back."""
+
+import time
+
+from runtime.errors import TrinityError
+from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
+from runtime.retrieval.search.pool_session import Question
+from runtime.retrieval.search.results import SearchBatch, SearchResult, failed
+from runtime.retrieval.vectors.device import Vectors
+
+
+class BatchRun:
+    """`send` and `take` what ended, in turn, until `done`; then `result`. Ends even if no pool ever comes."""
+
+    def __init__(self, dispatcher: Dispatcher, questions: list[Question], rows: Vectors, k: int) -> None:
+        self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
+        self._since_ns = time.monotonic_ns()
+        self._sent = 0  # questions that were taken, or have failed before they were
+        self._rows_of = {question.ticket: row for row, question in enumerate(questions)}
+        self._results: list[SearchResult | None] = [None] * len(questions)
+        self._missing = len(questions)
+
+    @property
+    def done(self) -> bool:
+        return self._missing == 0
+
+    def send(self) -> None:
+        """Ask what there is room for. Raises `InvalidRequest` for what cannot be asked: nothing was sent then."""
+        while self._sent < len(self._questions):
+            next_ones = slice(self._sent, self._sent + TOGETHER)
+            questions = self._questions[next_ones]
+            end = self._dispatcher.unserved(questions[0], self._since_ns, time.monotonic_ns())
+            if end is not None:
+                self._give_up(end)
+                return
+            try:
+                count = self._dispatcher.ask_many(questions, self._rows[next_ones])
+            except TrinityError as error:
+                if self._sent == 0:
+                    raise
+                self._fail(questions[0], error)
+                count = 1
+            if count == 0:
+                return
+            self._sent += count
+
+    def _give_up(self, end: TrinityError) -> None:
+        for question in self._questions[self._sent :]:
+            self._fail(question, end)
+        self._sent = len(self._questions)
+
+    def _fail(self, question: Question, error: TrinityError) -> None:
+        self.take(failed(question.ticket, error))
+
+    def take(self, result: SearchResult) -> bool:
+        """Keep a result. False: it is not of this batch."""
+        row = self._rows_of.get(result.ticket)
+        if row is None:
+            return False
+        self._results[row] = result
+        self._missing -= 1
+        return True
+
+    def cancel(self) -> None:
+        """Nobody wants the rest any more."""
+        for row, question in enumerate(self._questions[: self._sent]):
+            if self._results[row] is None:
+                self._dispatcher.cancel(question.ticket)
+
+    def result(self) -> SearchBatch:
+        """All results, once `done`."""
+        return SearchBatch([result for result in self._results if result is not None], self._k)

@@ -1,0 +1,298 @@
+"""Asking the vector pool: one client over all pool workers of a node, from any process of the same user.
+
+with SearchClient.connect("my-node") as client:
+    result = client.search(vector, k=10, collection="docs")
+    batch = client.search_batch(vectors, k=10, collection="docs")
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from ipc import Stage
+from runtime.errors import InvalidRequest, Unavailable
+from runtime.node.config import PoolSection
+from runtime.node.placement.plan import NodePlan
+from runtime.node.run_dir import find_node
+from runtime.retrieval.search.arguments import Wanted, check_finite, deadline_of, wanted
+from runtime.retrieval.search.batch import BatchRun
+from runtime.retrieval.search.dispatch import Dispatcher
+from runtime.retrieval.search.pool_session import Accept, Question
+from runtime.retrieval.search.replicas import ReplicaPolicy
+from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+from runtime.retrieval.vectors.device import DeviceVectors, Vectors
+from runtime.retrieval.vectors.vectors import as_vectors
+
+_LOOK_MS = 5  # how often pools are looked for while queries wait for one
+
+
+class SearchClient:
+    """Submits queries to the pools at `endpoints` and polls results. One thread; only `search…` and `sleep` wait.
+
+    `defaults` gives top_m and search_width for queries that name none; `find` tells where the pools are now, once all
+    that were known are lost.
+    """
+
+    def __init__(
+        self,
+        endpoints: Iterable[str],
+        name: str,
+        defaults: PoolSection | None = None,
+        policy: ReplicaPolicy | None = None,
+        find: Callable[[], Iterable[str]] | None = None,
+        collections: Sequence[str] = (),
+    ) -> None:
+        self._defaults = defaults or PoolSection()
+        self._collections = tuple(collections)  # the node's own; empty: as its pools tell
+        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find)
+        self._tickets = itertools.count(1)
+        self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
+
+    @classmethod
+    def of_plan(cls, plan: NodePlan, name: str, policy: ReplicaPolicy | None = None) -> Self:
+        """The client of one of the node's own workers; pools are attached as they come up."""
+        names = [collection.name for collection in plan.config.collections]
+        endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
+        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy)
+
+    @classmethod
+    def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
+        """A client of a running node, by its name or run directory; it finds the node again if that is restarted.
+
+        Raises `Unavailable` if no pool answers.
+        """
+        if not isinstance(node, str | Path):
+            raise InvalidRequest(f"node must be a name or the Path of a run directory, not {node!r}", "node")
+        info = find_node(node)
+
+        def find() -> Iterable[str]:
+            found = find_node(node)
+            client._collections = found.collections
+            return found.pools
+
+        client = cls(info.pools, name, find=find, collections=info.collections)
+        end = time.monotonic_ns() + int(timeout_s * 1e9)
+        while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
+            if client._dispatcher.look_after(now) and not client._dispatcher.seeking:
+                return client
+            time.sleep(0.002)
+        if not client.live:
+            client.close()
+            raise Unavailable(f"no pool of node {str(node)!r} answered within {timeout_s:g} s")
+        return client
+
+    # ---- queries
+
+    def submit(
+        self,
+        vector: Any,
+        k: int,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        deadline_ns: int = 0,
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+        wait_for_room: bool = False,
+        accept: Accept | None = None,
+    ) -> int:
+        """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
+
+        `collection` need not be said where the node has but one.
+        `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
+        One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
+        that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
+        `wait_for_room`: is kept, within bounds, while the rings are full. `accept`: told the identity of a build of the
+        collection, whether an answer from it is of use; without, any is. The result names the one it came from. Raises
+        `InvalidRequest` (wrong size, a limit passed), `Overloaded`, or `Unavailable` (the client was closed, the
+        collection cannot be served, `CollectionReplaced` if no build that is served is accepted); nothing was accepted
+        then.
+        """
+        asked = self._wanted(k, collection, stage, deadline_ns, top_m, search_width, patience)
+        row = as_vectors(vector)
+        if row.ndim != 1:
+            raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
+        if not isinstance(row, DeviceVectors):  # the pool looks at those
+            check_finite(row)
+        question = self._question(row, self._named(asked))
+        question.accept = accept
+        self._dispatcher.ask(question, wait_for_room)
+        return question.ticket
+
+    def _question(self, vector: Vectors, asked: Wanted) -> Question:
+        return Question(next(self._tickets), vector, asked)
+
+    def _wanted(
+        self, k: Any, collection: Any, stage: Any, deadline_ns: Any, top_m: Any, search_width: Any, patience: Any
+    ) -> Wanted:
+        width = self._defaults.search_width if search_width is None else search_width
+        return wanted(k, stage, collection, top_m, width, patience, deadline_ns)
+
+    def _named(self, asked: Wanted) -> Wanted:
+        """With the name of the only collection if it has none."""
+        if asked.collection:
+            return asked
+        names = self._collections or self._dispatcher.collections
+        if len(names) == 1:
+            return asked._replace(collection=names[0])
+        if not names:
+            raise Unavailable("no pool is up that could tell which collection is meant")
+        raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")
+
+    def search(
+        self,
+        vector: Any,
+        k: int = 10,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        deadline_ms: float | None = None,
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+    ) -> SearchResult:
+        """Ask and wait. `vector` as for `submit`. Raises what ended the query if it was not answered."""
+        ticket = self.submit(
+            vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
+            top_m=top_m, search_width=search_width, patience=patience,
+        )  # fmt: skip
+        try:
+            while ticket not in self._kept:
+                self._keep(self._dispatcher.collect())
+                if ticket not in self._kept:
+                    self._wait()
+        except BaseException:
+            self.cancel(ticket)
+            raise
+        return self._kept.pop(ticket).checked()
+
+    def search_batch(
+        self,
+        vectors: Any,
+        k: int = 10,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        deadline_ms: float | None = None,
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+    ) -> SearchBatch:
+        """Ask for each of `vectors` [n, d] and wait for all; more than the rings hold at once go in as others come out.
+
+        What ended a query that was not answered stands in its result; nothing is raised for it. `deadline_ms` is the
+        whole batch's; without one the batch ends early if nothing is answered for ten seconds. Those on a GPU
+        are treated as by `submit`. Raises `InvalidRequest` for what cannot be asked at all, `Unavailable` if the client
+        was closed.
+        """
+        batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
+        try:
+            while not batch.done:
+                batch.send()
+                self._keep(result for result in self._dispatcher.collect() if not batch.take(result))
+                if not batch.done:
+                    self._wait()
+        except BaseException:
+            batch.cancel()
+            raise
+        return batch.result()
+
+    def batch(
+        self,
+        vectors: Any,
+        k: int,
+        collection: str,
+        stage: Stage,
+        deadline_ms: float | None,
+        top_m: int | None,
+        search_width: int | None,
+        patience: int | None,
+    ) -> BatchRun:
+        """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
+        self._dispatcher.check_open()
+        asked = self._wanted(k, collection, stage, deadline_of(deadline_ms), top_m, search_width, patience)
+        rows = as_vectors(vectors, "vectors")
+        if rows.ndim != 2 and rows.shape != (0,):
+            raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
+        asked = self._named(asked) if len(rows) else asked
+        return BatchRun(self._dispatcher, [self._question(row, asked) for row in rows], rows, asked.k)
+
+    def cancel(self, ticket: int) -> None:
+        """The result is not wanted any more; it comes as an error, or not at all."""
+        self._dispatcher.cancel(ticket)
+
+    def poll(self) -> list[SearchResult]:
+        """What has ended since the last call. Never waits. Raises `Unavailable` after `close`."""
+        self._dispatcher.check_open()
+        results = [*self._kept.values(), *self._dispatcher.collect()]
+        self._kept.clear()
+        return results
+
+    def identities(self, collection: str) -> tuple[str, ...]:
+        """Of the builds of a collection that are served now, as far as was noticed."""
+        return self._dispatcher.routes.identities(collection)
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """The collections that the pools cannot serve, and why."""
+        return self._dispatcher.routes.unavailable
+
+    def statistics(self) -> SearchStatistics:
+        """What was asked of each pool, and how it went."""
+        return self._dispatcher.statistics()
+
+    # ---- sleeping
+
+    def sleep(self, sockets: Sequence["zmq.Socket[bytes] | int"], timeout_ms: int) -> None:
+        """Wait until a result may have come, one of `sockets` or descriptors can be read, or the time is over."""
+        try:
+            if self.arm():
+                poller = zmq.Poller()
+                for source in (*sockets, *self.filenos()):
+                    poller.register(source, zmq.POLLIN)
+                poller.poll(min(timeout_ms, _LOOK_MS) if self._dispatcher.waiting else timeout_ms)
+        finally:
+            self.disarm()
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable once armed and a result has come; they change when a pool comes back."""
+        return [client.fileno() for client in self._dispatcher.clients()]
+
+    def arm(self) -> bool:
+        """Ask to be rung when a result comes; False if one is there already. `disarm` after every `arm`."""
+        return all([client.arm() for client in self._dispatcher.clients()])  # a list: every one must be armed
+
+    def disarm(self) -> None:
+        """Awake again."""
+        for client in self._dispatcher.clients():
+            client.disarm()
+
+    @property
+    def live(self) -> bool:
+        """Whether a pool is attached."""
+        return bool(self._dispatcher.clients())
+
+    def _wait(self) -> None:
+        only = self._dispatcher.only_busy()
+        if only is not None:
+            only.wait(50.0)  # spins for a moment first: the fast way for the common case
+        else:
+            self.sleep((), 5)
+
+    def _keep(self, results: Iterable[SearchResult]) -> None:
+        self._kept.update((result.ticket, result) for result in results)
+
+    def close(self) -> None:
+        """End the sessions. What is outstanding never comes."""
+        self._dispatcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,428 @@
+"""Where a client's queries go and how they end: to replicas and shards, again elsewhere, or to a typed error.
+
+A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
+shards, whose answers are merged; `replicas.py` says to which. All answers of one question come from one build of the
+collection, which its result names. When a pool dies, its questions are asked again
+elsewhere, or wait until it is back, within their deadlines: a search changes nothing, so asking twice is safe. When it
+is silent, another is asked as well, and the first answer counts. Every
+question that was taken ends once, whole or with an error. One without a deadline waits for as long as its collection
+is answered at all, and ten seconds more.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import numpy as np
+from msgspec.structs import replace
+
+from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
+from runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TrinityError,
+    Unavailable,
+    WorkerLost,
+)
+from runtime.retrieval.search.arguments import check_finite
+from runtime.retrieval.search.gather import Gather
+from runtime.retrieval.search.pool_session import RETRY_NS, PoolSession, Question
+from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
+from runtime.retrieval.search.results import SearchResult, SearchStatistics, failed
+from runtime.retrieval.search.routes import Routes
+from runtime.retrieval.vectors.device import Vectors, on_host
+
+_MAX_PARKED = 1024
+_MAX_ATTEMPTS = 3
+_AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
+_ELSEWHERE = (*_AGAIN, "overloaded")  # of no weight while another pool has the query too
+_RESCUE_NS = 50_000_000  # how often the questions of silent pools are looked through
+_WAIT_NS = 10_000_000_000  # a query without a deadline waits for a pool, while none of its collection is answered
+TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
+
+
+class Dispatcher:
+    """All sessions of one client, and its questions. One thread; never waits."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[str],
+        name: str,
+        top_m: int,
+        policy: ReplicaPolicy | None = None,
+        find: Callable[[], Iterable[str]] | None = None,
+    ) -> None:
+        self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
+        self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
+        self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
+        self._find_ns = 0  # not before then
+        self._replicas = Replicas(len(self.pools), policy)
+        self.routes = Routes()
+        self._parked: deque[Question] = deque()  # waiting for any pool
+        self._rescue_ns = 0  # not before then
+        self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
+        self._ended: list[SearchResult] = []
+        self._open = True
+
+    # ---- pools
+
+    def look_after(self, now_ns: int) -> bool:
+        """Have sessions with as many pools as can be had. Whether there is one with any."""
+        for number, pool in enumerate(self.pools):
+            self._note(number, pool.look_after(now_ns))
+        if not any(self._up):
+            self._find_again(now_ns)
+        return any(self._up)
+
+    def _find_again(self, now_ns: int) -> None:
+        """All pools are lost: a node that was started again has others, where its run directory says."""
+        if self._find is None or now_ns < self._find_ns or any(pool.asks for pool in self.pools):
+            return
+        self._find_ns = now_ns + RETRY_NS
+        try:
+            endpoints = list(self._find())
+        except TrinityError:  # the node is not up
+            return
+        if endpoints == [pool.endpoint for pool in self.pools]:
+            return
+        for pool, endpoint in zip(self.pools, endpoints, strict=False):
+            pool.endpoint = endpoint
+        for pool in self.pools[len(endpoints) :]:
+            pool.close()
+        kept = self.pools[: len(endpoints)]
+        new = [PoolSession(endpoint, self._name, self._top_m) for endpoint in endpoints[len(kept) :]]
+        self.pools = [*kept, *new]
+        self._up = [0] * len(self.pools)
+        self._replicas = Replicas(len(self.pools), self._policy)
+
+    @property
+    def seeking(self) -> bool:
+        """Whether a pool is being looked for at this moment."""
+        return any(pool.seeking for pool in self.pools)
+
+    def _note(self, number: int, live: bool) -> None:
+        up = self.pools[number].opened if live else 0
+        if up == self._up[number]:
+            return
+        if up and not self._up[number]:
+            self._replicas.lost(number)  # what was known is of its last life
+        self._up[number] = up
+        offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
+        self.routes = Routes(
+            [(number, offer) for number, offer, live in offers if live and offer is not None],
+            [offer for _, offer, live in offers if not live and offer is not None],
+        )
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The names of what the live pools serve."""
+        return self.routes.collections
+
+    def clients(self) -> list[RingClient]:
+        """The live sessions."""
+        return [client for pool in self.pools for client in pool.clients()]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a question waits for a pool."""
+        return bool(self._parked)
+
+    def only_busy(self) -> RingClient | None:
+        """The one session that everything outstanding waits for, if there is just one."""
+        busy = [client for pool in self.pools for client in pool.clients(busy=True)]
+        return busy[0] if len(busy) == 1 and not self._parked else None
+
+    # ---- questions
+
+    def ask(self, question: Question, patient: bool = False) -> None:
+        """Send a question, or keep what of it cannot be sent now; also while the rings are full if it is `patient`.
+
+        Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
+        """
+        self.check_open()
+        parts = self._parts(question)
+        if len(parts) > 1:
+            self._check_room()
+        try:
+            sent = self._try(parts[0])
+        except Overloaded:
+            if not patient:
+                raise
+            sent = False
+        if not sent:
+            self._check_room()
+            self._park(parts[0])
+        for part in parts[1:]:
+            self._send_or_park(part)
+
+    def check_open(self) -> None:
+        """Raises `Unavailable` after `close`."""
+        if not self._open:
+            raise Unavailable("the search client was closed")
+
+    def _check_room(self) -> None:
+        if len(self._parked) >= _MAX_PARKED:
+            raise Overloaded(f"{len(self._parked)} queries wait for a pool to take them, the limit is {_MAX_PARKED}")
+
+    def _park(self, question: Question) -> None:
+        question.parked_ns = question.parked_ns or time.monotonic_ns()
+        self._parked.append(question)
+
+    def ask_many(self, questions: list[Question], rows: Vectors) -> int:
+        """`ask` for as many questions as there is room for now, from the first on; how many.
+
+        They are alike but for their vectors, `rows`, and no more than `TOGETHER`. Raises `InvalidRequest`,
+        `Unavailable` (closed).
+        """
+        self.check_open()
+        collection = questions[0].wanted.collection
+        if self.routes.shards(collection) != 1:
+            return self._ask_each(questions)
+        now, sent = time.monotonic_ns(), 0
+        for number in self._replicas.choose(self.routes.choose(collection, questions[0].accept), now):
+            try:
+                sent = self.pools[number].submit_many(rows, questions)
+            except (RingFull, PeerLost, Draining):
+                continue
+            except InvalidArgument as error:
+                raise InvalidRequest(str(error)) from error
+            self._replicas.sent(number, now, sent)
+            break
+        return sent
+
+    def _ask_each(self, questions: list[Question]) -> int:
+        for number, question in enumerate(questions):
+            try:
+                self.ask(question)
+            except Overloaded:
+                return number
+            except TrinityError:
+                if number == 0:
+                    raise
+                return number  # it is the first of the next ones
+        return len(questions)
+
+    def _parts(self, question: Question) -> list[Question]:
+        """The question itself, or what each shard is asked of it, once every shard of one build is there."""
+        collection = question.wanted.collection
+        if question.gather is not None or (shards := self.routes.shards(collection)) <= 1:
+            return [question]
+        identity = self.routes.whole_build(collection, question.accept)
+        if identity is None:
+            return [question]
+        gather = Gather(question, identity, question.wanted.k, shards)
+        return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
+
+    def _send_or_park(self, question: Question) -> bool:
+        try:
+            if self._try(question):
+                return True
+        except Overloaded:
+            pass
+        self._park(question)
+        return False
+
+    def _try(self, question: Question) -> bool:
+        """Give a question to a pool that has its shard; False if none is up.
+
+        Raises `Overloaded`, `InvalidRequest`, `Unavailable`.
+        """
+        return self._give(question, self._route(question), time.monotonic_ns())
+
+    def _give(self, question: Question, route: Sequence[int], now: int) -> bool:
+        full: RingFull | None = None
+        for number in self._replicas.choose(route, now):
+            try:
+                self.pools[number].submit(question)
+            except RingFull as error:
+                full = error
+            except (PeerLost, Draining):
+                continue
+            except InvalidArgument as error:
+                raise InvalidRequest(str(error)) from error
+            else:
+                self._replicas.sent(number, now)
+                question.parked_ns = 0
+                return True
+        if full is not None:
+            raise Overloaded(str(full)) from full
+        return False
+
+    def _route(self, question: Question) -> Sequence[int]:
+        collection, gather = question.wanted.collection, question.gather
+        if gather is not None:
+            return self.routes.pools(collection, gather.identity, question.shard)
+        if self.routes.shards(collection) > 1:
+            return ()  # it is split once all shards are there
+        return self.routes.choose(collection, question.accept)
+
+    def cancel(self, ticket: int) -> None:
+        """A question's result is not wanted any more; it comes as an error, or not at all."""
+        if self._parked:
+            self._parked = deque(question for question in self._parked if question.ticket != ticket)
+        for pool in self.pools:
+            pool.cancel(ticket, _MAX_ATTEMPTS)
+
+    # ---- ends
+
+    def collect(self) -> list[SearchResult]:
+        """What has ended since the last call. Raises `Unavailable` after `close`."""
+        self.check_open()
+        now = time.monotonic_ns()
+        for number, pool in enumerate(self.pools):
+            for question, result in pool.poll(now):
+                self._replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
+                self._end(question, result, now)
+            self._note(number, pool.look_after(now))
+        if not any(self._up):
+            self._find_again(now)
+        if now >= self._rescue_ns and len(self.pools) > 1:
+            self._rescue_ns = now + _RESCUE_NS
+            self._rescue(now)
+        if self._parked:
+            self._unpark(now)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _rescue(self, now: int) -> None:
+        """Ask others what pools were asked that have fallen silent: each question once, where there is room."""
+        stuck = {number for number in range(len(self.pools)) if self._replicas.stuck(number, now)}
+        for number in stuck:
+            for question in self.pools[number].questions():
+                if question.ended or question.at > 1 or question.attempts >= _MAX_ATTEMPTS:
+                    continue
+                with suppress(TrinityError):  # it may still be answered where it is
+                    self._give(question, [other for other in self._route(question) if other not in stuck], now)
+
+    def _unpark(self, now: int) -> None:
+        full: set[tuple[str, str, int]] = set()  # builds' shards of which no pool is up, or none has room
+        for _ in range(len(self._parked)):
+            question = self._parked.popleft()
+            if question.gather is not None:
+                if question.gather.ended:
+                    continue
+                question = self._of_a_whole_build(question, question.gather)
+            end = self.unserved(question, question.parked_ns, now)
+            if end is not None:
+                self._fail(question, end)
+                continue
+            try:
+                parts = self._parts(question)
+                for part in parts:
+                    place = part.wanted.collection, part.gather.identity if part.gather else "", part.shard
+                    if place in full:
+                        self._parked.append(part)
+                    elif not self._send_or_park(part) and part.accept is None:
+                        full.add(place)
+            except TrinityError as error:
+                self._fail(question, error)
+
+    def _of_a_whole_build(self, part: Question, gather: "Gather[Question]") -> Question:
+        """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
+        collection = gather.whole.wanted.collection
+        if self.routes.is_whole(collection, gather.identity):
+            return part
+        with suppress(TrinityError):  # it ends when it is sent
+            if self.routes.whole_build(collection, gather.whole.accept) is None:
+                return part
+        gather.ended = True  # never a part of an answer
+        for pool in self.pools:
+            pool.cancel(part.ticket, _MAX_ATTEMPTS)
+        gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
+        return gather.whole
+
+    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+        """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
+        if question.wanted.deadline_ns:
+            late = now_ns >= question.wanted.deadline_ns
+            return DeadlineExceeded("no pool took the query before its deadline") if late else None
+        if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + _WAIT_NS:
+            return None
+        collection = question.wanted.collection
+        try:
+            shards = self.routes.shards(collection)
+            if question.gather is not None:
+                up = {question.shard: bool(self._route(question))}
+            elif shards > 1:
+                up = {shard: self.routes.has_shard(collection, shard) for shard in range(shards)}
+            else:
+                up = {0: bool(self._route(question))}
+        except TrinityError as error:
+            return error
+        for shard in (shard for shard, there in up.items() if not there):
+            of = f"shard {shard} of " if shards > 1 else ""
+            return Unavailable(f"no pool with {of}{collection!r} is up")
+        return Unavailable(f"no pool with {collection!r} had room for {_WAIT_NS / 1e9:g} s")
+
+    def _end(self, question: Question, result: Result, now: int) -> None:
+        gather = question.gather
+        if question.ended or (gather is not None and gather.ended):
+            return  # another pool has answered it, or its query has ended without it
+        if question.at and result.status in _ELSEWHERE:
+            return
+        if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
+            # No healthy index has such a distance: vectors and queries are checked to be finite.
+            name = question.wanted.collection
+            self._fail(
+                question, Unavailable(f"collection {name!r} is damaged: its index gave a distance that is no number")
+            )
+        elif result.status == "ok":
+            wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
+            found = SearchResult(
+                question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,
+                identity=question.identity,
+            )  # fmt: skip
+            whole = found if gather is None else gather.add(found)
+            question.ended = True
+            if question.at:
+                for pool in self.pools:
+                    pool.withdraw(question)
+            if whole is not None:
+                self._answered[question.wanted.collection] = now
+                self._ended.append(whole)
+        elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
+            self._park(question)
+        else:
+            self._fail(question, _error_of_status(result.status, question))
+
+    def _fail(self, question: Question, error: TrinityError) -> None:
+        question.ended = True
+        if question.gather is not None:
+            question.gather.ended = True  # never a part of an answer
+            for pool in self.pools:
+                pool.cancel(question.ticket, _MAX_ATTEMPTS)
+        self._ended.append(failed(question.ticket, error))
+
+    def statistics(self) -> SearchStatistics:
+        """See `SearchStatistics`."""
+        pools = (pool.statistics(self._replicas.slow(number)) for number, pool in enumerate(self.pools))
+        return SearchStatistics(tuple(pools), len(self._parked))
+
+    def close(self) -> None:
+        """End the sessions. What is outstanding never comes."""
+        self._open = False
+        for pool in self.pools:
+            pool.close()
+
+
+def _error_of_status(status: str, question: Question) -> TrinityError:
+    match status:
+        case "overloaded":
+            return Overloaded("the pool's queue is full")
+        case "deadline_exceeded":
+            return DeadlineExceeded("the pool could not answer the query before its deadline")
+        case "invalid_request":
+            try:
+                check_finite(on_host(question.vector))
+            except InvalidRequest as error:
+                return error
+            return InvalidRequest("the pool refused the query: a limit of its own is passed")
+        case "lost" | "stale_epoch":
+            return WorkerLost(f"the pool died with the query, {question.attempts} times")
+        case "cancelled":
+            return DeadlineExceeded("the query was cancelled")
+        case _:
+            return InternalError(f"the pool ended the query with status {status!r}")

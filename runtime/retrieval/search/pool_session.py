@@ -1,0 +1,277 @@
+"""One pool worker as a client sees it: its endpoint, the sessions with it while there are any, what was asked there.
+
+A pool whose collections change asks its clients to attach anew: what began in the old session ends there, beside the
+new one.
+"""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ipc import (
+    Catalogue,
+    Draining,
+    IpcError,
+    MemoryRefused,
+    PeerLost,
+    ProtocolViolation,
+    Result,
+    RingClient,
+    RingFull,
+    StaleEpoch,
+)
+from runtime.errors import TrinityError
+from runtime.retrieval.search.arguments import Wanted
+from runtime.retrieval.search.gather import Gather
+from runtime.retrieval.search.results import PoolState, PoolStatistics
+from runtime.retrieval.vectors.device import DeviceVectors, Vectors, on_host
+
+RETRY_NS = 500_000_000  # a lost pool is tried again this often …
+_RETRY_MS = (400.0, 1600.0)  # … for so long at first, and at most; a pool whose loop runs answers in about one
+_ROUND_TRIPS = 1024
+
+Accept = Callable[[str], bool]
+"""Whether an answer from a collection's build of this identity is of use."""
+
+
+class Question(msgspec.Struct, eq=False):
+    """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
+
+    `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
+    first is silent. `identity` is that of the build that answered it. `accept`: None for any.
+    """
+
+    ticket: int
+    vector: Vectors  # one on a GPU as its caller has it: it can be asked again from there
+    wanted: Wanted
+    parked_ns: int = 0  # since when it waits for a pool; 0: it does not
+    shard: int = 0
+    attempts: int = 0
+    at: int = 0
+    ended: bool = False  # what comes after that is of no use
+    gather: "Gather[Question] | None" = None
+    accept: Accept | None = None
+    identity: str = ""
+
+
+class _Session:
+    """An attached client, and what was asked through it."""
+
+    def __init__(self, client: RingClient) -> None:
+        self.client = client
+        self.identities = {served.name: served.identity for served in client.catalogue.served}
+        self.asked: dict[int, Question] = {}  # request id → question
+
+
+class PoolSession:
+    """The session with the pool at `endpoint`. What it loses comes back from `poll` with status 'lost'."""
+
+    def __init__(self, endpoint: str, name: str, top_m: int) -> None:
+        self.endpoint = endpoint
+        self._name = name
+        self._top_m = top_m  # of questions that name none
+        self._retry_ns = 0
+        self._patience_ms = _RETRY_MS[0]  # doubles with every attempt: on a busy machine an answer takes its time
+        self._seeker: threading.Thread | None = None
+        self._found: list[RingClient] = []  # by the seeker
+        self._session: _Session | None = None
+        self._ending: list[_Session] = []  # another has taken their place, and they have results to come
+        self.opened = 0
+        """How many sessions there were: the catalogue may be another after each."""
+        self.sent = self.answered = 0
+        self.errors: Counter[str] = Counter()
+        self._round_trips: deque[int] = deque(maxlen=_ROUND_TRIPS)
+
+    @property
+    def live(self) -> bool:
+        return self._session is not None and self._session.client.lost is None
+
+    @property
+    def catalogue(self) -> Catalogue | None:
+        """What the pool offers, or offered last; None before the first session."""
+        return None if self._session is None else self._session.client.catalogue
+
+    @property
+    def asks(self) -> bool:
+        """Whether a question has no end yet."""
+        return any(session.asked for session in self._sessions())
+
+    def clients(self, *, busy: bool = False) -> list[RingClient]:
+        """Of the sessions that last; `busy`: of those with questions that have no end yet."""
+        return [s.client for s in self._sessions() if (s.asked if busy else s.client.lost is None)]
+
+    def _sessions(self) -> Iterator[_Session]:
+        yield from self._ending
+        if self._session is not None:
+            yield self._session
+
+    def look_after(self, now_ns: int) -> bool:
+        """Whether there is a session. What is lost or renewed is sought by a thread: the caller never waits."""
+        live = self.live
+        if live and self._session is not None and not self._session.client.draining:
+            return True
+        if self._seeker is None:
+            if now_ns >= self._retry_ns:
+                self._retry_ns = now_ns + RETRY_NS
+                self._seeker = threading.Thread(target=self._seek, daemon=True)
+                self._seeker.start()
+        elif not self.seeking and (live or not self.asks):  # what was lost must have been read first
+            self._seeker = None
+            self._adopt()
+        return self.live
+
+    @property
+    def seeking(self) -> bool:
+        """Whether the thread is still at it."""
+        return self._seeker is not None and self._seeker.is_alive()
+
+    def _seek(self) -> None:
+        patience_ms, self._patience_ms = self._patience_ms, min(2 * self._patience_ms, _RETRY_MS[1])
+        with suppress(IpcError):  # nobody there, refused, or dead half way through
+            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=patience_ms, arena=True))
+            self._patience_ms = _RETRY_MS[0]
+
+    def _adopt(self) -> None:
+        while self._found:
+            if self._session is not None:
+                self._ending.append(self._session)
+                self._close_ended()
+            self._session = _Session(self._found.pop())
+            self.opened += 1
+            self._retry_ns = 0
+
+    def _close_ended(self) -> None:
+        for session in [session for session in self._ending if not session.asked]:
+            self._ending.remove(session)
+            session.client.close()
+
+    def submit(self, question: Question) -> None:
+        """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
+        session, vector = self._attached, question.vector
+        client, options = session.client, self._options(session.client, question.wanted)
+        if not isinstance(vector, DeviceVectors):
+            request_id = client.submit(vector, **options)
+        else:
+            request_id = self._submit_from_gpu(client, vector, options)
+        self._sent(session, request_id, question)
+
+    def _sent(self, session: _Session, request_id: int, question: Question) -> None:
+        question.attempts += 1
+        question.at += 1
+        session.asked[request_id] = question
+        self.sent += 1
+
+    @staticmethod
+    def _submit_from_gpu(client: RingClient, vector: DeviceVectors, options: dict[str, Any]) -> int:
+        """Into the pool's arena, or else through the host."""
+        if client.has_arena:
+            with suppress(MemoryRefused):  # it is out of reach, or its slots are all in use
+                return client.submit(vector.span, **options)
+        return client.submit(vector.on_host(), **options)
+
+    def submit_many(self, rows: Vectors, questions: list[Question]) -> int:
+        """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
+        session = self._attached
+        if isinstance(rows, DeviceVectors) and session.client.has_arena:
+            return self._submit_each(questions)
+        ids = session.client.submit_many(on_host(rows), **self._options(session.client, questions[0].wanted))
+        for request_id, question in zip(ids, questions, strict=False):
+            self._sent(session, request_id, question)
+        return len(ids)
+
+    def _submit_each(self, questions: list[Question]) -> int:
+        for number, question in enumerate(questions):
+            try:
+                self.submit(question)
+            except (RingFull, PeerLost, Draining, TrinityError):
+                if number == 0:
+                    raise
+                return number
+        return len(questions)
+
+    @property
+    def _attached(self) -> _Session:
+        if self._session is None:
+            raise PeerLost(f"no session with {self.endpoint}")
+        return self._session
+
+    def _options(self, client: RingClient, wanted: Wanted) -> dict[str, Any]:
+        return {
+            "collection": wanted.collection,
+            "stage": wanted.stage,
+            "k": wanted.k,
+            "top_m": wanted.top_m or min(max(self._top_m, wanted.k), client.max_top_m),
+            "search_width": wanted.search_width,
+            "patience": wanted.patience,
+            "deadline_ns": wanted.deadline_ns,
+        }
+
+    def poll(self, now_ns: int) -> list[tuple[Question, Result]]:
+        """What has ended since the last call; a pool that breaks the protocol has lost the session."""
+        ended = [pair for session in tuple(self._sessions()) for pair in self._poll(session, now_ns)]
+        if self._ending:
+            self._close_ended()
+        return ended
+
+    def _poll(self, session: _Session, now_ns: int) -> list[tuple[Question, Result]]:
+        try:
+            results = session.client.poll()
+        except (StaleEpoch, ProtocolViolation):  # the rest comes as 'lost' next time
+            return []
+        ended = [(session.asked.pop(result.request_id), result) for result in results]
+        for question, result in ended:
+            question.at -= 1
+            if result.status == "ok":
+                self.answered += 1
+                self._round_trips.append(now_ns - result.enqueue_ns)
+                if not question.ended:
+                    question.identity = session.identities[question.wanted.collection]
+            else:
+                self.errors[result.status] += 1
+        return ended
+
+    def questions(self) -> list[Question]:
+        """Those without an answer yet."""
+        return [question for session in self._sessions() for question in session.asked.values()]
+
+    def withdraw(self, question: Question) -> None:
+        """Another pool has answered a question: this one need not."""
+        for session in self._sessions():
+            for request_id, asked in session.asked.items():
+                if asked is question:
+                    session.client.cancel(request_id)
+
+    def cancel(self, ticket: int, most_attempts: int) -> None:
+        """A ticket's questions are not wanted any more, nor asked again if the pool dies."""
+        for session in self._sessions():
+            for request_id, question in session.asked.items():
+                if question.ticket == ticket:
+                    question.attempts = most_attempts
+                    session.client.cancel(request_id)
+
+    def statistics(self, slow: bool) -> PoolStatistics:
+        """See `PoolStatistics`."""
+        state: PoolState = "lost" if not self.live else "slow" if slow else "live"
+        percentiles = np.percentile(self._round_trips, (50, 90, 99)) / 1e3 if self._round_trips else ()
+        return PoolStatistics(
+            endpoint=self.endpoint,
+            state=state,
+            epoch=0 if self._session is None else self._session.client.epoch,
+            outstanding=sum(len(session.asked) for session in self._sessions()),
+            sent=self.sent,
+            answered=self.answered,
+            errors=dict(self.errors),
+            round_trip_us={q: float(us) for q, us in zip((50, 90, 99), percentiles, strict=False)},
+        )
+
+    def close(self) -> None:
+        if self._seeker is not None:
+            self._seeker.join()  # it gives up by itself
+        self._adopt()
+        for session in self._sessions():
+            session.client.close()

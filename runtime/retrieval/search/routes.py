@@ -1,0 +1,110 @@
+"""Which pools have which build of a collection, as their sessions say."""
+
+from collections.abc import Iterable
+
+from ipc import Catalogue
+from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
+from runtime.retrieval.search.pool_session import Accept
+
+Pools = tuple[int, ...]
+
+
+class _Build:
+    """A collection of one identity: its live pools by shard."""
+
+    def __init__(self, shards: int) -> None:
+        self.pools: list[Pools] = [()] * shards
+
+    @property
+    def whole(self) -> bool:
+        return all(self.pools)
+
+
+class Routes:
+    """Of the pools that live; made anew when one comes, goes, or offers something else.
+
+    live, lost: the pools' numbers and what they offer; what a lost one offered last, it may offer again.
+    """
+
+    def __init__(self, live: Iterable[tuple[int, Catalogue]] = (), lost: Iterable[Catalogue] = ()) -> None:
+        self._builds: dict[str, dict[str, _Build]] = {}
+        self._unserved: dict[str, str] = {}
+        self._awaited = {served.name for catalogue in lost for served in catalogue.served}
+        self._none = True
+        for number, catalogue in live:
+            self._none = False
+            for one in catalogue.served:
+                build = self._builds.setdefault(one.name, {}).setdefault(one.identity, _Build(one.shards))
+                if one.shards == len(build.pools):
+                    build.pools[one.shard] = (*build.pools[one.shard], number)
+            for other in catalogue.unserved:
+                self._unserved[other.name] = other.reason
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """The collections that no pool serves, and why."""
+        return {name: reason for name, reason in self._unserved.items() if name not in self._builds}
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The names of what is served."""
+        return tuple(self._builds)
+
+    def identities(self, collection: str) -> tuple[str, ...]:
+        """Of the builds that some pool has."""
+        return tuple(self._builds.get(collection, ()))
+
+    def shards(self, collection: str) -> int:
+        """Into how many shards a collection is split; 0 if no pool is up that could tell. Raises as `choose`."""
+        self._check(collection)
+        return max((len(build.pools) for build in self._builds.get(collection, {}).values()), default=0)
+
+    def pools(self, collection: str, identity: str, shard: int) -> Pools:
+        """The pools with this shard of this build."""
+        build = self._builds.get(collection, {}).get(identity)
+        return build.pools[shard] if build is not None and shard < len(build.pools) else ()
+
+    def has_shard(self, collection: str, shard: int) -> bool:
+        """Whether a pool has this shard of any build."""
+        return any(self.pools(collection, identity, shard) for identity in self.identities(collection))
+
+    def choose(self, collection: str, accept: Accept | None) -> Pools:
+        """The pools that may answer a question about a collection in one piece, whatever their builds.
+
+        Raises `InvalidRequest` if there is no such collection, `Unavailable` if its pools say that they cannot serve
+        it, `CollectionReplaced` if there are builds and none of them is accepted.
+        """
+        builds = self._accepted(collection, accept)
+        if len(builds) == 1:
+            return builds[0][1].pools[0]
+        return tuple(sorted(number for _, build in builds for number in build.pools[0]))
+
+    def whole_build(self, collection: str, accept: Accept | None) -> str | None:
+        """The identity of an accepted build of which every shard is there, the best served one; None without.
+
+        Raises as `choose` does.
+        """
+        builds = [(min(map(len, b.pools)), name) for name, b in self._accepted(collection, accept) if b.whole]
+        return max(builds)[1] if builds else None
+
+    def is_whole(self, collection: str, identity: str) -> bool:
+        """Whether every shard of this build is there."""
+        build = self._builds.get(collection, {}).get(identity)
+        return build is not None and build.whole
+
+    def _accepted(self, collection: str, accept: Accept | None) -> list[tuple[str, _Build]]:
+        self._check(collection)
+        builds = list(self._builds.get(collection, {}).items())
+        if accept is None or not builds:
+            return builds
+        accepted = [(identity, build) for identity, build in builds if accept(identity)]
+        if not accepted and collection not in self._awaited:
+            raise CollectionReplaced(f"collection {collection!r} was replaced by another build of it")
+        return accepted
+
+    def _check(self, collection: str) -> None:
+        if self._none or collection in self._builds or collection in self._awaited:
+            return
+        if collection in self._unserved:
+            raise Unavailable(f"collection {collection!r} is unavailable: {self._unserved[collection]}", "collection")
+        raise InvalidRequest(f"no collection {collection!r}; there are {sorted({*self._builds, *self._unserved})}")

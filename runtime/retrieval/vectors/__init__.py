@@ -1,0 +1,1 @@
+"""Query vectors from wherever they are."""

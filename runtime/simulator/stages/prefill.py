@@ -1,0 +1,118 @@
+"""A simulated prefill worker. As `runtime.serving.prefill`: receive → retrieve → prefill → offer."""
+
+from collections import deque
+from collections.abc import Callable
+
+from runtime.node.config import PrefillSection
+from runtime.serving.messages import Report
+from runtime.simulator.events import Events, ns
+from runtime.simulator.stages.gpu import Gpu
+from runtime.simulator.stages.pool import Search
+from runtime.simulator.stages.request import SimRequest
+from runtime.simulator.times.service import ServiceTimes
+
+Ask = Callable[[int, Callable[[str], None]], Search]  # (deadline, reply) → a prefill query on its way
+
+
+class SimPrefill:
+    """A request asks the pool before it takes a KV slot, and keeps the slot until decode has pulled its KV."""
+
+    def __init__(
+        self,
+        name: str,
+        events: Events,
+        times: ServiceTimes,
+        limits: PrefillSection,
+        gpu: Gpu,
+        ask: Ask | None,
+        offer: Callable[[SimRequest, Callable[[], None]], None],
+        report: Callable[[Report], None],
+        fail: Callable[[SimRequest, str], None],
+    ) -> None:
+        self.name = name
+        self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
+        self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
+        self.asking = 0
+        self.waiting: deque[SimRequest] = deque()
+        self._running: list[SimRequest] = []
+        self.slots = self.free = limits.slots
+        self.busy_ns = 0
+        self.tokens = 0
+
+    def receive(self, request: SimRequest) -> None:
+        if self._ask is None:
+            self._take(request)
+            return
+        self.asking += 1
+        self._events.after(ns(self._times.embed_s), lambda: self._retrieve(request))
+        self._tell()
+
+    def _retrieve(self, request: SimRequest) -> None:
+        def reply(status: str) -> None:
+            self.asking -= 1
+            if status == "ok" or request.ended:
+                self._take(request)
+            else:
+                self._fail(request, status)
+
+        assert self._ask is not None
+        self._ask(request.deadline_ns, reply)
+
+    def _take(self, request: SimRequest) -> None:
+        self.waiting.append(request)
+        if not self._gpu.model_busy:
+            self._pass()
+        self._tell()
+
+    def _pass(self) -> None:
+        """One pass through the model, as long as there is anything to run."""
+        while self.free and self.waiting:
+            request = self.waiting.popleft()
+            if not request.ended:
+                self.free -= 1
+                self._running.append(request)
+        budget, seconds = self._limits.expected_chunk_tokens, 0.0
+        chunks: list[tuple[SimRequest, int]] = []
+        for request in self._running:
+            tokens = min(request.arrival.prompt_tokens - request.done_tokens, budget)
+            if budget == 0:
+                break
+            chunks.append((request, tokens))
+            seconds += self._times.prefill_s(request.done_tokens, tokens)
+            budget -= tokens
+        self._gpu.model_busy = bool(chunks)
+        if chunks:
+            took = ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
+            self.busy_ns += took
+            self._events.after(took, lambda: self._passed(chunks))
+
+    def _passed(self, chunks: list[tuple[SimRequest, int]]) -> None:
+        for request, tokens in chunks:
+            request.done_tokens += tokens
+            self.tokens += tokens
+            if request.ended:
+                self._running.remove(request)
+                self._release()
+            elif request.done_tokens == request.arrival.prompt_tokens:
+                self._running.remove(request)
+                request.prefilled_ns = self._events.now_ns
+                self._offer(request, self._pulled)
+        self._pass()
+        self._tell()
+
+    def _pulled(self) -> None:
+        """Decode has the KV of an offer, or will not take it."""
+        self._release()
+        if not self._gpu.model_busy:
+            self._pass()
+        self._tell()
+
+    def _release(self) -> None:
+        self.free += 1
+
+    @property
+    def queued(self) -> int:
+        return self.asking + len(self.waiting)
+
+    def _tell(self) -> None:
+        self._report(Report(self.name, 1, 1, self.queued, self._limits.slots - self.free, self.free))

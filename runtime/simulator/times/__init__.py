@@ -1,0 +1,1 @@
+"""What a step of each stage costs: defaults, or measured here."""

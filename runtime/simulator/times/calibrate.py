@@ -1,0 +1,162 @@
+"""Service times of the machine at hand: the engine's extends and the model's passes, each fitted by a line, and what
+the pool's loop takes beside its extends.
+
+Run it on a machine that does nothing else. Fits take the fastest of some repetitions: what else runs only adds time.
+Memory sizes, the ring and the embedder stay as they are in `base`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from gpu import GraphIndex, SearchParams, open_engine
+from gpu.backends import copy_bytes_s
+from gpu.roofline import SearchRoofline, measure_extends, search_roofline, typical_queries
+from runtime.errors import ConfigError
+from runtime.node.config import ModelSection, NodeConfig, PoolSection
+from runtime.retrieval.collections.collection import Collection
+from runtime.simulator.times.calibrate_pool import loop_times
+from runtime.simulator.times.roofline import PassRoofline
+from runtime.simulator.times.service import ServiceTimes
+
+_REPEAT = 3
+_SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, where the pool finds out by itself how many it has
+_QUERIES = 256  # different ones that the pool's loop is asked
+
+Progress = Callable[[str], None]
+
+
+class Line(msgspec.Struct, frozen=True):
+    """y = fixed + each · x, neither below 0."""
+
+    fixed: float
+    each: float
+
+    @classmethod
+    def fit(cls, x: Sequence[float], y: Sequence[float]) -> "Line":
+        """Least squares of relative errors, so that small values count as much as great ones."""
+        weight = 1 / np.maximum(np.asarray(y), 1e-12)
+        matrix = np.stack([weight, np.asarray(x) * weight], axis=1)
+        fixed, each = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)[0]
+        if fixed < 0:
+            return cls(0.0, float(np.mean(np.asarray(y) / np.asarray(x))))
+        return cls(float(fixed), max(float(each), 0.0))
+
+
+def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
+    """Measure what `config` names: its collections and its model; simulations take the first collection's extends.
+
+    Of a collection that is split, one shard is measured: a pool worker searches one, and all are of one size.
+    Raises `ConfigError` if it names neither.
+    """
+    if not config.collections and config.own_model is None:
+        raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
+    found, parts = base, []
+    if config.collections:
+        curves, queries = [], []
+        for collection in config.collections:
+            progress(f"extends of collection {collection.name!r}")
+            with Collection.open(Path(collection.path)) as opened:
+                index = opened.shards[0]  # of a split collection: a pool worker has one shard, and this is the largest
+                curves.append(search_times(index, config.pool))
+                queries.append(typical_queries(index, _QUERIES))
+        first = curves[0].measured
+        line = Line.fit([one.active for one in first], [one.seconds for one in first])
+        roofline = replace(found.roofline, search=tuple(curves))
+        progress("the pool's loop")
+        loop = loop_times(config, queries[0])._asdict()
+        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
+        parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
+    if config.own_model is not None:
+        progress(f"passes of model {config.own_model.name!r}")
+        found = _model_times(config.own_model, config, found)
+        parts.append(f"passes of {config.own_model.name}")
+    return replace(found, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
+
+
+def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
+    """Extends by active slots on the device of the pool's first worker, beside what a copy of memory reaches there."""
+    device = pool.devices[0]
+    engine = open_engine(
+        device,
+        {"docs": index},
+        slots=pool.slots if isinstance(pool.slots, int) else _SLOTS[device == "cpu"],
+        max_top_m=pool.top_m,
+        max_k=1,
+        max_search_width=pool.search_width,
+    )
+    try:
+        measured = measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, pool.search_width))
+        return search_roofline(device, copy_bytes_s(device), measured)
+    finally:
+        engine.close()
+
+
+def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
+    from runtime.serving.kv.transfer import Transfer
+    from runtime.serving.model.language_model import Chunk, LanguageModel
+
+    rows = config.decode.slots
+    model = LanguageModel.load(
+        section.name,
+        blocks=rows * section.row_blocks,
+        block_tokens=section.kv_block_tokens,
+        context_tokens=section.context_tokens,
+        threads=config.prefill.threads,
+        device=config.decode.devices[0],
+    )
+    tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
+    longest = min(config.prefill.expected_chunk_tokens, section.context_tokens // 2)
+
+    def seconds(chunks: list[Chunk]) -> float:
+        best = float("inf")
+        for _ in range(_REPEAT):
+            begin = time.perf_counter()
+            model.forward(chunks)
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    def prompt(start: int, tokens: int) -> float:
+        return seconds([Chunk(tables[0], start, [1] * tokens)])
+
+    def step(active: int, context: int) -> float:
+        return seconds([Chunk(table, context, [1]) for table in tables[:active]])
+
+    prompt(0, 2)
+    lengths = sorted({max(1, longest // part) for part in (16, 8, 4, 2, 1)})
+    prompts = [prompt(0, length) for length in lengths]
+    passes = Line.fit(lengths, prompts)
+    far = section.context_tokens - longest
+    pair_s = max(0.0, prompt(far, longest) - prompt(0, longest)) / (longest * max(far, 1))
+    active = sorted({1, max(1, rows // 4), max(1, rows // 2), rows})
+    taken = [step(count, 16) for count in active]
+    steps = Line.fit(active, taken)
+    deep = section.context_tokens - 2
+    context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
+    if config.decode.devices[0] == "cpu":  # the way between two GPUs is nothing that one process can measure
+        kv = model.kv.numpy()
+        target = np.zeros_like(kv[:, :, : section.row_blocks])
+        copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]
+        for copy in copies:
+            copy.step()
+        copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
+        found = replace(found, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
+    return replace(
+        found,
+        prefill_pass_s=passes.fixed,
+        prefill_token_s=passes.each,
+        prefill_pair_s=pair_s,
+        decode_step_s=steps.fixed,
+        decode_row_s=steps.each,
+        decode_context_s=context_s,
+        kv_token_bytes=model.info.kv_bytes_per_token,
+        roofline=replace(
+            found.roofline,
+            prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,
+            decode=PassRoofline.fit(active, taken) if len(active) > 1 else None,
+        ),
+    )

@@ -1,0 +1,149 @@
+"""What the pool's loop takes beside its extends: a real pool worker, asked through its ring.
+
+Both costs are of a loop whose code and data were driven out of the caches by the vectors that extends read: timed by
+itself it would take less.
+"""
+
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from ipc import RingClient
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig
+from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.placement.plan import NodePlan, resolve
+from runtime.node.supervisor.child import COMMAND, kill_group, spawn
+from runtime.node.worker import WorkerSpec
+
+_ALONE, _FEW, _CROWD = 200, 1000, 4000  # queries: one at a time, three, and many
+_WINDOW = 256  # of these
+_START_S = 120.0
+_SILENT_S = 30.0
+
+
+class Totals(NamedTuple):
+    """Extends of a pool, queries in them, and the seconds that the loop took between extends."""
+
+    extends: float
+    queries: float
+    seconds: float
+
+
+class LoopTimes(NamedTuple):
+    """Seconds of the pool's loop for each extend, for each query that passes through it, and until a loop that sleeps
+    has begun with a query."""
+
+    round_s: float
+    query_s: float
+    wake_s: float
+
+
+def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
+    """What the pool's loop costs on this machine.
+
+    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: one at a
+    time, between which the loop sleeps; three at a time; and many at once, which share extends. Raises `ConfigError`
+    without a worker.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
+        plan = resolve(replace(config, model=None, node=quiet[0], log=quiet[1]))
+        with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
+            waits_ns = _ask(client, config, queries, 1, _ALONE)
+            begin = _totals(table, plan)
+            _ask(client, config, queries, 3, _FEW)
+            middle = _totals(table, plan)
+            _ask(client, config, queries, _WINDOW, _CROWD)
+            end = _totals(table, plan)
+    round_s, query_s = solve(_between(begin, middle), _between(middle, end))
+    return LoopTimes(round_s, query_s, statistics.median(waits_ns) / 1e9)
+
+
+def solve(few: Totals, crowd: Totals) -> tuple[float, float]:
+    """Both costs, from seconds = extends · a round + queries · a query in two measurements; neither is below 0."""
+    determinant = few.extends * crowd.queries - crowd.extends * few.queries
+    if determinant:
+        a_round = (few.seconds * crowd.queries - crowd.seconds * few.queries) / determinant
+        a_query = (few.extends * crowd.seconds - crowd.extends * few.seconds) / determinant
+        if a_round >= 0.0 and a_query >= 0.0:
+            return a_round, a_query
+    return crowd.seconds / crowd.extends, 0.0  # too alike to be told apart
+
+
+def _between(before: Totals, after: Totals) -> Totals:
+    return Totals(*(now - then for then, now in zip(before, after, strict=True)))
+
+
+def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int) -> list[int]:
+    """The waits of `count` queries from enqueue to slot, in ns; `window` are out at a time, or as many as may be.
+
+    Raises `ConfigError` for one that is not answered.
+    """
+    pool, sent = config.pool, 0
+    window = min(window, pool.ring_slots, pool.queue - pool.queue // 4)
+    waits: list[int] = []
+    until = time.monotonic() + _SILENT_S
+    while len(waits) < count:
+        while sent < count and sent - len(waits) < window:
+            client.submit(
+                queries[sent % len(queries)], collection=config.collections[0].name, stage="decode",
+                k=1, top_m=pool.top_m, search_width=pool.search_width,
+            )  # fmt: skip
+            sent += 1
+        news = client.poll()
+        for result in news:
+            if result.status != "ok":
+                raise ConfigError(
+                    f"the pool's loop cannot be measured: a query of {window} ended with {result.status!r}"
+                )
+            waits.append(result.begin_ns - result.enqueue_ns)
+        if news:
+            until = time.monotonic() + _SILENT_S
+        elif not client.wait(100.0) and time.monotonic() > until:
+            raise ConfigError(f"the pool's loop cannot be measured: no answer for {_SILENT_S:.0f} s")
+    return waits
+
+
+def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
+    """So far; the last one's count comes just after its answers."""
+    time.sleep(0.01)
+    named = {metric.name: metric for metric in metrics_of("pool", plan.config.slo)}
+    extends, seconds, *queries = (
+        table.read(named[f"trinity_pool_{name}_total"])[0]
+        for name in ("extends", "loop_seconds", "queries_prefill", "queries_decode")
+    )
+    return Totals(extends, sum(queries), seconds)
+
+
+@contextmanager
+def _worker(plan: NodePlan) -> Iterator[WorkerTable]:
+    """The first pool worker of a plan, without the rest of its node: its table, once it is ready."""
+    place = plan.of_role("pool")[0]
+    table = WorkerTable.create("pool", place.name, metrics_of("pool", plan.config.slo))
+    process = spawn(COMMAND, WorkerSpec(plan, place.name, 1, table.reference, os.getpid()), place)
+    try:
+        until = time.monotonic() + _START_S
+        while table.state is not State.READY:
+            if process.poll() is not None or time.monotonic() > until:
+                raise ConfigError(f"the pool's worker {place.name} did not start, so its loop cannot be measured")
+            time.sleep(0.01)
+        yield table
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            kill_group(process.pid)
+            process.wait()
+        table.close()

@@ -1,0 +1,107 @@
+"""Service times: what a step of each stage costs. Documented defaults, or measured ones from `trinity calibrate`.
+
+The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that serves an 8-billion-parameter Llama
+(32 layers, 8 KV heads of 128) in bfloat16. They are computed from those data sheet numbers, not measured:
+
+| field | default | from |
+|---|---|---|
+| `prefill_pass_s` | 2 ms | launches and synchronisation of one pass; an assumption |
+| `prefill_token_s` | 30 µs | 2 · 8e9 FLOP a token at 55% of 989 TFLOP/s |
+| `prefill_pair_s` | 1 ns | attention: 4 · 32 layers · 4096 FLOP for each earlier token, at the same rate |
+| `decode_step_s` | 6 ms | 16 GB of weights read at 80% of 3.35 TB/s |
+| `decode_row_s` | 40 µs | 2 · 8e9 FLOP a row at 40% of 989 TFLOP/s |
+| `decode_context_s` | 49 ns | 128 KiB of KV a token at 80% of 3.35 TB/s |
+| `kv_token_bytes` | 131,072 | 32 layers · 2 · 8 heads · 128 · 2 bytes |
+| `link_bytes_s` | 3.6e11 | NVLink 4: 450 GB/s a direction, 80% of it |
+| `link_s` | 50 µs | set-up of one hand-over; an assumption |
+| `embed_s` | 2 ms | one query through a small embedder; an assumption |
+| `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
+| `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
+| `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
+| `extend_shared` | 2 | an extend beside a busy model on the same GPU, over one alone (time slices); an assumption |
+| `query_s` | 0 | a query of the pool beside its extends: ring, admission, result; measured by `calibrate` |
+| `round_s` | 0 | the pool's loop for each extend; measured by `calibrate` |
+| `wake_s` | 0 | until a pool that sleeps has noticed a query; measured by `calibrate` |
+| `gpu_bytes` | 8e10 | device memory |
+| `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
+| `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
+
+`trinity calibrate` adds a `roofline`. Where that has search, extends take what its curve says instead of `extend_s` and
+`extend_slot_s`; those of prefill and decode are for the eye, for a pass also depends on its context.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from runtime.errors import ConfigError
+from runtime.simulator.times.roofline import Roofline
+
+_Cost = Annotated[float, Meta(ge=0, le=3600)]
+_Size = Annotated[float, Meta(ge=0, le=1e15)]
+_MAX_FILE_BYTES = 1 << 16
+
+
+class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What each stage costs, in seconds and bytes; the module's table has units and sources."""
+
+    source: str = "defaults: H100 data sheet, an 8-billion-parameter Llama, not measured"
+    prefill_pass_s: _Cost = 2e-3
+    prefill_token_s: _Cost = 30e-6
+    prefill_pair_s: _Cost = 1e-9
+    decode_step_s: _Cost = 6e-3
+    decode_row_s: _Cost = 40e-6
+    decode_context_s: _Cost = 49e-9
+    kv_token_bytes: _Size = 131_072
+    link_bytes_s: Annotated[float, Meta(gt=0)] = 3.6e11
+    link_s: _Cost = 50e-6
+    embed_s: _Cost = 2e-3
+    ring_s: _Cost = 10e-6
+    extend_s: _Cost = 30e-6
+    extend_slot_s: _Cost = 0.1e-6
+    query_s: _Cost = 0.0
+    round_s: _Cost = 0.0
+    wake_s: _Cost = 0.0
+    extend_shared: Annotated[float, Meta(ge=1, le=1000)] = 2.0
+    gpu_bytes: _Size = 8e10
+    weight_bytes: _Size = 1.6e10
+    index_bytes: _Size = 1.664e10
+    roofline: Roofline = Roofline()
+
+    def prefill_s(self, start: int, tokens: int) -> float:
+        """A chunk of `tokens` behind `start` cached ones, without the pass's own share."""
+        return tokens * (self.prefill_token_s + self.prefill_pair_s * (start + tokens / 2))
+
+    def decode_s(self, rows: int, context_tokens: int) -> float:
+        """One step of `rows` rows that hold `context_tokens` together."""
+        return self.decode_step_s + rows * self.decode_row_s + context_tokens * self.decode_context_s
+
+    def extend_time_s(self, slots: float) -> float:
+        """One extend of `slots` active slots."""
+        if self.roofline.search and slots:
+            return self.roofline.search[0].extend_seconds(slots)
+        return self.extend_s + slots * self.extend_slot_s
+
+    def handover_s(self, tokens: int) -> float:
+        """Pulling the KV of `tokens` tokens."""
+        return self.link_s + tokens * self.kv_token_bytes / self.link_bytes_s
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "ServiceTimes":
+        """Read what `save` wrote; a field that is left out has its default. Raises `ConfigError`."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot read the service times: {error.strerror}") from error
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: over {_MAX_FILE_BYTES} bytes: these are no service times")
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: not service times: {error}") from error
