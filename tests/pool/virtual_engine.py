@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import SearchParams
-from gpu.callbacks import Callbacks
 from gpu.slots import Collections
 from ipc import RingClient, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
@@ -19,6 +18,7 @@ from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.settings import Policy
 from runtime.simulator.stages.pool_alone import Fate, Query
+from tests.pool.callbacks import Callbacks
 
 _FOREVER = 1 << 62
 
