@@ -46,7 +46,8 @@ class Load(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`answers` int64 [n, 4] by kind: when each query was enqueued, begun and answered (ns), and its extends.
+    """`answers` int64 [n, 5] by kind: when each query was enqueued, begun and answered (ns), its extends, and when its
+    client had the answer.
 
     Only those answered within `seconds` are there. `dropped`: what the ring did not take; `failed`: answered with an
     error.
@@ -62,6 +63,11 @@ class Outcome(NamedTuple):
 
     def latencies_us(self, kind: int = 0) -> NDArray[np.float64]:
         return (self.answers[kind][:, 2] - self.answers[kind][:, 0]) / 1e3
+
+    def beside_us(self) -> float:
+        """The median of a query's time from its client and back, less the engine's: rings, doorbells, loop."""
+        enqueued, begun, ended, _, told = self.answers[0].T
+        return float(np.median((told - enqueued) - (ended - begun))) / 1e3
 
     def p(self, percent: float, kind: int = 0) -> float:
         """In µs."""
@@ -98,7 +104,7 @@ def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> O
     end = begin_ns + int(load.seconds * 1e9)
     gaps = random.exponential(1e9 / load.rate, int(load.rate * load.seconds * 1.5) + 100) if load.rate else np.zeros(0)
     times = (begin_ns + np.cumsum(gaps)).astype(np.int64).tolist()
-    answers: list[list[tuple[int, int, int, int]]] = [[] for _ in load.kinds]
+    answers: list[list[tuple[int, int, int, int, int]]] = [[] for _ in load.kinds]
     asked: dict[int, int] = {}
     count = dropped = failed = 0
 
@@ -127,12 +133,14 @@ def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> O
                 while times[count] <= now:
                     submit()
         news = client.poll()
+        told = time.monotonic_ns()
         for result in news:
             kind = asked.pop(result.request_id)
             if result.status != "ok":
                 failed += 1
             elif result.end_ns <= end:
-                answers[kind].append((result.enqueue_ns, result.begin_ns, result.end_ns, result.extends))
+                found = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, told)
+                answers[kind].append(found)
         if not news:
             due = (times[count] - now) / 1e6 if load.rate and now < end else 1.0
             if due <= 0.1:
@@ -141,7 +149,7 @@ def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> O
                 client.wait(min(due - 0.05, 1.0))
             else:  # two cores may share what makes them fast: no spinning
                 time.sleep((due - 0.05) / 1e3)
-    return Outcome([np.array(kind, np.int64).reshape(-1, 4) for kind in answers], dropped, failed, load.seconds)
+    return Outcome([np.array(kind, np.int64).reshape(-1, 5) for kind in answers], dropped, failed, load.seconds)
 
 
 def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe: Connection) -> None:
