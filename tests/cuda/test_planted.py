@@ -79,9 +79,8 @@ def test_a_missing_barrier_is_caught(where: str, tmp_path: Path) -> None:
 
 
 def test_a_write_out_of_bounds_is_caught(tmp_path: Path) -> None:
-    source = planted(
-        "nodes[i] = key == NO_KEY ? -1", "nodes[i + (slot_number == 1 ? 1 << 20 : 0)] = key == NO_KEY ? -1"
-    )
+    beyond = "nodes[i + (slot_number == 1 ? 1ll << 44 : 0)]"  # no process has memory there
+    source = planted("nodes[i] = key == NO_KEY ? -1", f"{beyond} = key == NO_KEY ? -1")
     report = caught(build(tmp_path, source))
     assert report is not None
     assert "ERROR: AddressSanitizer: SEGV" in report

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from gpu import GraphIndex
-from runtime import AsyncSearchClient
+from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search import dispatch
@@ -121,6 +121,14 @@ def test_errors_are_raised_where_they_belong(run: Run, queries: Vectors) -> None
         assert not (await client.search_batch(queries[:3], 2)).errors
 
     run(body)
+
+
+def test_entering_a_client_runs_it(pools: list[InProcessPool], queries: Vectors) -> None:
+    async def body() -> int:
+        async with AsyncSearchClient(SearchClient([pool.endpoint for pool in pools], "test")) as client:
+            return len((await client.search(queries[0], 3, collection="docs")).ids)
+
+    assert asyncio.run(asyncio.wait_for(body(), 60)) == 3
 
 
 def test_a_pool_that_dies_under_the_loop_costs_no_answer(

@@ -22,7 +22,7 @@ _IDLE_S = 0.25  # lost pools are attached again even when nobody asks
 
 
 class AsyncSearchClient:
-    """A `SearchClient` for many callers of one event loop. `run` must be running: `connect` sees to that.
+    """A `SearchClient` for many callers of one event loop. `run` must run: `connect` and `async with` see to that.
 
     Cancelling a task that awaits `search` or `search_batch` cancels its queries.
     """
@@ -195,6 +195,8 @@ class AsyncSearchClient:
         self._client.close()
 
     async def __aenter__(self) -> Self:
+        if self._running is None:
+            self._running = asyncio.create_task(self.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
