@@ -19,6 +19,7 @@ from tests.node.tiny_node import (
     FORKSERVER,
     TINY_WORKER,
     serve,
+    serve_under_nohup,
     serve_where_sigint_is_ignored,
     serve_with_a_wall_clock_that_jumps,
 )
@@ -349,6 +350,26 @@ def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start: StartTi
     assert node.ended() == 0
     assert node.stopped() == ["frontend-0", "pool-0"]
     assert not (node.home / "run").exists()
+
+
+def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start: StartTiny) -> None:
+    node = start({"pool-0": ["ignore stop"]}, drain_s=3.0)
+    node.ready()
+    node.signal(signal.SIGHUP)
+    node.eventually(lambda status: worker(status).phase == "draining", "the drain")
+    node.signal(signal.SIGHUP)  # a terminal's end comes from its kernel and from its shell
+    assert node.ended() == 0
+    assert node.stopped() == ["frontend-0"]
+    assert "not drained within 3 s" in node.log.read_text()
+
+
+def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start: StartTiny) -> None:
+    node = start(process=serve_under_nohup)
+    node.ready()
+    node.signal(signal.SIGHUP)
+    restart_node(node.info, "frontend-0", timeout_s=60)  # its workers still drain for a restart
+    status = node.ready()
+    assert (status.stopping, worker(status).epoch, worker(status, "frontend-0").epoch) == (False, 1, 2)
 
 
 def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start: StartTiny) -> None:

@@ -49,6 +49,12 @@ def serve_where_sigint_is_ignored(config: str, orders: str, log: str, command: t
     serve(config, orders, log, command)
 
 
+def serve_under_nohup(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process, begun where SIGHUP is ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    serve(config, orders, log, command)
+
+
 def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     """The same process, with a `time.time` that is a day ahead or behind with every look at it."""
     wall, days = time.time, itertools.cycle((86_400.0, -86_400.0, 0.0))

@@ -220,12 +220,18 @@ class Supervisor:
         self._stop_signals += 1
 
     def _request_drain(self) -> None:
-        """`trinity stop`: whoever asks a second time waits for the same drain, and cuts nothing short."""
+        """`trinity stop`, or a terminal that closes (its kernel and its shell both send SIGHUP).
+
+        Whoever asks a second time waits for the same drain, and cuts nothing short.
+        """
         self._stop_signals = max(1, self._stop_signals)
 
     def _catch_signals(self) -> None:
         def stop(signum: int, frame: FrameType | None) -> None:
             self.request_stop()
+
+        def hang_up(signum: int, frame: FrameType | None) -> None:
+            self._request_drain()
 
         self._wakeup, wake = socket.socketpair()
         for end in (self._wakeup, wake):
@@ -234,6 +240,8 @@ class Supervisor:
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
+            signal.signal(signal.SIGHUP, hang_up)
 
     def _stop_all(self, control: ControlServer) -> None:
         """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
