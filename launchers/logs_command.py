@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
 from runtime.node.logs.format import LEVELS, Level, Line, plain
 from runtime.node.logs.reader import read
@@ -37,7 +37,7 @@ def logs(
     directory, info = _place(node)
     processes = sorted(path.name.removesuffix(".log") for path in directory.glob("*.log"))
     if worker and worker not in processes:
-        raise ConfigError(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'nobody'}")
+        raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'nobody'}")
     if follow and info is None:
         raise Unavailable(f"--follow: no node runs in {directory}")
     with _waiting_for_end_of(info if follow else None) as wait:

@@ -5,6 +5,7 @@ has a device, cores and an endpoint.
 """
 
 import difflib
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -22,19 +23,26 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
+_MOST_NAME = 255  # bytes: Linux's NAME_MAX
+_MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the TOML file; every subclass is frozen too."""
 
 
 class NodeSection(_Section, frozen=True):
-    """The node itself. `run_dir` "" means a private directory named after the node in the user's runtime directory."""
+    """The node itself. `run_dir` "" means a private directory named after the node in the user's runtime directory.
+
+    A worker that is not ready after `start_s`, or has no heartbeat for `heartbeat_s`, is killed and starts again; a
+    node that stops gives its requests `drain_s`. Each is a second at least: no worker starts or beats much faster.
+    """
 
     name: Name = "trinity"
     run_dir: str = ""
     drain_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
-    start_s: Seconds = 600.0
-    heartbeat_s: Seconds = 30.0
+    start_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
+    heartbeat_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
 
 
 class LogSection(_Section, frozen=True):
@@ -353,21 +361,33 @@ def parse_config(raw: dict[str, Any]) -> NodeConfig:
 def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     replace = msgspec.structs.replace
 
-    def under(path: str) -> str:
+    def under(key: str, path: str) -> str:
+        if not path:
+            return ""
+        if "\0" in path:
+            raise ConfigError(f"{key} = {path!r}: no path has a NUL in it")
         try:
-            return str(folder / Path(path).expanduser()) if path else ""
+            whole = folder / Path(path).expanduser()
         except RuntimeError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{key} = {path!r}: {error}") from error
+        if (size := len(os.fsencode(whole))) > _MOST_PATH or any(len(os.fsencode(p)) > _MOST_NAME for p in whole.parts):
+            raise ConfigError(
+                f"{key} = {path[:40]!r}…: a path of {size} bytes; it has {_MOST_PATH} at most, each part {_MOST_NAME}"
+            )
+        return str(whole)
 
-    http = replace(config.http, api_keys_file=under(config.http.api_keys_file))
-    collections = tuple(replace(c, path=under(c.path)) for c in config.collections)
+    http = replace(config.http, api_keys_file=under("http.api_keys_file", config.http.api_keys_file))
+    collections = tuple(
+        replace(found, path=under(f"collections[{index}].path", found.path))
+        for index, found in enumerate(config.collections)
+    )
     model = config.model
     if isinstance(model, ModelSection) and _is_path(model.name):
-        model = replace(model, name=under(model.name))
+        model = replace(model, name=under("model.name", model.name))
     elif isinstance(model, OpenAiSection):
-        model = replace(model, api_key_file=under(model.api_key_file))
-    node = replace(config.node, run_dir=under(config.node.run_dir))
-    log = replace(config.log, directory=under(config.log.directory))
+        model = replace(model, api_key_file=under("model.api_key_file", model.api_key_file))
+    node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
+    log = replace(config.log, directory=under("log.directory", config.log.directory))
     return replace(config, node=node, log=log, http=http, model=model, collections=collections)
 
 

@@ -28,6 +28,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a share over one": ({"pool": {"reserve": 1.5}}, "pool.reserve = 1.5: expected `float` <= 1.0"),
     "a share that is no number": ({"pool": {"reserve": float("nan")}}, "pool.reserve = nan"),
     "an endless time": ({"node": {"start_s": float("inf")}}, "node.start_s = inf"),
+    "a start that no worker makes": ({"node": {"start_s": 0.001}}, "node.start_s = 0.001: expected `float` >= 1"),
+    "a heartbeat that no worker has": (
+        {"node": {"heartbeat_s": 0.999}},
+        "node.heartbeat_s = 0.999: expected `float` >= 1",
+    ),
     "a search width that no engine has": ({"pool": {"search_width": 33}}, "pool.search_width = 33"),
     "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
     "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
@@ -104,3 +109,20 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_path(case: str, tmp_path
 def test_a_path_that_is_no_file_is_refused(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[node]\nrun_dir = "a\\u0000b"', r"node\.run_dir = 'a\\x00b': no path has a NUL"),
+        ('[log]\ndirectory = "~a\\u0000b"', r"log\.directory = '~a\\x00b': no path has a NUL"),
+        (f'[node]\nrun_dir = "{"a/" * 2500}"', r"node\.run_dir = .*: a path of 5\d\d\d bytes; it has 3839 at most"),
+        (f'[[collections]]\nname = "a"\npath = "{"ä" * 200}"', r"collections\[0\]\.path = .* each part 255"),
+        ('[http]\napi_keys_file = "~nobody-of-that-name/keys"', r"http\.api_keys_file = '~nobody"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused_when_the_file_is_read(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "node.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_config(tmp_path / "node.toml")
+    assert "\n" not in refused.value.message

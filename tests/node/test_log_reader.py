@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from launchers.logs_command import shown
 from launchers.main import command_line
+from runtime.errors import EXIT_FAILED, InvalidRequest
 from runtime.node.logs.format import Line
 from runtime.node.logs.log import LogFile
 from runtime.node.logs.reader import read
@@ -170,8 +171,9 @@ def test_the_command_chooses_by_process_request_and_level(node: str, options: li
 
 
 def test_a_process_that_does_not_exist_is_named_with_those_that_do(node: str) -> None:
-    with pytest.raises(Exception, match=r"--worker pool-9: .* has logs of decode-0, supervisor"):
+    with pytest.raises(InvalidRequest, match=r"--worker pool-9: .* has logs of decode-0, supervisor") as refused:
         trinity_logs(node, "--worker", "pool-9")
+    assert refused.value.exit_code == EXIT_FAILED  # as of `restart --worker`
 
 
 def test_a_dead_node_cannot_be_followed(node: str) -> None:

@@ -327,9 +327,9 @@ def test_a_node_can_be_started_and_stopped_again_and_again(start: StartTiny) -> 
 
 
 def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start: StartTiny) -> None:
-    node = start({"pool-0": ["never ready", "serve"]}, start_s=3.0)
+    node = start({"pool-0": ["never ready", "serve"]}, start_s=2.5)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
-    assert node.log.read_text().count("pool-0 is not ready after node.start_s = 3 s: killed") == 1
+    assert node.log.read_text().count("pool-0 is not ready after node.start_s = 2.5 s: killed") == 1
 
 
 def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:

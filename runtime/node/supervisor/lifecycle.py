@@ -74,13 +74,13 @@ class Lifecycle:
             case Phase.STARTING | Phase.STANDBY if child.desired is not Desired.RUN:
                 child.kill_group()  # it holds nothing yet, and may be far from looking at signals
             case Phase.STARTING if now - child.started > node.start_s:
-                self._abort(child, f"is not ready after node.start_s = {node.start_s:.0f} s")
+                self._abort(child, f"is not ready after node.start_s = {node.start_s:g} s")
             case Phase.READY | Phase.STANDBY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
-                self._abort(child, f"has no heartbeat for {node.heartbeat_s:.0f} s")
+                self._abort(child, f"has no heartbeat for {node.heartbeat_s:g} s")
             case Phase.READY if child.desired is not Desired.RUN:
                 child.drain(signal.SIGHUP, until=now + self._drain_s(child))
             case Phase.DRAINING if now > child.due:
-                log.warning("%s has not drained within %.0f s: killed", child.name, self._drain_s(child))
+                log.warning("%s has not drained within %g s: killed", child.name, self._drain_s(child))
                 child.kill_group()
                 child.due = float("inf")
             case Phase.KILLED if now >= child.due:

@@ -264,7 +264,7 @@ class Supervisor:
                 self._answer(control)
                 self._lifecycle.reap(self._all)
                 if self._clock() > bound or self._stop_signals > max(1, patience):
-                    log.warning("not drained within %.0f s or asked again: killing", self._plan.config.node.drain_s)
+                    log.warning("not drained within %g s or asked again: killing", self._plan.config.node.drain_s)
                     self._kill_all()
                     return
                 self._lifecycle.reconcile(group)
