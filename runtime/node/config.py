@@ -72,7 +72,8 @@ class HttpSection(_Section, frozen=True):
     `send_timeout_s`. `max_connections` are open at most, `max_connections_per_peer` of them from one address: a proxy
     is one peer, so behind one both are the same.
 
-    With keys, all but `open_paths` need one. A browser lets pages from `cors_origins` ask; ["*"]: all pages.
+    With keys, all but `open_paths` need one; without, a request's Host header must be loopback's or `host`. A browser
+    lets pages from `cors_origins` ask; ["*"]: all pages.
     """
 
     host: str = "127.0.0.1"

@@ -28,7 +28,7 @@ async def client(
     async with stand(*behaviours) as at:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
         app = create_app(Service(at.engine, at.library, Metrics(), answers), settings)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as made:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
             yield made, at
 
 

@@ -14,7 +14,7 @@ from tests.frontend.fakes import WAIT, Cluster
 from tests.waiting import eventually
 
 LIMITS = ConnectionLimits(header_s=1.0, idle_s=2.0, send_s=0.5, connections=400, connections_per_peer=300)
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +80,14 @@ def test_a_head_that_comes_byte_by_byte_has_no_longer_than_others(cluster: Clust
 def test_a_connection_without_a_request_is_closed_after_its_idle_time(cluster: Cluster) -> None:
     with connect(cluster) as connection:
         for _ in range(3):  # it is kept for the next request
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert rest(connection) == b""
 
 
 def test_a_kept_connection_that_begins_another_head_is_bounded_again(cluster: Cluster) -> None:
     with connect(cluster) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /hea")
         assert refusal(rest(connection))[0] == 408
@@ -95,7 +95,7 @@ def test_a_kept_connection_that_begins_another_head_is_bounded_again(cluster: Cl
 
 def test_a_body_that_nobody_reads_does_not_keep_its_connection(cluster: Cluster) -> None:
     with connect(cluster) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx")
         assert rest(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -169,7 +169,7 @@ def test_a_peer_is_an_address_or_the_network_of_an_ipv6_host(host: str, peer: st
     [
         (b"\x00\x01\x02\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
         (b"x" * 9_000 + b"\r\n\r\n", 400, "invalid_request", "illegal request line"),
-        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
+        (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_request", "Missing mandatory Host: header"),
         (HEAD + b"Content-Length: -5\r\n\r\n", 400, "invalid_request", "bad Content-Length"),
         (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501, "not_implemented", "Transfer-Encoding"),

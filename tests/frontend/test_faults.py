@@ -90,7 +90,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_everything(
 def test_a_connection_that_is_reset_counts_as_a_client_that_left(cluster: Cluster, http: httpx.Client) -> None:
     text = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hang=2"}]}'
     connection = socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
     assert b" 200 " in connection.recv(20)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close with a reset

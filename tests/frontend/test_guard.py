@@ -1,5 +1,6 @@
 """What stands before the routes: encodings, keys and the paths that need none, HEAD, and pages of other origins."""
 
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -116,3 +117,70 @@ def test_only_paths_that_may_be_open_can_be_opened() -> None:
 @pytest.mark.parametrize("origin", ["*", "https://app.example", "http://localhost:3000", "http://[::1]:3000"])
 def test_origins_that_are_some_are_taken(origin: str) -> None:
     assert parse_config({"http": {"cors_origins": [origin]}}).http.cors_origins == (origin,)
+
+
+# ---- pages whose name was made to resolve to loopback
+
+SEARCH = {"query": "with", "collection": "docs"}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example:18080",
+        "evil.example",
+        "localhost.evil.example",
+        "evil-localhost",
+        "127.0.0.1.evil.example:1",
+        "192.0.2.1",
+        "[::2]:80",
+        "0.0.0.0",
+        "localhost@evil.example",
+        "",
+    ],
+)
+def test_without_keys_a_page_whose_name_resolves_to_loopback_is_refused(http: httpx.Client, host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    for answer in (
+        http.post("/v1/retrieval", json=SEARCH, headers=headers),
+        *(http.get(path, headers=headers) for path in ("/health", "/metrics", "/v1/models", "/nothing")),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (403, "host_not_allowed")
+        assert f"the request's Host is {host!r}" in error["message"]
+        assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8080",
+        "localhost.",
+        "app.localhost:1",
+        "127.0.0.1",
+        "127.9.8.7:80",
+        "[::1]",
+        "[::1]:8080",
+    ],
+)
+def test_without_keys_every_name_of_loopback_is_taken(http: httpx.Client, host: str) -> None:
+    assert http.post("/v1/retrieval", json=SEARCH, headers={"Host": host}).status_code == 200
+
+
+def test_without_keys_the_configured_host_is_taken() -> None:
+    with Cluster(settings=Settings("tiny", host="Node.Example")) as cluster, cluster.http() as http:
+        assert http.get("/health", headers={"Host": "node.example:8080"}).status_code == 200
+        assert http.get("/health", headers={"Host": "other.example:8080"}).status_code == 403
+
+
+def test_with_keys_any_host_is_taken(guarded: Cluster) -> None:
+    with guarded.http() as http:
+        assert http.get("/v1/models", headers=KEY | {"Host": "node.example"}).status_code == 200
+
+
+def test_a_request_of_http_1_0_needs_no_host(http: httpx.Client) -> None:
+    address = (http.base_url.host, http.base_url.port)
+    with socket.create_connection(address) as connection, connection.makefile("rb") as answer:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert answer.readline().startswith(b"HTTP/1.1 200 ")

@@ -217,7 +217,7 @@ def messages(draw: st.DrawFn) -> bytes:
         case 2:
             whole = whole[: draw(st.integers(0, len(whole)))]
         case 3:
-            whole += b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+            whole += b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     return whole
 
 

@@ -1,8 +1,10 @@
-"""What stands before the routes: API keys, the type, size and time of a body, and the answer to a fault of our own."""
+"""What stands before the routes: API keys or host names, the type, size and time of a body, and the answer to a fault
+of our own."""
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -50,6 +52,13 @@ class RequestTooSlow(InvalidRequest):
     status = 408
 
 
+class HostNotAllowed(InvalidRequest):
+    """A server without keys was asked under a name that is not its own."""
+
+    code = "host_not_allowed"
+    status = 403
+
+
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body, of at most `limit` bytes.
 
@@ -83,24 +92,27 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 class Guard:
-    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token. Without keys everything is open.
+    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token.
+
+    Without keys everything is open, to requests whose Host is this machine's loopback or `host`, the configured one: a
+    page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) is of our origin to the browser, and only the
+    Host header tells.
 
     An exception that no route foresaw is logged here and answered without its traceback. (The framework's own handler
     would raise on, and the server would close the connection under a client that means to go on using it.)
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], host: str) -> None:
         self._app = app
+        self._host = host.lower()
         self._open_paths = frozenset(open_paths)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
-            problem = self._problem(scope)
-            if problem is not None:
-                response = error_response(problem, {"WWW-Authenticate": "Bearer"})
-                await response(scope, receive, send)
-                return
+        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+            headers = {"WWW-Authenticate": "Bearer"} if isinstance(problem, Unauthorized) else {}
+            await error_response(problem, headers)(scope, receive, send)
+            return
         started = False
 
         async def sending(message: Message) -> None:
@@ -118,6 +130,31 @@ class Guard:
             await response(scope, receive, send)
 
     def _problem(self, scope: Scope) -> TrinityError | None:
+        if not self._digests:
+            return self._wrong_host(scope)
+        return None if scope["path"] in self._open_paths else self._wrong_key(scope)
+
+    def _wrong_host(self, scope: Scope) -> TrinityError | None:
+        """HTTP/1.0 may send no Host; every browser sends one."""
+        for name, value in scope["headers"]:
+            if name == b"host" and not self._is_ours(host := value.decode("latin-1")):
+                return HostNotAllowed(
+                    f"the request's Host is {host[:128]!r}: a server without API keys answers to localhost, a loopback "
+                    f"address and its http.host ({self._host}) alone"
+                )
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        host = host.strip().lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
+        if name in (self._host, "localhost") or name.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+    def _wrong_key(self, scope: Scope) -> TrinityError | None:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":

@@ -85,13 +85,15 @@ class Settings:
     """The HTTP interface's own settings: names, keys, limits, default deadlines.
 
     `model` is "" on a node that only searches; `collections` gives each collection's dimension, 0 while it is unknown.
-    A prompt's bytes count its text as UTF-8. `open_paths` need no key; browsers let pages from `cors_origins` ask. A
-    body that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    A prompt's bytes count its text as UTF-8. `open_paths` need no key; without keys a request's Host must be loopback's
+    or `host`. Browsers let pages from `cors_origins` ask. A body that names no limit gets `default_max_tokens` (a chat)
+    or OpenAI's 16 (a completion).
     Raises ConfigError for a key that no header could carry, or that an empty one would.
     """
 
     model: str = ""
     collections: Mapping[str, int] = field(default_factory=dict)
+    host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
     open_paths: tuple[str, ...] = ("/health", "/metrics")
     cors_origins: tuple[str, ...] = ()
@@ -131,7 +133,7 @@ def create_app(
     seeds of requests that bring none."""
     app = Starlette()
     app.router.redirect_slashes = False
-    app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths)
+    app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths, host=settings.host)
     if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
         app.add_middleware(
             CORSMiddleware,

@@ -106,6 +106,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         model=ModelInfo.read(own.name).name if own else served.name if served else "",
         context_tokens=served.context_tokens if served else 0,
         collections=library.dims,
+        host=config.http.host,
         api_keys=read_api_keys(config),
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
