@@ -3,19 +3,17 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu import rows, storage
+from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, check_within
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
-BuildDevice = Literal["cpu", "cuda"]
-_MAX_THREADS = 1024
 
 
 class GraphIndex:
@@ -49,18 +47,12 @@ class GraphIndex:
         degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
         the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
         RaBitQ codes of every node's neighbours beside the graph (`gpu.neighbor_codes`; not with int8): searches on a
-        CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices; on the CPU the
-        same input and seed give the same index. threads: for the build. device: "cuda" has cuVS build the graph (extra
-        [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
+        CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices, 0 or more; on the
+        CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has cuVS build
+        the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
-        if not 2 <= degree <= storage.MAX_DEGREE:
-            raise InvalidParams(f"degree is {degree}, outside 2..{storage.MAX_DEGREE}")
-        if device not in get_args(BuildDevice):
-            raise InvalidParams(f"device {device!r} is none of {', '.join(get_args(BuildDevice))}")
-        if neighbor_codes and dtype == "int8":
-            raise InvalidParams("neighbor_codes want the exact distances of dtype float32 or float16, not int8's")
-        _check_threads(threads)
+        BuildParams(metric, degree, dtype, neighbor_codes, seed, threads, device)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
@@ -123,7 +115,7 @@ class GraphIndex:
         from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
 
         params = SearchParams(k, top_m, search_width, patience)
-        _check_threads(threads)
+        check_within("threads", threads, 1, MAX_THREADS)
         nodes, distances = search(self.data, queries, params, threads)
         return self.data.ids_of(nodes), distances
 
@@ -157,11 +149,6 @@ class GraphIndex:
 
     def __repr__(self) -> str:
         return f"GraphIndex({self.size} x {self.dim} {self.dtype}, {self.metric}, degree {self.degree})"
-
-
-def _check_threads(threads: int) -> None:
-    if not 1 <= threads <= _MAX_THREADS:
-        raise InvalidParams(f"threads is {threads}, outside 1..{_MAX_THREADS}")
 
 
 def _checked_ids(ids: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:

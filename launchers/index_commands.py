@@ -19,7 +19,7 @@ from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.sources import read_ids, read_truth, read_vectors
+from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.embedding.embedder import DEFAULT_EMBEDDER
 from runtime.retrieval.recall import recall
 
@@ -45,7 +45,7 @@ def build(
         Path | None, typer.Option(help="The texts' vectors, if known already: .npy, a row a text.")
     ] = None,
     ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy of integers. Else: row numbers.")] = None,
-    degree: Annotated[int, typer.Option(help="Edges a node of the graph.")] = 32,
+    degree: Annotated[int, typer.Option(help="Edges a node of the graph, 2 to 512.")] = 32,
     dtype: Annotated[
         Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept; int8 keeps float32 beside.")
     ] = "float32",
@@ -56,9 +56,9 @@ def build(
             show_default=False,
         ),
     ] = None,
-    shards: Annotated[int, typer.Option(help="Split it over so many pool workers.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of the graph's random choices.")] = 0,
-    threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
+    shards: Annotated[int, typer.Option(help="Split it over so many pool workers, 1 to 8.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the graph's random choices, from 0.")] = 0,
+    threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="What builds the graph; cuda: cuVS, of the extra \\[cuvs].")
     ] = "cpu",
@@ -68,14 +68,13 @@ def build(
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
     with BuildProgress(sys.stderr) as progress:
-        matrix = None if vectors is None else read_vectors(vectors)
         Collection.build(
             source,
             out,
             metric=metric,
             embedder=embedder,
-            vectors=matrix,
-            ids=None if ids is None else read_ids(ids),
+            vectors=vectors,
+            ids=ids,
             degree=degree,
             dtype=dtype,
             neighbor_codes=neighbor_codes,

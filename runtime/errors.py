@@ -138,6 +138,12 @@ class CollectionError(TrinityError):
     exit_code = EXIT_CONFIG
 
 
+class BuildRefused(CollectionError):
+    """An argument of a collection's build is outside its limits, or does not go with another."""
+
+    exit_code = EXIT_USAGE
+
+
 class OutputRefused(CollectionError):
     """What is where a collection is to be built is left as it is."""
 

@@ -19,7 +19,7 @@ def cuvs_graph(space: FloatArray, degree: int) -> Graph:
 
     Raises DeviceUnavailable without cuVS, DeviceError where it fails.
     """
-    cagra = _cagra()
+    cagra = import_cagra()
     params = cagra.IndexParams(
         metric="sqeuclidean", intermediate_graph_degree=2 * degree, graph_degree=degree, build_algo="nn_descent"
     )
@@ -33,7 +33,8 @@ def cuvs_graph(space: FloatArray, degree: int) -> Graph:
     return graph
 
 
-def _cagra() -> Any:
+def import_cagra() -> Any:
+    """cuVS's module. Raises DeviceUnavailable where it cannot be imported."""
     try:
         return importlib.import_module("cuvs.neighbors.cagra")
     except ImportError as error:

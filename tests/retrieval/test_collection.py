@@ -156,7 +156,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
         (CollectionError, "degree is 1, outside", vectors, {"embedder": None, "degree": 1}),
         (CollectionError, "none of cosine, l2, ip", vectors, {"embedder": None, "metric": "l3"}),
         (CollectionError, "not from hashing-256: its are 256 long", vectors, {}),
-        (CollectionError, "200 vectors for 43 documents", DOCUMENTS, {"vectors": vectors}),
+        (CollectionError, "200 vectors for 43 documents", DOCUMENTS, {"embedder": None, "vectors": vectors}),
         (CollectionError, "vectors already", vectors, {"vectors": vectors}),
         (CollectionError, "documents bring their own ids", DOCUMENTS, {"ids": np.arange(43)}),
         (CollectionError, r"a source ends in \.jsonl", tmp_path / "d.csv", {}),

@@ -163,7 +163,10 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("index", "build", source, "--out", docs, "--embedder", "hashing-64"), f"{docs} exists already"),
         (("index", "build", source, "--out", source, "--embedder", "hashing-64"), "is not a directory"),
         (("index", "build", source, "--out", foreign, "--embedder", "hashing-64", "--force"), "is not a collection"),
-        (("index", "build", source, *hashing, "--ids", tmp_path / "v.npy"), "ids are a row of integers"),
+        (
+            ("index", "build", tmp_path / "v.npy", "--out", tmp_path / "new", "--ids", tmp_path / "v.npy"),
+            "ids are a row of integers",
+        ),
         (("index", "info", tmp_path / "nowhere"), "there is no collection at"),
         (("index", "verify", tmp_path), "is not a collection"),
         (("search", docs, "--queries", tmp_path / "none.npy"), "none.npy: No such file"),
@@ -182,6 +185,52 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         assert message in lines[0]
     assert not (tmp_path / "new").exists()
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--degree", 1000), "degree is 1000, outside 2..512"),
+        (("--shards", 1000), "shards is 1000, outside 1..8"),
+        (("--shards", 0), "shards is 0, outside 1..8"),
+        (("--threads", 99999), "threads is 99999, outside 1..1024"),
+        (("--threads", -2), "threads is -2, outside 1..1024"),
+        (("--seed", -1), "seed is -1, outside 0..9223372036854775807"),
+        (("--dtype", "int8", "--neighbor-codes"), "neighbor_codes want the exact distances"),
+        (("--ids", "none.npy"), "documents bring their own ids"),
+    ],
+)
+def test_an_argument_that_is_wrong_is_said_before_anything_is_read(
+    trinity: Trinity, tmp_path: Path, arguments: tuple[object, ...], message: str
+) -> None:
+    """The source is not there, and nobody has looked."""
+    build = ("index", "build", tmp_path / "none.jsonl", "--out", tmp_path / "new", "--embedder", "hashing-64")
+    code, printed, told = trinity(*build, *arguments)
+    assert (code, printed) == (EXIT_USAGE, "")
+    assert told.startswith(f"trinity: error: {message}")
+    assert len(told.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_shards_that_are_too_many_for_the_rows_are_refused_before_anything_is_embedded(
+    trinity: Trinity, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(3)))
+    build = ("index", "build", tmp_path / "d.jsonl", "--out", tmp_path / "new", "--embedder", "hashing-64")
+    code, _, told = trinity(*build, "--shards", 4)
+    assert (code, "embedding" in told) == (EXIT_USAGE, False)
+    assert (
+        told.splitlines()[-1] == "trinity: error: shards is 4, outside 1..3: no shard is empty, and there are 3 vectors"
+    )
+
+
+def test_a_build_on_a_gpu_without_cuvs_is_refused_before_anything_is_read(
+    trinity: Trinity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
+    code, _, told = trinity("index", "build", tmp_path / "none.jsonl", "--out", tmp_path / "new", "--device", "cuda")
+    assert code == EXIT_CONFIG
+    assert "needs the extra [cuvs]" in told
 
 
 def _build(source: Path, out: Path) -> list[str | Path]:

@@ -6,7 +6,7 @@ with Collection.open(Path("docs")) as docs:
     passages = docs.documents.get(ids[0])
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
-from gpu.index import BuildDevice
-from runtime.errors import CollectionError
+from gpu.build.params import BuildDevice, BuildParams, check_within
+from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections.directory import new_directory
 from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.manifest import (
@@ -31,7 +31,14 @@ from runtime.retrieval.collections.manifest import (
     read_manifest,
     write_manifest,
 )
-from runtime.retrieval.collections.sources import DOCUMENT_SUFFIXES, Progress, no_progress, read_documents, read_vectors
+from runtime.retrieval.collections.sources import (
+    DOCUMENT_SUFFIXES,
+    Progress,
+    no_progress,
+    read_documents,
+    read_ids,
+    read_vectors,
+)
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import (
     DEFAULT_EMBEDDER,
@@ -183,8 +190,8 @@ class Collection:
         *,
         metric: Metric = "cosine",
         embedder: str | None = None,
-        vectors: NDArray[Any] | None = None,
-        ids: NDArray[np.int64] | None = None,
+        vectors: Path | NDArray[Any] | None = None,
+        ids: Path | NDArray[np.int64] | None = None,
         degree: int = 32,
         dtype: Dtype = "float32",
         neighbor_codes: bool | None = None,
@@ -200,25 +207,38 @@ class Collection:
         source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
         embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
             so that queries may come as text.
-        vectors: the documents' vectors, row by row, where they are known already.
-        ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only.
+        vectors: the documents' vectors, row by row, where they are known already; may be a .npy file.
+        ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
         degree, dtype, neighbor_codes, seed, device: see `GraphIndex.build`; codes are made by default, but not with
             int8. threads: cores to use.
         force: replace a collection that is at `out`.
         progress: called with a stage's name and the part of it that is done, 0..1.
-        Raises `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
+        Raises `BuildRefused` for an argument, before anything is read or, where the number of rows matters, embedded;
+        `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
         """
+        codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
+        _check_arguments(BuildParams, metric, degree, dtype, codes, seed, threads, device)
+        _check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
+        if embedder is not None:
+            embedder_dim(embedder)
         bare = _bare_vectors(source)
         if bare is not None and vectors is not None:
-            raise CollectionError("the source is vectors already: give other vectors with documents only")
+            raise BuildRefused("the source is vectors already: give other vectors with documents only")
         if bare is None and ids is not None:
-            raise CollectionError("documents bring their own ids: give ids with bare vectors only")
+            raise BuildRefused("documents bring their own ids: give ids with bare vectors only")
+        if device == "cuda":
+            _check_cuvs()
+        given = read_vectors(vectors) if isinstance(vectors, Path) else vectors if bare is None else bare
+        if given is not None:
+            _check_embedder(embedder, given)
+            _check_shards(shards, len(given))
+        own_ids = read_ids(ids) if isinstance(ids, Path) else ids
         with new_directory(out, replace=force) as building:
             if bare is not None:
                 matrix = bare
-            elif vectors is not None:
-                matrix = vectors
+            elif given is not None:
+                matrix = given
                 with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
                     if len(matrix) != documents.size:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
@@ -226,11 +246,10 @@ class Collection:
                 embedder = embedder or DEFAULT_EMBEDDER
                 model = load_embedder(embedder, threads=threads)  # first: it may be missing, and reading may take long
                 with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                    _check_shards(shards, documents.size)
                     matrix = _embedded(documents, model, progress)
-            _check_embedder(embedder, matrix)
-            if not 1 <= shards <= min(MAX_SHARDS, len(matrix)):
-                raise CollectionError(f"shards is {shards}, outside 1..{MAX_SHARDS} for {len(matrix)} vectors")
-            own_ids = np.arange(len(matrix)) if ids is None and shards > 1 else ids
+            if own_ids is None and shards > 1:
+                own_ids = np.arange(len(matrix))
             if own_ids is not None and own_ids.shape != (len(matrix),):
                 raise CollectionError(f"ids have shape {own_ids.shape}; [{len(matrix)}] are needed")
             for shard, folder in enumerate(index_folders(shards)):
@@ -240,7 +259,7 @@ class Collection:
                         metric=metric,
                         degree=degree,
                         dtype=dtype,
-                        neighbor_codes=dtype != "int8" if neighbor_codes is None else neighbor_codes,
+                        neighbor_codes=codes,
                         ids=None if own_ids is None else own_ids[shard::shards],
                         seed=seed,
                         threads=threads,
@@ -254,6 +273,26 @@ class Collection:
 def _part(progress: Progress, shard: int, shards: int) -> Progress:
     """One shard's share of a stage."""
     return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
+
+
+def _check_arguments(check: Callable[..., object], *arguments: object) -> None:
+    """The index's complaint about an argument as `BuildRefused`."""
+    try:
+        check(*arguments)
+    except GpuError as error:
+        raise BuildRefused(str(error)) from error
+
+
+def _check_shards(shards: int, rows: int) -> None:
+    if shards > rows:
+        raise BuildRefused(f"shards is {shards}, outside 1..{rows}: no shard is empty, and there are {rows} vectors")
+
+
+def _check_cuvs() -> None:
+    from gpu.build.cuvs_graph import import_cagra  # compiled code, and needed by this device alone
+
+    with index_errors():
+        import_cagra()
 
 
 def _bare_vectors(source: Source) -> NDArray[Any] | None:

@@ -1,0 +1,55 @@
+"""What a build is asked for, and the limits of it."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from gpu.errors import InvalidParams
+from gpu.rows import DTYPES, METRICS
+from gpu.storage import MAX_DEGREE
+
+BuildDevice = Literal["cpu", "cuda"]
+MIN_DEGREE = 2
+MAX_SEED = (1 << 63) - 1
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BuildParams:
+    """How an index is built; see `GraphIndex.build`. Checked before a vector is read.
+
+    Raises InvalidParams with the value and its limit.
+    """
+
+    metric: str = "cosine"
+    degree: int = 32
+    dtype: str = "float32"
+    neighbor_codes: bool = False
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_one_of("metric", self.metric, METRICS)
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("device", self.device, get_args(BuildDevice))
+        check_within("degree", self.degree, MIN_DEGREE, MAX_DEGREE)
+        check_within("seed", self.seed, 0, MAX_SEED)
+        check_within("threads", self.threads, 1, MAX_THREADS)
+        if self.neighbor_codes and self.dtype == "int8":
+            raise InvalidParams("neighbor_codes want the exact distances of dtype float32 or float16, not int8's")
+
+
+def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise InvalidParams for a value that is not known."""
+    if value not in known:
+        raise InvalidParams(f"{name} {value!r} is none of {', '.join(known)}")
+
+
+def check_within(name: str, value: object, least: int, most: int) -> None:
+    """Raise InvalidParams for what is no integer (of Python's or numpy's), or outside least..most."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise InvalidParams(f"{name} must be an integer, not {value!r}")
+    if not least <= value <= most:
+        raise InvalidParams(f"{name} is {value}, outside {least}..{most}")
