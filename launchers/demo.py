@@ -14,6 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from launchers.demo_check import check_equality
+from launchers.demo_options import (
+    ASK,
+    BUILT_IN_QUESTIONS,
+    CHECK,
+    EVERY_TOKENS,
+    KEEP,
+    MAX_TOKENS,
+    PORT,
+    QUESTIONS,
+)
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
@@ -24,12 +34,6 @@ from runtime.retrieval.collections.python_docs import python_documents
 from runtime.retrieval.collections.sources import Progress
 from runtime.serving.model import smollm
 
-QUESTIONS = (
-    "How does a with statement call __exit__?",
-    "What is the difference between is and == in Python?",
-    "When does a finally clause run?",
-    "What does the yield expression do in a generator?",
-)
 STAGES = {
     "queue": "frontend … prefill worker",
     "embed": "question … its vector",
@@ -71,18 +75,18 @@ path = "{collection}"
 
 def demo(
     questions: Annotated[
-        int, typer.Option(min=0, max=len(QUESTIONS), help="How many of the built-in questions to ask.")
-    ] = 3,
-    ask: Annotated[list[str] | None, typer.Option(help="A question of your own (may be given more than once).")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens an answer may have.")] = 96,
+        int, typer.Option(min=QUESTIONS.least, max=QUESTIONS.most, help=QUESTIONS.help)
+    ] = QUESTIONS.default,
+    ask: Annotated[list[str] | None, typer.Option(help=ASK)] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=MAX_TOKENS.least, max=MAX_TOKENS.most, help=MAX_TOKENS.help)
+    ] = MAX_TOKENS.default,
     every_tokens: Annotated[
-        int, typer.Option(min=0, max=1024, help="Ask the pool again after so many tokens; 0: never.")
-    ] = 0,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 0,
-    keep: Annotated[bool, typer.Option(help="Leave the node up and print how to ask it.")] = False,
-    check: Annotated[
-        bool, typer.Option(help="Compare 50 greedy answers with transformers' generate() in one process.")
-    ] = False,
+        int, typer.Option(min=EVERY_TOKENS.least, max=EVERY_TOKENS.most, help=EVERY_TOKENS.help)
+    ] = EVERY_TOKENS.default,
+    port: Annotated[int, typer.Option(min=PORT.least, max=PORT.most, help=PORT.help)] = PORT.default,
+    keep: Annotated[bool, typer.Option(help=KEEP)] = False,
+    check: Annotated[bool, typer.Option(help=CHECK)] = False,
 ) -> None:
     """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
     for kind in (signal.SIGTERM, signal.SIGHUP):
@@ -102,7 +106,7 @@ def demo(
     try:
         timings = [
             _ask(node, question, max_tokens, every_tokens, console)
-            for question in [*(ask or []), *QUESTIONS[:questions]]
+            for question in [*(ask or []), *BUILT_IN_QUESTIONS[:questions]]
         ]
         if timings:
             console.print(_timing_table(timings))
@@ -215,7 +219,7 @@ def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
 def _print_how_to_ask(info: NodeInfo, config: Path) -> None:
     body = {
         "model": smollm.NAME,
-        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "messages": [{"role": "user", "content": BUILT_IN_QUESTIONS[0]}],
         "max_tokens": 64,
         "stream": True,
         "retrieval": {"collection": "docs", "k": 4},
@@ -231,7 +235,7 @@ With the OpenAI client (python -m pip install openai):
   from openai import OpenAI
   client = OpenAI(base_url="{info.url}/v1", api_key="none")
   answer = client.chat.completions.create(
-      model="{smollm.NAME}", max_tokens=64, messages=[{{"role": "user", "content": "{QUESTIONS[0]}"}}],
+      model="{smollm.NAME}", max_tokens=64, messages=[{{"role": "user", "content": "{BUILT_IN_QUESTIONS[0]}"}}],
       extra_body={{"retrieval": {{"collection": "docs", "k": 4}}}},
   )
   print(answer.choices[0].message.content, answer.model_extra["retrieval"])

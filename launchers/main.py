@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
+from launchers.commands import ELSEWHERE
 from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
 from launchers.status import show_status
@@ -32,20 +33,6 @@ from runtime.node.supervisor.figures import node_version
 from runtime.node.supervisor.listen import check_host
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker import die_with
-
-# Commands and groups of commands that have a module of their own: module and name by command.
-_ELSEWHERE = {
-    "index": ("index_commands", "index_app"),
-    "dashboards": ("dashboard_commands", "dashboards_app"),
-    "workers": ("workers_commands", "workers_app"),
-    "search": ("index_commands", "search"),
-    "demo": ("demo", "demo"),
-    "doctor": ("doctor", "doctor"),
-    "trace": ("trace_command", "trace"),
-    "logs": ("logs_command", "logs"),
-    "simulate": ("simulate_command", "simulate_node"),
-    "calibrate": ("simulate_command", "calibrate_machine"),
-}
 
 
 def _show_version(wanted: bool) -> None:
@@ -162,9 +149,9 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     named = next((word for word in arguments if not word.startswith("-")), "")
     for name, function in own.items():
         app.command(name)(function)
-    for name in [named] if named in own | _ELSEWHERE else _ELSEWHERE:
-        if name in _ELSEWHERE:
-            module, attribute = _ELSEWHERE[name]
+    for name in [named] if named in own | ELSEWHERE else ELSEWHERE:
+        if name in ELSEWHERE:
+            module, attribute = ELSEWHERE[name]
             found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
             app.add_typer(found, name=name) if isinstance(found, typer.Typer) else app.command(name)(found)
     return app

@@ -1,0 +1,16 @@
+"""The names of `trinity`'s commands, and where those are that have a module of their own. Standard library alone."""
+
+OWN = ("serve", "status", "top", "restart", "stop")  # of `launchers.main`
+
+ELSEWHERE = {  # commands and groups of commands: module and name
+    "index": ("index_commands", "index_app"),
+    "dashboards": ("dashboard_commands", "dashboards_app"),
+    "workers": ("workers_commands", "workers_app"),
+    "search": ("index_commands", "search"),
+    "demo": ("demo", "demo"),
+    "doctor": ("doctor", "doctor"),
+    "trace": ("trace_command", "trace"),
+    "logs": ("logs_command", "logs"),
+    "simulate": ("simulate_command", "simulate_node"),
+    "calibrate": ("simulate_command", "calibrate_machine"),
+}

@@ -1,0 +1,78 @@
+"""What is asked of the bootstrap, or wrong with it, is answered with Python alone and before anything is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from launchers import bootstrap
+from launchers.commands import ELSEWHERE, OWN
+from launchers.demo_options import demo_parser
+from launchers.main import command_line
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """Where the environment would be made."""
+    return tmp_path / "venv"
+
+
+def bootstrapped(environment: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The bootstrap with the standard library alone (-S), and where pip could install nothing."""
+    variables = os.environ | {"TRINITY_VENV": str(environment), "PIP_NO_INDEX": "1"}
+    variables.pop("PYTHONPATH", None)
+    command = [sys.executable, "-S", "-m", "launchers.bootstrap", *arguments]
+    return subprocess.run(command, cwd=bootstrap.ROOT, env=variables, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "which command?"),
+        (("nope",), "there is no command 'nope'"),
+        (("--questions", "2"), "there is no command '--questions'"),
+        (("demo", "--max-tokens", "0"), "argument --max-tokens: 0 is outside 1..1024"),
+        (("demo", "--questions", "many"), "invalid integer value: 'many'"),
+        (("demo", "--nope"), "unrecognized arguments: --nope"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_and_nothing_is_installed(
+    environment: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    ended = bootstrapped(environment, *arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert text in ended.stderr
+    assert not environment.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--help",), "run every check of the project"),
+        (("test", "-h"), "run every check of the project"),
+        (("demo", "--help"), "Tokens an answer may have. [1 to 1024; default: 96]"),
+        (("index", "build", "--help"), "What 'index' takes can be shown once `test` or `demo` has made"),
+    ],
+)
+def test_help_is_given_and_nothing_is_installed(environment: Path, arguments: tuple[str, ...], text: str) -> None:
+    ended = bootstrapped(environment, *arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert text in " ".join(ended.stdout.split())
+    assert not environment.exists()
+
+
+@pytest.mark.parametrize("arguments", [["test", "tests/gpu", "-k", "recall"], ["demo", "--max-tokens", "24", "--keep"]])
+def test_what_is_right_is_let_through(arguments: list[str]) -> None:
+    bootstrap.check(arguments)
+
+
+def test_the_bootstrap_knows_the_commands_and_the_demos_options() -> None:
+    commands = get_command(command_line()).commands  # type: ignore[attr-defined]
+    assert {*OWN, *ELSEWHERE} == set(commands)
+    options = {name for option in commands["demo"].params for name in (*option.opts, *option.secondary_opts)}
+    assert options | {"-h", "--help"} == set(demo_parser("demo")._option_string_actions)
+    defaults = {option.name: option.default for option in commands["demo"].params}
+    assert defaults == vars(demo_parser("demo").parse_args([]))
