@@ -172,6 +172,20 @@ def test_a_peer_is_an_address_or_the_network_of_an_ipv6_host(host: str, peer: st
         (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_request", "Missing mandatory Host: header"),
         (HEAD + b"Content-Length: -5\r\n\r\n", 400, "invalid_request", "bad Content-Length"),
+        (
+            HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n",
+            400,
+            "invalid_request",
+            "both Content-Length and Transfer-Encoding",
+        ),
+        (
+            HEAD.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+            "invalid_request",
+            "Transfer-Encoding in HTTP/1.0",
+        ),
+        (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "http_version_not_supported", "its version is 2.0"),
+        (b"GET /health HTTP/0.9\r\n\r\n", 505, "http_version_not_supported", "its version is 0.9"),
         (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501, "not_implemented", "Transfer-Encoding"),
         (HEAD + b"X: " + b"x" * 70_000, 431, "header_too_large", "Receive buffer too long"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", 400, "invalid_request", "chunk"),
@@ -198,3 +212,40 @@ def test_garbage_within_the_body_of_a_request_ends_it_once(cluster: Cluster) -> 
         connection.sendall(b"zzz\r\n")
         assert refusal(rest(connection))[0] == 400
     assert not cluster.held()
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://localhost/health", 200),
+        (b"HTTP://user@localhost:8080/v1/models?x=1", 200),
+        (b"http://localhost?x=/health", 404),
+        (b"http://evil.example/health", 403),  # its host is what counts, whatever the header says
+        (b"http:///health", 404),
+    ],
+)
+def test_an_absolute_target_is_asked_for_by_its_path_and_its_host(cluster: Cluster, target: bytes, status: int) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
+        assert rest(connection).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_a_body_that_is_declared_too_large_is_refused_before_it_comes(cluster: Cluster, more: bytes) -> None:
+    size = (1 << 20) + 1
+    with connect(cluster) as connection:
+        connection.sendall(HEAD + more + b"Content-Length: %d\r\n\r\n" % size)
+        answer = b""
+        while b"}}" not in answer:
+            part = connection.recv(65536)
+            assert part, answer
+            answer += part
+        status, _, error = refusal(answer)
+        assert (status, error["code"]) == (413, "request_too_large")
+        assert error["message"] == f"the body has {size} bytes or more, the limit is {size - 1}"
+        connection.sendall(b"x" * size)  # it is taken, and thrown away
+        if more:
+            assert rest(connection) == b""
+        else:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -1,7 +1,8 @@
 """HTTP connections with bounds: on their number, on the time of a request's head, of a pause and of a client's reading.
 
 uvicorn bounds none of these (but the pause), and answers what is no HTTP with plain text. This is its own protocol with
-timers around it, and with the same JSON errors and request ids as everywhere else.
+timers around it, and with the same JSON errors and request ids as everywhere else. Heads that h11 lets pass although
+RFC 9112 does not, or that uvicorn would misread, are seen to here too.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import http
 import ipaddress
 import logging
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +30,8 @@ from runtime.serving.frontend.request_ids import HEADER
 
 log = logging.getLogger(__name__)
 
-_CODES = {431: "header_too_large", 501: "not_implemented"}
+_CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
+_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class BoundedConnection(H11Protocol):
     ) -> None:
         assert isinstance(config, HttpConfig), "made by it alone"
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = _Parser(h11.SERVER, config.limits.header_bytes)
         self._bounds = config
         self._peer = ""
         self._head = _Timer(self.loop, config.limits.header_s, self._head_late)
@@ -186,6 +190,37 @@ class BoundedConnection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+
+
+class _Parser(h11.Connection):
+    """h11's parser, stricter with a request's head."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Raises h11's RemoteProtocolError, also for what `_checked` refuses."""
+        event = super().next_event()
+        return _checked(event) if isinstance(event, h11.Request) else event
+
+
+def _checked(request: h11.Request) -> h11.Request:
+    """The request with its target as a path. Raises RemoteProtocolError for another major version of HTTP, and for a
+    body whose end a proxy in front could see elsewhere than we do."""
+    version, names = request.http_version.decode(), {name for name, _ in request.headers}
+    if not version.startswith("1."):
+        raise h11.RemoteProtocolError(f"its version is {version}, HTTP/1.1 is spoken here", error_status_hint=505)
+    if b"transfer-encoding" in names and (b"content-length" in names or version == "1.0"):
+        what = "Transfer-Encoding in HTTP/1.0" if version == "1.0" else "both Content-Length and Transfer-Encoding"
+        raise h11.RemoteProtocolError(what)
+    absolute = _ABSOLUTE.fullmatch(request.target)
+    if absolute is None:
+        return request
+    host, path, query = absolute.groups()
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    return h11.Request(
+        method=request.method,
+        target=(path or b"/") + query,
+        headers=[(b"host", host), *headers],  # the target's counts, and not the header's (RFC 9112, 3.2.2)
+        http_version=request.http_version,
+    )
 
 
 def peer_of(host: str) -> str:

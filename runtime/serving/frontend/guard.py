@@ -2,6 +2,7 @@
 of our own."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -17,14 +18,32 @@ from runtime.serving.frontend.answers import error_json, to_json
 
 log = logging.getLogger(__name__)
 
-# A body that is too large is read to its end and thrown away, up to so many times its limit: a client that still sends
-# when the connection closes would see a broken pipe instead of the answer.
-DISCARD = 8
+# What still comes of a body that is too large is thrown away after the answer, up to so many bytes and seconds: one
+# who sends on when the connection closes would see a broken pipe instead of the answer.
+DISCARD_BYTES = 8 << 20
+DISCARD_S = 10.0
+
+
+class _Early(Response):
+    """An answer that does not wait for the request's body, and throws away what comes of it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        discarded, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and discarded <= DISCARD_BYTES:
+                    message = await receive()
+                    discarded += len(message.get("body", b""))
+                    more = message.get("more_body", False)  # a disconnect has none
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
     """OpenAI's error object under the error's status."""
-    return Response(to_json(error_json(error)), error.status, headers, media_type="application/json")
+    kind = _Early if isinstance(error, BodyTooLarge) else Response
+    return kind(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 
 class BodyTooLarge(InvalidRequest):
@@ -77,13 +96,12 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     received = 0
     try:
         async with asyncio.timeout(timeout_s):
-            if size <= limit * DISCARD:
+            if size <= limit:
                 async for part in request.stream():
                     received += len(part)
-                    if max(received, size) <= limit:
-                        parts.append(part)
-                    elif received > limit * DISCARD:
+                    if received > limit:
                         break
+                    parts.append(part)
     except TimeoutError:
         raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes did") from None
     if max(received, size) > limit:
