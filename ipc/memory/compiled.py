@@ -1,7 +1,8 @@
 """Compiling with numba, and keeping the machine code for the next process without ever keeping it too long.
 
 numba drops a function's cached code when the function's own file changes, but not when a file changes whose functions
-it has inlined. Here the code is bound to all sources of the folders that it may be built of.
+it has inlined. Here the code is bound to all sources of the folders that it may be built of. Where the user can write
+neither beside the sources, nor to their cache, nor to NUMBA_CACHE_DIR, every process compiles for itself.
 """
 
 import hashlib
@@ -15,19 +16,37 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bound_to(*folders: Path) -> Callable[..., Any]:
-    """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk for as
-    long as no source in `folders` changes."""
+    """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk, where
+    that is possible, for as long as no source in `folders` changes."""
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def compiled(function: Any, nogil: bool = True) -> Any:
-        dispatcher = njit(nogil=nogil, cache=True, error_model="numpy")(function)
-        file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+        dispatcher = njit(nogil=nogil, error_model="numpy")(function)
+        file: Any = getattr(dispatcher._cache, "_cache_file", None) if keep(dispatcher) else None
         if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
             file._source_stamp = stamp
         return dispatcher
 
     return compiled
+
+
+def keep(dispatcher: Any) -> bool:
+    """Have numba cache what it compiles; whether there is a place for that. To be called before anything is."""
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError:  # numba's "no locator available"
+        return False
+    return True
+
+
+def can_be_kept() -> bool:
+    """Whether this user's processes can keep compiled code for the next ones."""
+    return keep(njit(_example))
+
+
+def _example() -> None:
+    """A function beside whose source numba looks for a place."""
 
 
 HERE = Path(__file__).parent.parent

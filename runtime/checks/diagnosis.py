@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight
 from runtime.engines.openai.reach import reach
 from runtime.errors import ConfigError, TrinityError
@@ -63,6 +64,7 @@ def diagnose(
     machine = Machine.read(gpus)
     yield from _versions()
     yield from _limits()
+    yield _compiled_code()
     wants_gpus = config is not None and any(
         device != "cpu" for role in (config.pool, config.prefill, config.decode) for device in role.devices
     )
@@ -93,6 +95,17 @@ def _versions() -> Iterator[Finding]:
                 "not installed",
                 f"pip install 'trinity-runtime{extra}'" + ("" if needed else " if this node needs it"),
             )
+
+
+def _compiled_code() -> Finding:
+    if can_be_kept():
+        return Finding("ok", "compiled code", "is kept for the next process")
+    return Finding(
+        "warning",
+        "compiled code",
+        "cannot be kept: every process compiles for itself, some 20 s and 350 MiB at each start",
+        "set NUMBA_CACHE_DIR to a directory of this user's own (CacheDirectory= in the unit), or let it write its home",
+    )
 
 
 def _limits() -> Iterator[Finding]:

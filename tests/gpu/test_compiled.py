@@ -3,9 +3,12 @@
 import shutil
 import subprocess
 import sys
+from ctypes import CFUNCTYPE, c_int64
 from pathlib import Path
+from typing import Any
 
 import gpu
+from gpu.compiled import c_function, compiled
 from gpu.cpu import keys
 
 _PROGRAM = """
@@ -30,3 +33,11 @@ def test_code_is_kept_for_the_next_process_until_any_source_changes(tmp_path: Pa
     with (tmp_path / "gpu" / "cpu" / "simd.py").open("a") as source:
         source.write("# changed\n")
     assert run(tmp_path) == [key, "0"]
+
+
+def test_what_cannot_be_kept_is_compiled_all_the_same() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def add(a, b):\n    return a + b\n", "<nowhere>", "exec"), names)  # numba finds no place for it
+    assert compiled(names["add"])(2, 3) == 5
+    address = c_function("int64(int64, int64)")(names["add"])
+    assert CFUNCTYPE(c_int64, c_int64, c_int64)(address)(2, 3) == 5

@@ -32,7 +32,7 @@ INSTALLED = "/opt/trinity/bin/trinity"
 
 @pytest.fixture
 def service() -> configparser.SectionProxy:
-    parser = configparser.RawConfigParser()
+    parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(UNIT.read_text())
     return parser["Service"]
@@ -98,6 +98,11 @@ def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
     assert ResourceBusy.exit_code == EXIT_BUSY
     assert str(EXIT_BUSY) not in service["RestartPreventExitStatus"].split()
     assert error_of("resource_busy", "taken").exit_code == EXIT_BUSY
+
+
+def test_compiled_code_is_kept_where_the_user_needs_no_home(service: configparser.SectionProxy) -> None:
+    assert service["CacheDirectory"] == "trinity"
+    assert "Environment=NUMBA_CACHE_DIR=%C/trinity" in UNIT.read_text().splitlines()
 
 
 def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:

@@ -132,3 +132,12 @@ def test_a_server_that_does_not_answer_is_in_error_with_its_address(tmp_path: Pa
     assert found[f"engine {url}"].level == "error"
     assert "does not answer" in found[f"engine {url}"].text
     assert found[f"engine {url}"].advice.startswith("start it")
+
+
+def test_a_user_for_whom_compiled_code_cannot_be_kept_is_told_where_it_could_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert findings()["compiled code"].level == "ok"
+    monkeypatch.setattr("runtime.checks.diagnosis.can_be_kept", lambda: False)
+    found = findings()["compiled code"]
+    assert (found.level, "NUMBA_CACHE_DIR" in found.advice) == ("warning", True)

@@ -13,6 +13,8 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from ipc.memory.compiled import keep
+
 F = TypeVar("F", bound=Callable[..., None])
 
 # Sums may be reordered, so that they fit into vector registers; infinities and NaN keep their meaning.
@@ -22,7 +24,10 @@ _SIGNATURE = "void(float32[:,:,:,::1], float32[:,:,:,::1], int64[:,::1], int64[:
 
 
 def _compiled(function: F) -> F:
-    return cast(F, njit(_SIGNATURE, fastmath=_FAST, nogil=True, cache=True, error_model="numpy")(function))
+    dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
+    keep(dispatcher)
+    dispatcher.compile(_SIGNATURE)
+    return cast(F, dispatcher)
 
 
 @_compiled
