@@ -1,13 +1,15 @@
 """The directory of a running node: `node.json`, which tells where to ask it, and its logs; gone when it has stopped.
 
-The directory is private to the user, and locked for as long as its supervisor lives: the kernel lets go of the lock
-when the process ends, however it ends, so a stale directory never stops the next start. One that lies elsewhere than
-the user's other nodes has a link among them, `@` and a hash of its path, by which it is found and listed.
+The directory is private to the user, and lies in one where nobody but root could put another in its place. It is locked
+for as long as its supervisor lives: the kernel lets go of the lock when the process ends, however it ends, so a stale
+directory never stops the next start. One that lies elsewhere than the user's other nodes has a link among them, `@` and
+a hash of its path, by which it is found and listed.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 import time
@@ -21,6 +23,8 @@ from runtime.node.placement.plan import default_run_dir, nodes_dir
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
 LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere
 _TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
+
+log = logging.getLogger("supervisor")
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -53,7 +57,8 @@ class RunDir:
         missing: OSError | None = None
         for _ in range(_TRIES):
             try:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.mkdir(mode=0o700, exist_ok=True)
                 fd = _open(path)
             except FileNotFoundError as error:  # removed under our hands by a node that stops
                 missing = error
@@ -98,10 +103,11 @@ class RunDir:
         """Remove the directory and let the lock go."""
         with contextlib.suppress(OSError):
             _link(self.path).unlink(missing_ok=True)
-        for name in ("node.json", ".node.json"):
-            (self.path / name).unlink(missing_ok=True)
-        for log in (self.path / LOGS).glob("*.log*"):
-            log.unlink(missing_ok=True)
+        for file in (self.path / "node.json", self.path / ".node.json", *(self.path / LOGS).glob("*.log*")):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s is left behind: %s", file, error.strerror)
         with contextlib.suppress(OSError):
             (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
@@ -117,6 +123,23 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise ConfigError(
             f"node.run_dir: {path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it"
+        )
+    _check_holder(path.absolute().parent, path)
+
+
+def _check_holder(holder: Path, path: Path) -> None:
+    """Refuse a directory in which somebody else could put another run directory in the place of this user's."""
+    for status in (holder.lstat(), holder.stat()):  # of the link, if it is one, and of the directory
+        if status.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"node.run_dir: {holder}, which holds {path.name}, belongs to uid {status.st_uid} (mode "
+                f"{stat.S_IMODE(status.st_mode):o}), not to you (uid {os.getuid()}) or root: remove it, or set "
+                "node.run_dir or XDG_RUNTIME_DIR to a directory of your own"
+            )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:  # in a sticky one, as /tmp, each has their own
+        raise ConfigError(
+            f"node.run_dir: {holder}, which holds {path.name}, can be written by others (uid {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}): chmod go-w it, or set node.run_dir to a directory elsewhere"
         )
 
 

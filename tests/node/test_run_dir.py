@@ -156,6 +156,54 @@ def test_a_directory_of_another_user_is_refused_and_not_believed(
             use(path)
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_directory_that_others_could_put_another_in_the_place_of_is_refused_and_not_believed(
+    tmp_path: Path, mode: int
+) -> None:
+    holder = tmp_path / "holder"
+    (holder / "run").mkdir(parents=True, mode=0o700)
+    holder.chmod(mode)
+    for use in (RunDir.acquire, find_node):
+        with pytest.raises(ConfigError, match=rf"{holder}, which holds run, can be written by others .*mode {mode:o}"):
+            use(holder / "run")
+    holder.chmod(mode | stat.S_ISVTX)  # as /tmp: there nobody touches what is another's
+    RunDir.acquire(holder / "run").release()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make another user's directory")
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_a_directory_that_another_user_made_beforehand_is_refused(tmp_path: Path, kind: str) -> None:
+    holder = tmp_path / "holder"
+    if kind == "link":
+        (tmp_path / "mine").mkdir(mode=0o700)
+        holder.symlink_to(tmp_path / "mine")
+    else:
+        holder.mkdir(mode=0o755)
+    os.chown(holder, 65_532, 65_532, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"{holder}, which holds run, belongs to uid 65532 .*remove it, or set"):
+        RunDir.acquire(holder / "run")
+
+
+def test_where_it_makes_the_directory_above_too_that_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        held = RunDir.acquire(tmp_path / "holder" / "run")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "holder").stat().st_mode) == 0o700
+    held.release()
+
+
+def test_what_cannot_be_removed_is_left_behind_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = RunDir.acquire(tmp_path / "run")
+    (tmp_path / "run" / "node.json").mkdir()  # no file that can be unlinked
+    held.release()
+    assert [record.message.split(": ")[0] for record in caplog.records] == [f"{tmp_path}/run/node.json is left behind"]
+    RunDir.acquire(tmp_path / "other").release()
+
+
 @pytest.mark.parametrize("kind", ["a link", "a file", "under a file"])
 def test_what_is_no_directory_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
