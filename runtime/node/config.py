@@ -21,6 +21,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
+Verify = Literal["start", "background", "never"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 _MOST_NAME = 255  # bytes: Linux's NAME_MAX
@@ -303,7 +304,7 @@ class CollectionSection(_Section, frozen=True):
     path: Annotated[str, Meta(min_length=1)]
     shards: Annotated[int, Meta(ge=1, le=8)] = 1
     required: bool = True
-    verify: Literal["start", "background", "never"] = "background"
+    verify: Verify = "background"
 
 
 class NodeConfig(_Section, frozen=True):

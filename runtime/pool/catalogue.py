@@ -18,8 +18,8 @@ from ipc import Catalogue, Unserved
 from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.pool.beside import Beside
 from runtime.pool.shard import OpenShard, Shard, open_shard
+from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.manifest import read_manifest
 
 LOOK_NS = 5_000_000_000  # how often it is looked whether an unavailable collection's files have changed

@@ -5,6 +5,7 @@ has not. A result's ids are looked up in the build that the result is from, and 
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,10 @@ from runtime.errors import (
     Unavailable,
     UnknownCollection,
 )
+from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
@@ -39,27 +43,55 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Build:
-    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with."""
+    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with.
+
+    `file`: what the documents' file was when it was opened. `check` compares their checksum; None: nobody does.
+    `first_checked`: the documents are of no use before that has ended.
+    """
 
     identity: str
     documents: DocumentStore | None
     embedder: str
     dim: int
+    file: tuple[int, ...]
+    check: Beside[None] | None
+    first_checked: bool
 
     def close(self) -> None:
+        if self.check is not None:
+            self.check.stop()
         if self.documents is not None:
             self.documents.close()
 
 
-def _open_build(directory: Path) -> _Build:
+def _file_of(directory: Path) -> tuple[int, ...]:
+    """Which file holds the documents now, and when it was last written; () if there is none."""
+    try:
+        found = os.stat(directory / DOCUMENTS)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
     """The build that lies in a directory now. Raises `CollectionError`."""
 
     def opened(manifest: Manifest) -> _Build:
-        documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
-        if documents is not None and documents.size != manifest.size:
-            documents.close()
-            raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
-        return _Build(manifest.identity, documents, manifest.embedder or "", manifest.dim)
+        file, check, documents = _file_of(directory), None, None
+        if (facts := manifest.files.get(DOCUMENTS)) is not None:
+            documents = DocumentStore.open(directory / DOCUMENTS)
+            if documents.size != manifest.size:
+                documents.close()
+                raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+            if verify != "never":
+                try:
+                    checksums = Checksums({documents.path: facts})
+                except CollectionError:
+                    documents.close()
+                    raise
+                check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
+        waits = first_checked and check is not None
+        return _Build(manifest.identity, documents, manifest.embedder or "", manifest.dim, file, check, waits)
 
     return open_unchanged(directory, opened)
 
@@ -84,44 +116,83 @@ class _LazyEmbedder:
 
 
 class _Shelf:
-    """A collection's builds that are open, those used last at the end."""
+    """A collection's builds that are open, those used last at the end.
 
-    def __init__(self, name: str, directory: Path, clock: Callable[[], int]) -> None:
-        self._name, self._directory, self._clock = name, directory, clock
+    Documents are compared with their checksum beside everything else, as the pools compare the index; after there was
+    trouble with them, before they are used.
+    """
+
+    def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
+        self._name, self._directory, self._verify, self._clock = name, directory, verify, clock
         self.builds: dict[str, _Build] = {}
         self.current: _Build | None = None
         self.trouble = ""
+        self._offered: frozenset[str] = frozenset()
+        self._damaged: tuple[int, ...] = ()  # the file whose checksum was wrong: not to be tried again
         self._refused = ("", 0)  # the identity that was not there last, and until when that is not looked at again
 
     def has(self, identity: str) -> bool:
         """Whether this build's documents are open; opens them if they are what lies in the directory now."""
         if identity in self.builds:
-            return True
+            return self._usable(self.builds[identity])
         now, (refused, until_ns) = self._clock(), self._refused
         if identity == refused and now < until_ns:
             return False
         self._refused = identity, now + _RETRY_NS
+        if self._damaged and _file_of(self._directory) == self._damaged:
+            return False
         try:
             found = self.open()
         except CollectionError as error:
-            self._complain(error.message)
+            self.complain(error.message)
             return False
         if found.identity != identity:
-            self._complain(
+            self.complain(
                 f"{self._directory} holds another build than the pools serve: `trinity index reload` has them serve it"
             )
             return False
+        return self._usable(found)
+
+    def _usable(self, build: _Build) -> bool:
+        check = build.check
+        if check is None or not check.over:
+            return not build.first_checked
+        if check.trouble:
+            self._damaged = build.file
+            self.drop(build, check.trouble)
+            return False
         return True
+
+    def drop(self, build: _Build, trouble: str) -> None:
+        """Documents that are of no use: they are opened anew, and compared first."""
+        self.builds.pop(build.identity, None)
+        build.close()
+        if self.current is build:
+            self.current = None
+        self.complain(trouble)
 
     def open(self) -> _Build:
         """Open what lies in the directory now. Raises `CollectionError`."""
-        found = _open_build(self._directory)
+        first_checked = self._verify == "start" or bool(self.trouble)
+        found = _open_build(self._directory, self._verify, first_checked)
         if found.identity in self.builds:
             found.close()
         return self.builds.setdefault(found.identity, found)
 
+    def opened_and_checked(self) -> _Build:
+        """`open`, and wait for the checksum where that is to be compared at start. Raises `CollectionError`."""
+        found = self.open()
+        if found.first_checked and found.check is not None:
+            found.check.join()
+            if not self._usable(found):
+                raise CollectionError(self.trouble)
+        return found
+
     def follow(self, offered: Sequence[str]) -> None:
         """The pools offer these builds: answers are from them, but for some that are on their way."""
+        for identity in set(offered) - self._offered:
+            self._renew(identity)
+        self._offered = frozenset(offered)
         had = [identity for identity in offered if self.has(identity)]
         if not offered:
             return
@@ -136,7 +207,24 @@ class _Shelf:
         for identity in list(self.builds)[: -len(had) - _KEPT]:
             self.builds.pop(identity).close()
 
-    def _complain(self, trouble: str) -> None:
+    def _renew(self, identity: str) -> None:
+        """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
+        build = self.builds.get(identity)
+        if build is None or build.file == _file_of(self._directory):
+            return
+        try:
+            found = _open_build(self._directory, self._verify, first_checked=True)
+        except CollectionError:  # what is open is all that there is of it
+            return
+        if found.identity != identity:
+            found.close()
+            return
+        self.builds[identity] = found
+        self.current = found if self.current is build else self.current
+        build.close()
+
+    def complain(self, trouble: str) -> None:
+        """Say once why the documents cannot be used."""
         if trouble != self.trouble:
             log.error("collection %s: its documents cannot be used: %s", self._name, trouble)
         self.trouble = trouble
@@ -151,7 +239,7 @@ class Library:
     def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises `ModelError` for an embedder that is not there."""
         self._threads = threads
-        self._shelves = {c.name: _Shelf(c.name, Path(c.path), clock) for c in plan.config.collections}
+        self._shelves = {c.name: _Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
         self._embedders: dict[str, Embedder] = {}
         self._dims = dict.fromkeys(self._shelves, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)
@@ -168,9 +256,9 @@ class Library:
         """Have what lies in the directories now, which may have been built anew. Raises `ModelError`."""
         for name, shelf in self._shelves.items():
             try:
-                shelf.current = shelf.open()
+                shelf.current = shelf.opened_and_checked()
             except CollectionError as error:
-                log.error("collection %s: its documents cannot be used: %s", name, error.message)
+                shelf.complain(error.message)
                 continue
             self._dims[name], embedder = shelf.current.dim, shelf.current.embedder
             if embedder and embedder not in self._embedders:
@@ -218,7 +306,8 @@ class Library:
         Raises `CollectionReplaced` for a result from a build that is not here any more, `Unavailable` where documents
         cannot be read.
         """
-        build = self._shelf(collection).builds.get(result.identity)
+        shelf = self._shelf(collection)
+        build = shelf.builds.get(result.identity)
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
         rows = [int(row) for row in result.ids if row >= 0]
@@ -228,6 +317,7 @@ class Library:
             try:
                 texts = [(found.id, found.title, found.text) for found in build.documents.get(rows)]
             except CollectionError as error:  # that collection's failure, until its file is whole again
+                shelf.drop(build, error.message)
                 raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
         return tuple(
             Passage(id, title, float(distance), text)

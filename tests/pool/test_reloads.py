@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.node.placement.plan import NodePlan
-from runtime.pool import beside
+from runtime.retrieval.collections import beside
 from runtime.retrieval.retriever import Found, Retriever
 from tests.pool.conftest import MakePool
 from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever

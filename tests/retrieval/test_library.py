@@ -1,9 +1,13 @@
 """The collections of a node as its clients see them."""
 
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pytest
 
+from runtime.errors import TrinityError, Unavailable
 from runtime.node.config import parse_config
 from runtime.node.placement.plan import resolve
 from runtime.retrieval.collections.collection import Collection
@@ -11,6 +15,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.library import Library
 from runtime.retrieval.search.results import SearchResult
+from tests.waiting import until
 
 
 def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:
@@ -28,3 +33,123 @@ def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: P
     identity = read_manifest(tmp_path / "docs").identity
     result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
     assert [passage.text for passage in library.passages("docs", result)] == ["new 7"]
+
+
+Verify = Literal["start", "background", "never"]
+
+
+class Docs:
+    """A collection of one node, a whole copy of it, and a library that the pools' offers are told to."""
+
+    def __init__(self, home: Path) -> None:
+        self.path, self.kept, self.now_ns = home / "docs", home / "kept", 0
+        documents = [Document(str(n), f"title {n}", f"text {n} " + "x" * 500) for n in range(400)]
+        Collection.build(documents, self.path, embedder="hashing-64")
+        shutil.copytree(self.path, self.kept)
+        self.identity = read_manifest(self.path).identity
+
+    def library(self, verify: Verify = "background") -> Library:
+        section = {"name": "docs", "path": str(self.path), "verify": verify}
+        return Library(resolve(parse_config({"collections": [section]})), clock=self._clock)
+
+    def _clock(self) -> int:
+        self.now_ns += 10**9
+        return self.now_ns
+
+    def alter(self, old: bytes = b"text 7 ", new: bytes = b"text 8 ") -> None:
+        """In place, as a disk does it: the size is as it was."""
+        file = self.path / "documents.sqlite"
+        content = file.read_bytes()
+        assert old in content
+        with file.open("r+b") as opened:
+            opened.write(content.replace(old, new))
+
+    def tear(self) -> None:
+        """Pages of it are none any more."""
+        with (self.path / "documents.sqlite").open("r+b") as opened:
+            opened.seek(8192)
+            opened.write(b"\xff" * (self.path / "documents.sqlite").stat().st_size)
+
+    def put_back(self) -> None:
+        shutil.rmtree(self.path)
+        shutil.copytree(self.kept, self.path)
+
+    def text(self, library: Library, row: int = 7) -> str:
+        """What a row's answer says, as the pools' clients ask; "" if that build is not accepted."""
+        if not library.accept("docs")(self.identity):
+            return ""
+        result = SearchResult(1, np.array([row]), np.array([0.5], np.float32), identity=self.identity)
+        return library.passages("docs", result)[0].text.partition(" x")[0]
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Docs:
+    return Docs(tmp_path)
+
+
+@pytest.mark.parametrize("verify", ["start", "background"])
+def test_altered_documents_are_found_and_of_no_use_until_they_are_put_back(docs: Docs, verify: Verify) -> None:
+    docs.alter()
+    library = docs.library(verify)
+    until(lambda: docs.text(library) == "", lambda: library.follow("docs", [docs.identity]))
+    assert "documents.sqlite is damaged" in library.troubles["docs"]
+    with pytest.raises(Unavailable, match=r"documents.sqlite is damaged"):
+        library.embedder("docs")
+    docs.put_back()
+    until(lambda: docs.text(library) == "text 7", lambda: library.follow("docs", [docs.identity]))
+    library.follow("docs", [docs.identity])
+    assert library.troubles == {}
+    assert library.embedder("docs").name == "hashing-64"
+
+
+def test_what_is_found_altered_is_not_read_again_and_again(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs.alter()
+    library = docs.library("start")
+    assert docs.text(library) == ""
+    opened: list[str] = []
+    monkeypatch.setattr("runtime.retrieval.library._open_build", lambda *told: opened.append("again"))
+    for _ in range(20):
+        library.follow("docs", [docs.identity])
+    assert opened == []
+
+
+def test_a_file_that_was_put_back_is_opened_anew_when_the_pools_serve_it_again(docs: Docs) -> None:
+    library = docs.library("never")
+    docs.alter()
+    assert docs.text(library) == "text 8"  # nobody has looked, and the pools do not know either
+    library.follow("docs", [])  # now they do
+    docs.put_back()
+    until(lambda: docs.text(library) == "text 7", lambda: library.follow("docs", [docs.identity]))
+
+
+def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_they_are_put_back(docs: Docs) -> None:
+    library = docs.library()
+    library.follow("docs", [docs.identity])
+    assert docs.text(library) == "text 7"
+    docs.tear()
+    errors: list[TrinityError] = []
+
+    def ask() -> None:
+        try:
+            docs.text(library, 200)
+        except TrinityError as error:
+            errors.append(error)
+
+    ask()
+    assert isinstance(errors[0], Unavailable)
+    library.follow("docs", [docs.identity])
+    assert "documents.sqlite is damaged" in library.troubles["docs"]
+    docs.put_back()
+    until(lambda: docs.text(library, 200) == "text 200", lambda: library.follow("docs", [docs.identity]))
+    library.follow("docs", [docs.identity])
+    assert library.troubles == {}
+
+
+def test_a_build_whose_place_another_has_taken_stays_open_while_the_pools_serve_it(docs: Docs) -> None:
+    library = docs.library()
+    library.follow("docs", [docs.identity])
+    documents = [Document(str(n), "", f"other {n}") for n in range(30)]
+    Collection.build(documents, docs.path, embedder="hashing-64", force=True)
+    for offered in ([], [docs.identity]):
+        library.follow("docs", offered)
+    assert docs.text(library) == "text 7"

@@ -1,11 +1,10 @@
-"""Work beside a pool's loop, on a thread of its own.
+"""Work beside a worker's loop, on a thread of its own: opening a collection anew, comparing its checksums.
 
 The thread has the loop's own priority: a nicer one, put off the processor while it holds the interpreter's lock, would
 keep the loop waiting for as long as others keep the cores busy. `pace` is what leaves the loop its time.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -63,7 +62,6 @@ class Beside(Generic[_T]):
         """Have it end soon, without a result that anybody wants."""
         self._stopped.set()
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
         """Wait for its end."""
-        end = time.monotonic() + timeout_s
-        self._thread.join(max(0.0, end - time.monotonic()))
+        self._thread.join(timeout_s)
