@@ -100,9 +100,9 @@ def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
     assert error_of("resource_busy", "taken").exit_code == EXIT_BUSY
 
 
-def test_compiled_code_is_kept_where_the_user_needs_no_home(service: configparser.SectionProxy) -> None:
+def test_compiled_code_and_models_are_kept_where_the_user_needs_no_home(service: configparser.SectionProxy) -> None:
     assert service["CacheDirectory"] == "trinity"
-    assert "Environment=NUMBA_CACHE_DIR=%C/trinity" in UNIT.read_text().splitlines()
+    assert "Environment=NUMBA_CACHE_DIR=%C/trinity XDG_CACHE_HOME=%C/trinity" in UNIT.read_text().splitlines()
 
 
 def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:

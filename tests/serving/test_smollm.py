@@ -194,3 +194,10 @@ def test_the_converted_files_are_private_and_their_config_is_the_announced_one(c
     assert json.loads((converted / "config.json").read_text()) == smollm.CONFIG
     assert converted.stat().st_mode & 0o077 == 0
     assert converted.stat().st_uid == os.getuid()
+
+
+def test_a_user_without_a_writable_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot make the model cache .*file/trinity/models: .*; set XDG_CACHE_HOME"):
+        smollm.models_directory()

@@ -98,7 +98,9 @@ def models_directory() -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
     except OSError as error:
-        raise ModelError(f"cannot make the model cache {directory}: {error}") from error
+        raise ModelError(
+            f"cannot make the model cache {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of your own"
+        ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ModelError(f"other users can write to the model cache {directory}: chmod 700 it, or set XDG_CACHE_HOME")
     return directory
