@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model.gathered_rows import GatheredRows  # noqa: E402  (it imports torch)
-from runtime.serving.model.row_attention import Rows  # noqa: E402
+from runtime.serving.model.row_attention import Rows, _mix  # noqa: E402
 
 BLOCKS, SIZE = 9, 8
 
@@ -59,3 +60,9 @@ def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
     attended = attend(kernels, [([1], 3), ([0, 2, 1], 15)], torch.ones(2, 1, 2, 4), keys, keys, 0.5)
     assert attended[0].eq(1.0).all()
     assert attended[1].eq(2.0).all()
+
+
+def test_its_loops_are_compiled_for_their_own_types_and_no_others() -> None:
+    numbers, places = np.zeros((1, 1, 1, 8)), np.zeros((1, 1), np.int64)
+    with pytest.raises(TypeError, match="No matching definition"):
+        _mix(numbers, numbers, places, places[0], numbers)

@@ -27,6 +27,7 @@ def _compiled(function: F) -> F:
     dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
     keep(dispatcher)
     dispatcher.compile(_SIGNATURE)
+    dispatcher.disable_compile()
     return cast(F, dispatcher)
 
 
