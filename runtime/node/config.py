@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
+from runtime.node.expected import expected_at
 
 Role = Literal["pool", "prefill", "decode", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
@@ -403,7 +404,8 @@ _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
 
 def _explain(message: str, raw: dict[str, Any]) -> str:
-    """msgspec's message, with the key's dotted name, the value found there, and for unknown keys the nearest known."""
+    """msgspec's message, with the key's dotted name, the value found there, the choices where it has some, and for
+    unknown keys the nearest known."""
     at = _AT.search(message)
     path = at.group(1).lstrip(".") if at else ""
     reason = _AT.sub("", message)
@@ -414,7 +416,8 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
         return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
     value = _lookup(raw, path)
     shown = "" if value is None else f" = {value!r}"
-    return f"{path}{shown}: {reason[0].lower()}{reason[1:]}"
+    choices = expected_at(NodeConfig, path)
+    return f"{path}{shown}: " + (f"expected {choices}" if choices else f"{reason[0].lower()}{reason[1:]}")
 
 
 def _shown(key: str) -> str:

@@ -37,7 +37,35 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
     "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
     "a model without a name": ({"model": {}}, "model.name: required key is missing"),
-    "an engine that there is not": ({"model": {"engine": "vlm", "name": "x"}}, "model.engine = 'vlm': invalid value"),
+    "an engine that there is not": (
+        {"model": {"engine": "vlm", "name": "x"}},
+        "model.engine = 'vlm': expected one of 'openai', 'trinity'",
+    ),
+    "an order that there is not": (
+        {"handover": {"order": "x"}},
+        "handover.order = 'x': expected one of 'decode_first', 'prefill_first'",
+    ),
+    "a format that there is not": ({"log": {"format": "xml"}}, "log.format = 'xml': expected one of 'json', 'text'"),
+    "a time to verify that there is not": (
+        {"collections": [{"name": "a", "path": "b", "verify": "no"}]},
+        "collections[0].verify = 'no': expected one of 'background', 'never', 'start'",
+    ),
+    "a path that cannot be open": (
+        {"http": {"open_paths": ["/health", "/v1"]}},
+        "http.open_paths[1] = '/v1': expected one of '/health', '/metrics'",
+    ),
+    "a word for a number": (
+        {"pool": {"slots": "many"}},
+        "pool.slots = 'many': expected a whole number of 1 to 4096 or 'auto'",
+    ),
+    "a number out of range where a word is taken too": (
+        {"prefill": {"chunk_tokens": 8}},
+        "prefill.chunk_tokens = 8: expected a whole number of 16 to 65536 or 'auto'",
+    ),
+    "a word for a fraction": (
+        {"pool": {"prefill_target_s": "soon"}},
+        "pool.prefill_target_s = 'soon': expected a number of 0 to 60 or 'auto'",
+    ),
     "a key of another engine": (
         {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},
         "model.zzz: unknown key; known here: name, url",
