@@ -138,6 +138,12 @@ class CollectionError(TrinityError):
     exit_code = EXIT_CONFIG
 
 
+class NoRoom(CollectionError):
+    """A collection cannot be built just now: the disk is full, or a quota, or there is too little memory."""
+
+    exit_code = EXIT_BUSY
+
+
 class BuildRefused(CollectionError):
     """An argument of a collection's build is outside its limits, or does not go with another."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, Unavailable
+from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
 from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool import catalogue
 from runtime.retrieval.collections.collection import Collection
@@ -253,8 +253,9 @@ def test_a_rebuild_that_finds_the_disk_full_leaves_what_is_served_as_it_was(
     make_pool(plan).start()
     client = attached(make_client(plan))
     before = client.identities("docs")
-    with no_room_for(room), pytest.raises(CollectionError, match=r"docs cannot be built: .*(full|large|I/O)"):
+    with no_room_for(room), pytest.raises(CollectionError, match=r"docs cannot be built: .*(full|large|I/O)") as full:
         build(both[0], 3)
+    assert full.value.exit_code == EXIT_BUSY
     assert sorted(path.name for path in both[0].parent.iterdir()) == ["code", "docs"]
     Collection.verify(both[0])
     assert client.search(QUERY, 3, collection="docs").identity == before[0]

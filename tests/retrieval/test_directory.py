@@ -1,0 +1,109 @@
+"""Where a collection is built: what killed builds left is removed, nothing else is, and a full disk is said."""
+
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionError
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.directory import new_directory
+
+VECTORS = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
+
+
+def build(out: Path) -> None:
+    Collection.build(VECTORS, out, degree=4, force=True)
+
+
+def full_database() -> sqlite3.Error:
+    database = sqlite3.connect(":memory:")
+    database.execute("PRAGMA max_page_count = 1")
+    try:
+        database.execute("CREATE TABLE full (text TEXT)")
+    except sqlite3.Error as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), EXIT_BUSY),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), EXIT_BUSY),
+        (OSError(errno.EFBIG, "File too large"), EXIT_BUSY),
+        (OSError("256000 requested and 67552 written"), EXIT_BUSY),  # numpy's, of a file that is full
+        (full_database(), EXIT_BUSY),
+        (MemoryError(), EXIT_BUSY),
+        (OSError(errno.EACCES, "Permission denied"), EXIT_CONFIG),
+        (sqlite3.DatabaseError("file is not a database"), EXIT_CONFIG),
+    ],
+    ids=repr,
+)
+def test_too_little_room_is_told_from_what_would_not_help_to_try_again(
+    tmp_path: Path, error: Exception, code: int
+) -> None:
+    with (
+        pytest.raises(CollectionError, match="docs cannot be built") as raised,
+        new_directory(tmp_path / "docs", replace=False),
+    ):
+        raise error
+    assert raised.value.exit_code == code
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
+    os.mkfifo(source)
+    command: list[str | Path] = [sys.executable, "-m", "launchers.main", "index", "build", source, "--out", out]
+    child = subprocess.Popen([*command, "--embedder", "hashing-64"], stderr=subprocess.DEVNULL)
+    try:
+        with source.open("w"):  # returns when the build has begun to read
+            child.send_signal(signal.SIGKILL)
+            child.wait(timeout=60)
+    finally:
+        child.kill()
+        child.wait(timeout=60)
+    (left,) = out.parent.iterdir()
+    half = left / f".index-1.{'0a' * 16}"
+    half.mkdir()
+    (half / "codes.npy").touch()
+    build(out)
+    assert os.listdir(out.parent) == ["docs"]
+
+
+def test_what_a_build_that_lives_has_written_is_left_to_it(tmp_path: Path) -> None:
+    out = tmp_path / "docs"
+    with new_directory(out, replace=True) as building:
+        (building / "documents.sqlite").touch()
+        build(out)
+        assert os.listdir(building) == ["documents.sqlite"]
+    assert os.listdir(tmp_path) == ["docs"]
+
+
+def test_what_trinity_did_not_write_is_never_removed(tmp_path: Path) -> None:
+    kept = [
+        ".docs.building-0123abcd/notes.txt",
+        ".docs.building-0123abce/index/notes.txt",
+        ".docs.building-0123abc/documents.sqlite",  # a name that no build has
+        ".docs.building-0123ABCD/documents.sqlite",
+        ".code.building-0123abcd/documents.sqlite",  # of another collection
+        "xdocs.building-0123abcd/documents.sqlite",
+    ]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".docs.building-0123abcf").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".docs.building-01234567").mkdir()
+    (tmp_path / ".docs.building-01234567" / "documents.sqlite").symlink_to(tmp_path / kept[0])
+    before = sorted(os.listdir(tmp_path))
+    build(tmp_path / "docs")
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "docs"])
+    assert all((tmp_path / name).exists() for name in kept)
