@@ -56,7 +56,11 @@ def serve(
         bool, typer.Option(help="Drain and stop when the process that started this one ends.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show where everything would run; exit with 1 if it does not fit.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the configuration and show where everything would run; exit with 1 if it does not fit.",
+        ),
     ] = False,
     simulate_gpus: Annotated[
         int, typer.Option(help="Run the layout of so many GPUs on the CPU, each GPU a name alone.", min=0)
@@ -78,6 +82,9 @@ def serve(
         machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
         plan = lay_out(settings, machine)
         if dry_run:
+            preflight.check_without_start(plan)
+            for line in preflight.not_compared(settings):
+                print(line)
             raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
         preflight.check(plan, _logged_once(log), machine)
         raise typer.Exit(Supervisor(plan).run(announce))

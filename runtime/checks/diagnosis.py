@@ -79,6 +79,8 @@ def diagnose(
             yield from _engine(config.model)
         yield from _port(config)
         yield _files(config, machine)
+        for line in preflight.not_compared(config):
+            yield Finding("ok", *line.split(": ", 1))
 
 
 def _versions() -> Iterator[Finding]:

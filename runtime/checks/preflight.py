@@ -1,6 +1,9 @@
-"""What a node needs, looked for before anything of it starts: devices, collections, embedders, the model and its KV."""
+"""What a node needs, looked for before anything of it starts: devices, collections, embedders, a place for logs, the
+model and its KV."""
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import psutil
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.needs import host_bytes, needed_bytes
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
+from runtime.node.config import ModelSection, NodeConfig
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
@@ -23,10 +27,23 @@ log = logging.getLogger("supervisor")
 def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Machine | None = None) -> None:
     """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing, `ResourceBusy` for too little memory.
 
-    A collection that is not required may be missing or damaged: that is logged.
-
     A packaged model that was never used before is converted here, once, and not by every worker's start. `machine`:
     the one that the plan was laid out on, by default this one as it is now.
+    """
+    check_without_start(plan)
+    own_model = plan.config.own_model
+    if own_model is not None:
+        check_files(own_model.name, model_directory(own_model.name, progress))
+    _check_host_memory(plan)
+    if any(worker.device != "cpu" for worker in plan.workers):
+        _check_gpu_memory(plan, machine or Machine.read())
+
+
+def check_without_start(plan: NodePlan) -> None:
+    """The part of `check` that converts no model and asks for no memory: what `serve --dry-run` looks at too.
+
+    A collection that is not required may be missing or damaged: that is logged. Files are not compared with their
+    checksums: `not_compared` has the collections of which a start does that.
     """
     for worker in plan.workers:
         try:
@@ -51,16 +68,29 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
             )
         if info.embedder_name:
             check_embedder(info.embedder_name)
+    answers = plan.config.answer_cache
+    if answers.enabled and plan.config.model is not None:
+        try:
+            check_embedder(answers.embedder)
+        except ModelError as error:
+            raise ConfigError(f"answer_cache.embedder: {error.message}") from error
     if plan.config.own_model is not None:
-        _check_model(plan, progress)
-    _check_host_memory(plan)
-    if any(worker.device != "cpu" for worker in plan.workers):
-        _check_gpu_memory(plan, machine or Machine.read())
+        _check_model(plan, plan.config.own_model)
+    if plan.config.log.directory:
+        _check_log_directory(Path(plan.config.log.directory))
 
 
-def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
-    config = plan.config
-    assert config.own_model is not None
+def not_compared(config: NodeConfig) -> list[str]:
+    """A line for each collection whose files a start compares with their checksums, which no check does."""
+    return [
+        f"collection {collection.name}: its checksums were not compared; the start does that, and so does "
+        f"`trinity index verify {collection.path}`"
+        for collection in config.collections
+        if collection.verify == "start"
+    ]
+
+
+def _check_model(plan: NodePlan, model: ModelSection) -> None:
     require_packages("torch", "safetensors")
     for worker in (*plan.of_role("prefill"), *plan.of_role("decode")):
         if worker.device != "cpu" and torch_cuda() is None:
@@ -68,14 +98,27 @@ def _check_model(plan: NodePlan, progress: smollm.Progress | None) -> None:
                 f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: the installed torch has no "
                 "CUDA; install a build of it that has (https://pytorch.org/get-started/locally)"
             )
-    info = ModelInfo.read(config.own_model.name)
-    directory = model_directory(config.own_model.name, progress)
-    check_files(config.own_model.name, directory)
-    context = config.own_model.context_tokens
-    if context > info.max_context_tokens:
+    info = ModelInfo.read(model.name)
+    if model.context_tokens > info.max_context_tokens:
         raise ConfigError(
-            f"model.context_tokens = {context}: {info.name} was made for at most {info.max_context_tokens}"
+            f"model.context_tokens = {model.context_tokens}: {info.name} was made for at most {info.max_context_tokens}"
         )
+
+
+def _check_log_directory(directory: Path) -> None:
+    """Try it: whether a file can be made there is not always for permissions to say. Nothing is left behind."""
+    missing: list[Path] = []
+    try:
+        missing += (path for path in (directory, *directory.parents) if not path.exists())
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"log.directory = {str(directory)!r}: log files cannot be written there: {reason}") from error
+    finally:
+        for path in missing:  # the innermost first
+            with contextlib.suppress(OSError, ValueError):
+                path.rmdir()
 
 
 def check_files(name: str, directory: Path) -> None:

@@ -51,7 +51,7 @@ class LogSection(_Section, frozen=True):
     """Logs: lines of `level` and above, as `format` to standard error, and as JSON to a file for each process.
 
     The files are kept to `files` of `max_bytes` a process, in `directory`. "" means the run directory: a node that
-    stops in order takes them with it.
+    stops in order takes them with it. A node does not start if no file can be made there.
     """
 
     format: Literal["text", "json"] = "text"

@@ -1,0 +1,80 @@
+"""What `serve` would refuse is refused by `serve --dry-run` and `doctor` too, and nothing is left behind by looking."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from launchers.main import command_line
+from runtime.checks import preflight
+from runtime.errors import EXIT_CONFIG, ConfigError, TrinityError
+from runtime.node.config import parse_config
+from runtime.node.placement.plan import resolve
+from runtime.retrieval.collections.collection import Collection
+
+OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:9/v1"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a context over the model's": (
+        {"model": {"name": "smollm2-135m-instruct", "context_tokens": 100_000}},
+        "model.context_tokens = 100000: ",
+    ),
+    "an embedder of answers that there is not": (
+        {"model": OPENAI, "answer_cache": {"enabled": True, "embedder": "nope"}},
+        "answer_cache.embedder: unknown embedder 'nope'",
+    ),
+    "a log directory under a file": ({"log": {"directory": "file/logs"}}, "log files cannot be written there: "),
+    "a log directory that is a file": ({"log": {"directory": "file"}}, "log files cannot be written there: "),
+    "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': log files cannot"),
+}
+
+
+def ask(folder: Path, sections: dict[str, Any], *command: str) -> Result:
+    """Run a command on the node of these sections, with a collection `docs`."""
+    if not (folder / "docs").exists():
+        Collection.build(np.eye(8, dtype=np.float32), folder / "docs", degree=2)
+    (folder / "file").touch()
+    sections = {"http": {"port": 0}, "collections": [{"name": "docs", "path": "docs"}]} | sections
+    lines = [f"{name}.{key} = {json.dumps(value)}" for name, section in sections.items() if name != "collections"
+             for key, value in section.items()]  # fmt: skip
+    for collection in sections["collections"]:
+        lines += ["[[collections]]", *(f"{key} = {json.dumps(value)}" for key, value in collection.items())]
+    (folder / "node.toml").write_text("\n".join(lines))
+    return CliRunner().invoke(command_line(), [*command, "--config", str(folder / "node.toml")])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_start_refuses_a_dry_run_and_the_doctor_refuse_too(case: str, tmp_path: Path) -> None:
+    sections, says = REFUSED[case]
+    dry = ask(tmp_path, sections, "serve", "--dry-run")
+    assert isinstance(dry.exception, TrinityError), dry.output
+    assert says in dry.exception.message
+    assert dry.exception.exit_code == EXIT_CONFIG
+    doctor = ask(tmp_path, sections, "doctor")
+    assert doctor.exit_code == 1
+    assert says in doctor.output
+
+
+def test_what_could_start_passes_and_no_log_directory_is_left_behind(tmp_path: Path) -> None:
+    dry = ask(tmp_path, {"log": {"directory": "new/logs"}}, "serve", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "pool-0" in dry.output
+    assert "checksums" not in dry.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_start_refuses_a_log_directory_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
+    with pytest.raises(ConfigError, match=r"log\.directory = .*: log files cannot be written there: "):
+        preflight.check(resolve(parse_config(sections)))
+
+
+@pytest.mark.parametrize("command", [("serve", "--dry-run"), ("doctor",)])
+def test_checksums_that_a_start_compares_are_said_not_to_have_been_compared(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = ask(tmp_path, {"collections": [{"name": "docs", "path": "docs", "verify": "start"}]}, *command)
+    assert "collection docs: its checksums were not compared; the start does that" in said.output
