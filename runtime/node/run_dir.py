@@ -72,7 +72,8 @@ class RunDir:
                         (path / "node.json").unlink(missing_ok=True)  # of one that was killed
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
-                    raise ResourceBusy(f"a node already runs in {path}; stop it, or give this one another node.name")
+                    key = "node.name" if path == default_run_dir(path.name) else "node.run_dir"
+                    raise ResourceBusy(f"a node already runs in {path}; stop it, or give this one another {key}")
             except BaseException:
                 os.close(fd)
                 raise

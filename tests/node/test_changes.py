@@ -154,7 +154,20 @@ def test_the_last_worker_of_a_role_stays(start: StartTiny, verb: str) -> None:
     assert names(node.ready()) == {"prefill-0", "prefill-1", "decode-0"}
 
 
-@pytest.mark.parametrize("what", ["frontend", "frontend-0", "decode-7", "", "x" * 60])
+@pytest.mark.parametrize("what", ["pool-9", "decode-7", "drafter", "", "x" * 60])
+def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: StartTiny, what: str) -> None:
+    node = start()
+    for verb, there in (
+        ("drain", "pool-0, prefill-0, prefill-1, decode-0"),
+        ("flip", "prefill-0, prefill-1, decode-0"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"there is no worker '{what}'; there are {there}$"):
+            change(node, verb, what)
+    with pytest.raises(InvalidRequest, match=f"'{what}' is no role whose workers come and go like that"):
+        change(node, "add", what)
+
+
+@pytest.mark.parametrize("what", ["frontend", "frontend-0"])
 def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) -> None:
     node = start()
     for verb, roles in (("add", "prefill, decode, pool"), ("drain", "prefill, decode, pool"), ("flip", "decode")):

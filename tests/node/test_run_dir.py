@@ -110,9 +110,17 @@ def test_a_node_runs_where_no_link_can_be_made_and_is_found_by_its_directory(
 def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
     held = RunDir.acquire(tmp_path / "run")
     held.write(INFO)
-    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.name"):
+    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.run_dir$"):
         RunDir.acquire(tmp_path / "run")
     assert find_node(tmp_path / "run") == INFO
+    held.release()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_second_node_of_the_same_name_is_advised_another_name() -> None:
+    held = RunDir.acquire(default_run_dir("mine"))
+    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.name$"):
+        RunDir.acquire(default_run_dir("mine"))
     held.release()
 
 

@@ -13,7 +13,7 @@ their clients know them from the start. The frontend is fixed.
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -135,6 +135,9 @@ class Changes:
                 raise InvalidRequest(f"no worker stays on {what}; workers stay on {', '.join(gpus) or 'no GPU'}")
         else:
             child = self._named(what)
+            if child is None and what not in get_args(Role):
+                there = ", ".join(found.name for found in self._children if found.place.role in self._roles(*more))
+                raise InvalidRequest(f"there is no worker {what!r}; there are {there or 'none that come and go'}")
             role = self._role(child.place.role if child else what, *more)
             ready = [found for found in reversed(self._children) if found.place.role == role and self._stays(found)]
             if child is not None and child not in ready:
@@ -164,13 +167,17 @@ class Changes:
 
     def _role(self, role: str, *more: Role) -> Role:
         """A role whose workers may do so: prefill, decode or one of `more`."""
-        known: list[Role] = list(_OTHER) if self._config.own_model is not None else []
-        known += more if self._config.collections else ()
+        known = self._roles(*more)
         for one in known:
             if role == one:
                 return one
         roles = ", ".join(known) or "none without a [model]"
         raise InvalidRequest(f"{role!r} is no role whose workers come and go like that; such roles here: {roles}")
+
+    def _roles(self, *more: Role) -> list[Role]:
+        """The roles of this node whose workers may: prefill, decode and `more`."""
+        roles: list[Role] = list(_OTHER) if self._config.own_model is not None else []
+        return [*roles, *(more if self._config.collections else ())]
 
     def _stays(self, child: Child) -> bool:
         return child.phase is Phase.READY and not self._leaves(child)
