@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,41 @@ def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: P
     assert Collection.info(copy).size == 20
     Collection.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
+
+
+@pytest.mark.parametrize("closed", ["", "index"])
+def test_a_collection_that_may_not_be_read_is_not_called_foreign(
+    copy: Path, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy.parent)  # what is above it may be root's
+    copy.parent.chmod(0o755)
+    (copy / closed).chmod(0)
+    try:
+        with as_nobody(), pytest.raises(CollectionError, match=r"^docs/\S+ cannot be read: Permission denied$"):
+            Collection.open(Path("docs"))
+    finally:
+        (copy / closed).chmod(0o755)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read anything: for as long as this lasts the process is not root's."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_manifest_that_is_no_regular_file_is_said_to_be_none(copy: Path) -> None:
+    (copy / "collection.json").unlink()
+    with pytest.raises(CollectionError, match=r"docs is not a collection: .*collection\.json is missing$"):
+        Collection.open(copy)
+    os.mkfifo(copy / "collection.json")
+    with pytest.raises(CollectionError, match=r"docs is not a collection: .*collection\.json is not a regular file$"):
+        Collection.open(copy)
 
 
 def test_who_has_the_old_collection_open_keeps_it(copy: Path) -> None:

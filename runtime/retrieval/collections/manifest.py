@@ -7,10 +7,10 @@ index/*.npy
 index-0/ …          instead of index/, in a collection split into shards: an index for each
 """
 
-import errno
 import hashlib
 import os
 import re
+import stat
 from pathlib import Path
 
 import msgspec
@@ -91,12 +91,16 @@ def read_manifest(directory: Path) -> Manifest:
     Raises `CollectionError` for a directory that is missing, foreign, of another version, incomplete or damaged.
     """
     path = directory / MANIFEST
-    if not directory.is_dir():
+    status = _status(directory)
+    if status is None or not stat.S_ISDIR(status.st_mode):
         raise CollectionError(f"there is no collection at {directory}")
-    if not is_collection(directory):
-        raise CollectionError(f"{directory} is not a collection: {path} is missing or was not written by Trinity")
+    if _status(path) is None:
+        raise CollectionError(f"{directory} is not a collection: {path} is missing")
+    content = _bytes(path)
+    if not _has_format(content):
+        raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
     try:
-        manifest = msgspec.json.decode(_bytes(path), type=Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if manifest.version != _VERSION:
@@ -110,23 +114,40 @@ def read_manifest(directory: Path) -> Manifest:
     if strange := [name for name in manifest.files if not _NAME.fullmatch(name)]:
         raise CollectionError(f"{path} is damaged: it lists {strange[0][:64]!r}, which is no file of a collection")
     for name, facts in manifest.files.items():
-        if not (directory / name).is_file():
+        status = _status(directory / name)
+        if status is None or not stat.S_ISREG(status.st_mode):
             raise CollectionError(f"{directory / name} is missing")
-        if (size := (directory / name).stat().st_size) != facts.bytes:
-            raise CollectionError(f"{directory / name} is damaged: it has {size} bytes, not {facts.bytes}")
+        if status.st_size != facts.bytes:
+            raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {facts.bytes}")
     return manifest
 
 
 def is_collection(directory: Path) -> bool:
     """Whether Trinity wrote this directory, damaged or not."""
+    try:
+        return _has_format(_bytes(directory / MANIFEST))
+    except CollectionError:
+        return False
 
+
+def _has_format(content: bytes) -> bool:
     class Format(msgspec.Struct):
         format: str
 
     try:
-        return msgspec.json.decode(_bytes(directory / MANIFEST), type=Format).format == _FORMAT
-    except (CollectionError, msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(content, type=Format).format == _FORMAT
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What is there, None for nothing. Raises `CollectionError` where that cannot be seen: permissions, mostly."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _digest(manifest: Manifest) -> str:
@@ -135,12 +156,12 @@ def _digest(manifest: Manifest) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not path.is_file():  # in a pipe reading would wait for ever
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if not stat.S_ISREG(path.stat().st_mode):  # in a pipe reading would wait for ever
+            raise CollectionError(f"{path.parent} is not a collection: {path} is not a regular file")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:
-        raise CollectionError(f"{path} is damaged: it is longer than {_MAX_BYTES} bytes")
+        raise CollectionError(f"{path.parent} is not a collection: {path} is longer than {_MAX_BYTES} bytes")
     return content

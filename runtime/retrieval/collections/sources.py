@@ -4,6 +4,7 @@ Every error is a `CollectionError` that names the file and the line or row.
 """
 
 import gzip
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,13 +118,24 @@ def _document(line: bytes, where: str) -> Document:
     try:
         found = _decode_line(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CollectionError(f"{where}: {error}") from error
+        raise CollectionError(f"{where}: {_complaint(line, error)}") from error
     identity = str(found.id)
     if not 1 <= len(identity) <= MAX_ID_CHARACTERS:
         raise CollectionError(f"{where}: an id has 1 to {MAX_ID_CHARACTERS} characters, not {len(identity)}")
     if not found.text.strip():
         raise CollectionError(f"{where}: the text of {identity!r} is empty")
     return Document(identity, found.title or "", found.text)
+
+
+def _complaint(line: bytes, error: Exception) -> str:
+    """What is wrong with a line; msgspec's own words mislead at an unpaired surrogate ("truncated")."""
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "not valid UTF-8: an unpaired surrogate"
+    except (ValueError, RecursionError):
+        pass
+    return str(error)
 
 
 def _mapped(path: Path) -> NDArray[Any]:
