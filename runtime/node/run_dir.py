@@ -8,9 +8,11 @@ a hash of its path, by which it is found and listed.
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import logging
 import os
+import pwd
 import stat
 import time
 from pathlib import Path
@@ -137,11 +139,26 @@ def _check_holder(holder: Path, path: Path) -> None:
                 f"{stat.S_IMODE(status.st_mode):o}), not to you (uid {os.getuid()}) or root: remove it, or set "
                 "node.run_dir or XDG_RUNTIME_DIR to a directory of your own"
             )
-    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:  # in a sticky one, as /tmp, each has their own
+    if _written_by_others(status):
         raise ConfigError(
             f"node.run_dir: {holder}, which holds {path.name}, can be written by others (uid {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):o}): chmod go-w it, or set node.run_dir to a directory elsewhere"
         )
+
+
+def _written_by_others(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_ISVTX:  # in a sticky one, as /tmp, each has their own
+        return False
+    return bool(status.st_mode & 0o002) or (bool(status.st_mode & 0o020) and not _of_own(status.st_gid))
+
+
+def _of_own(gid: int) -> bool:
+    """Whether a group has this user alone, as many systems make one for each: there all is group-writable."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name) and set(group.gr_mem) <= {user.pw_name}
 
 
 def find_node(node: str | Path = "") -> NodeInfo:

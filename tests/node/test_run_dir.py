@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -164,13 +165,31 @@ def test_a_directory_of_another_user_is_refused_and_not_believed(
             use(path)
 
 
+def private_group(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
+    """The user has a group of their own name, with these members too."""
+    user = SimpleNamespace(pw_name="me", pw_gid=os.getgid())
+    monkeypatch.setattr(module, "pwd", SimpleNamespace(getpwuid=lambda uid: user))
+    group = SimpleNamespace(gr_gid=os.getgid(), gr_name="me", gr_mem=list(members))
+    monkeypatch.setattr(module, "grp", SimpleNamespace(getgrgid=lambda gid: group))
+
+
+def test_a_group_that_has_the_user_alone_may_write_where_run_directories_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "holder" / "run").mkdir(parents=True, mode=0o700)
+    (tmp_path / "holder").chmod(0o775)
+    private_group(monkeypatch)
+    RunDir.acquire(tmp_path / "holder" / "run").release()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_directory_that_others_could_put_another_in_the_place_of_is_refused_and_not_believed(
-    tmp_path: Path, mode: int
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = tmp_path / "holder"
     (holder / "run").mkdir(parents=True, mode=0o700)
     holder.chmod(mode)
+    private_group(monkeypatch, "somebody else")
     for use in (RunDir.acquire, find_node):
         with pytest.raises(ConfigError, match=rf"{holder}, which holds run, can be written by others .*mode {mode:o}"):
             use(holder / "run")
