@@ -32,7 +32,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
     """
     check_without_start(plan)
     own_model = plan.config.own_model
-    if own_model is not None:
+    if own_model is not None and own_model.name == smollm.NAME:
         check_files(own_model.name, model_directory(own_model.name, progress))
     _check_host_memory(plan)
     if any(worker.device != "cpu" for worker in plan.workers):
@@ -103,6 +103,8 @@ def _check_model(plan: NodePlan, model: ModelSection) -> None:
         raise ConfigError(
             f"model.context_tokens = {model.context_tokens}: {info.name} was made for at most {info.max_context_tokens}"
         )
+    if model.name != smollm.NAME:
+        check_files(model.name, Path(model.name))
 
 
 def _check_log_directory(directory: Path) -> None:

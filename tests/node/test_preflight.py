@@ -14,6 +14,7 @@ from runtime.errors import EXIT_CONFIG, ConfigError, TrinityError
 from runtime.node.config import parse_config
 from runtime.node.placement.plan import resolve
 from runtime.retrieval.collections.collection import Collection
+from runtime.serving.model.smollm import CONFIG
 
 OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:9/v1"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -21,6 +22,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"name": "smollm2-135m-instruct", "context_tokens": 100_000}},
         "model.context_tokens = 100000: ",
     ),
+    "a model without weights": ({"model": {"name": "./model", "context_tokens": 64}}, ": no tokenizer.json in "),
     "an embedder of answers that there is not": (
         {"model": OPENAI, "answer_cache": {"enabled": True, "embedder": "nope"}},
         "answer_cache.embedder: unknown embedder 'nope'",
@@ -36,6 +38,8 @@ def ask(folder: Path, sections: dict[str, Any], *command: str) -> Result:
     if not (folder / "docs").exists():
         Collection.build(np.eye(8, dtype=np.float32), folder / "docs", degree=2)
     (folder / "file").touch()
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     sections = {"http": {"port": 0}, "collections": [{"name": "docs", "path": "docs"}]} | sections
     lines = [f"{name}.{key} = {json.dumps(value)}" for name, section in sections.items() if name != "collections"
              for key, value in section.items()]  # fmt: skip
