@@ -273,10 +273,15 @@ class Library:
         if shelf.current is not None:
             self._dims[collection] = shelf.current.dim
 
-    def accept(self, collection: str, embedder: str = "") -> Accept:
-        """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its."""
+    def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
+        """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
+        `build`, whether it is that one."""
         shelf = self._shelf(collection)
-        return lambda identity: shelf.has(identity) and embedder in ("", shelf.builds[identity].embedder)
+
+        def accepts(identity: str) -> bool:
+            return build in ("", identity) and shelf.has(identity) and embedder in ("", shelf.builds[identity].embedder)
+
+        return accepts
 
     @property
     def troubles(self) -> dict[str, str]:

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 class Found:
     """The answer to a query: its passages, nearest first, or the error that ended it.
 
-    `embedded_ns`: when its vector was there.
+    `embedded_ns`: when its vector was there. `build`: the identity of the collection's build that it is from.
     """
 
     ticket: int
     passages: tuple[Passage, ...] = ()
     error: TrinityError | None = None
     embedded_ns: int = 0
+    build: str = ""
 
 
 _MAX_ATTEMPTS = 4  # to find a build that stays until it is asked
@@ -51,6 +52,7 @@ class _Query:
     stage: Stage
     deadline_ns: int
     text: str = ""
+    build: str = ""
     embedder: str = ""
     attempts: int = 0
     embedded_ns: int = 0
@@ -91,10 +93,12 @@ class Retriever:
         for ticket in waiting:
             self.cancel(ticket)
 
-    def ask(self, text: str, collection: str, k: int, stage: Stage, deadline_ns: int) -> int:
-        """Have a text embedded and the pool asked for it. Raises `Overloaded` when too many wait to be embedded,
+    def ask(self, text: str, collection: str, k: int, stage: Stage, deadline_ns: int, build: str = "") -> int:
+        """Have a text embedded and the pool asked for it; an answer from this `build` alone is of use, if one is named.
+
+        Raises `Overloaded` when too many wait to be embedded,
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
-        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text)
+        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text, build)
         self._embed(query)
         return query.ticket
 
@@ -114,14 +118,14 @@ class Retriever:
                 continue  # cancelled, and answered all the same
             try:
                 passages = self.library.passages(query.collection, result.checked())
-                found.append(Found(query.ticket, passages, embedded_ns=query.embedded_ns))
+                found.append(Found(query.ticket, passages, embedded_ns=query.embedded_ns, build=result.identity))
             except TrinityError as error:
                 found += self._again(query, error)
         return found
 
     def _again(self, query: _Query, error: TrinityError) -> list[Found]:
         """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
-        if isinstance(error, CollectionReplaced) and query.text and query.attempts < _MAX_ATTEMPTS:
+        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < _MAX_ATTEMPTS:
             try:
                 self._embed(query)
                 return []
@@ -152,7 +156,7 @@ class Retriever:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
         ticket = self.client.submit(
             vector, query.k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
-            accept=self.library.accept(query.collection, query.embedder),
+            accept=self.library.accept(query.collection, query.embedder, query.build),
         )  # fmt: skip
         self._searches[ticket] = query
 

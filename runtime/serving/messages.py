@@ -232,7 +232,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
     `blocks` are the prefill worker's, in order, and `model` its model's identity. `prompt_tokens` of the tokens are the
     prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed). If
-    `first_is_told`, the first token has been told before, too.
+    `first_is_told`, the first token has been told before, too. `build` is that of the collection that the passages are
+    from, "" if there are none: what probes add is from the same.
     """
 
     request_id: str
@@ -248,6 +249,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int
     generated: tuple[int, ...] = ()
     first_is_told: bool = False
+    build: str = ""
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed

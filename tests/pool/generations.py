@@ -48,10 +48,10 @@ def retriever(plan: NodePlan) -> Iterator[Retriever]:
     made.close()
 
 
-def ask(retriever: Retriever, text: str = "what?", k: int = 5) -> Found:
+def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> Found:
     """One query, until it has ended."""
     found: list[Found] = []
-    ticket = retriever.ask(text, "docs", k, "decode", LATER_NS)
+    ticket = retriever.ask(text, "docs", k, "decode", LATER_NS, build)
 
     def poll() -> None:
         found.extend(retriever.poll())

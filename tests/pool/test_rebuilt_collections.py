@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import Unavailable
+from runtime.errors import CollectionReplaced, Unavailable
 from runtime.retrieval import library
 from tests.pool.conftest import MakePool
 from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
@@ -99,3 +99,24 @@ def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_emb
         assert generation_of(found.passages) == 2
         assert asking.library.dims["docs"] == 24
         assert ticket != found.ticket
+
+
+def test_what_an_answer_asks_again_is_of_the_build_that_it_began_with_or_left_out(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    first = make_pool(plan).start()
+    with retriever(plan) as asking:
+        attached(asking.client)
+        began = ask(asking)
+        same = ask(asking, build=began.build)
+        assert (same.build, generation_of(same.passages)) == (began.build, 1)
+        build(tmp_path / "docs", 2)
+        killed(first)
+        make_pool(plan, epoch=2).start()
+        attached(asking.client)
+        assert generation_of(ask(asking).passages) == 2
+        left_out = ask(asking, build=began.build)
+        assert isinstance(left_out.error, CollectionReplaced)
+        assert left_out.passages == ()

@@ -47,7 +47,7 @@ class Library:
     def follow(self, collection: str, offered: Sequence[str]) -> None:
         self.followed = tuple(offered)
 
-    def accept(self, collection: str, embedder: str) -> Any:
+    def accept(self, collection: str, embedder: str, build: str = "") -> Any:
         return lambda identity: embedder == "lengths"
 
     def embedder(self, collection: str) -> Embedder:

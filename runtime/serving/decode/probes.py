@@ -50,8 +50,9 @@ class Probes:
         row.asked_at, row.asked_ns = row.generated, self._clock()
         try:
             row.ticket = self._retriever.ask(
-                window, retrieval.collection, retrieval.k, stage="decode", deadline_ns=row.asked_ns + _TIMEOUT_NS
-            )
+                window, retrieval.collection, retrieval.k, stage="decode",
+                deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build,
+            )  # fmt: skip
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
             row.probes.append(Probe(row.generated, row.asked_ns, self._clock(), 0, 0, "failed"))
@@ -91,6 +92,7 @@ class Probes:
         if not chunk.tokens:
             return None
         row.context[-1:-1] = chunk.tokens
+        row.build = found.build
         row.seen.update(passage.id for passage in chunk.used)
         return Retrieved(row.id, chunk.used, row.generated, tuple(chunk.tokens))
 

@@ -184,6 +184,7 @@ class DecodeWorker:
             generated=len(request.generated),
             token_ns=now,
             seen=set(request.seen_passages),
+            build=request.build,
         )
         for token in request.generated:  # told already, by the worker that had the request before
             row.text.push([token])

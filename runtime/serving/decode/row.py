@@ -32,6 +32,7 @@ class Row:
     fresh: list[int] = field(default_factory=list)  # sampled, not yet told to the frontend
     pending_text: str = ""
     seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
+    build: str = ""  # of their collection: what probes add is from the same
     ticket: int | None = None
     asked_at: int = 0  # tokens generated when its last probe was asked
     asked_ns: int = 0

@@ -19,6 +19,7 @@ class Job:
     stages: dict[str, int]
     ticket: int | None = None
     passages: tuple[str, ...] = ()
+    build: str = ""  # of the collection that they are from
     tokens: list[int] = field(default_factory=list)
     announcement: int | None = None
     has_room: bool = False

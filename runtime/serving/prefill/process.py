@@ -214,6 +214,7 @@ class PrefillWorker:
             bare=job.tokens,
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
+        job.build = found.build if prompt.used else ""
         self._link.send(Retrieved(job.id, prompt.used, stages=job.stages))
         self._waiting.append(job)
 
@@ -290,6 +291,7 @@ class PrefillWorker:
             prompt_tokens=resume.prompt_tokens if resume else len(job.tokens),
             generated=resume.generated if resume else (),
             first_is_told=told is not None,
+            build=job.build,
         )
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(request.decode_endpoint, job.lease, encode(payload))
