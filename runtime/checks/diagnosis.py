@@ -105,7 +105,7 @@ def _compiled_code() -> Finding:
     return Finding(
         "warning",
         "compiled code",
-        "cannot be kept: every process compiles for itself, some 20 s and 350 MiB at each start",
+        "cannot be kept: every process compiles for itself, some 20 s and 650 MiB at each start",
         "set NUMBA_CACHE_DIR to a directory of this user's own (CacheDirectory= in the unit), or let it write its home",
     )
 

@@ -19,7 +19,7 @@ _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {"pool": 94 * _MIB, "prefill": 260 * _MIB, "decode": 260 * _MIB, "frontend": 96 * _MIB}
 """The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
 
-A worker that has compiled code itself, at the first start after an installation, holds up to 350 MiB more."""
+A worker that has compiled code itself, at the first start after an installation, holds up to 650 MiB more."""
 _EMBEDDERS = {MiniLM.name: 122 * _MIB}
 """onnxruntime and the network; feature hashing needs next to nothing."""
 
