@@ -19,6 +19,7 @@ from tests.node.tiny_node import (
     FORKSERVER,
     TINY_WORKER,
     serve,
+    serve_in_a_terminal,
     serve_under_nohup,
     serve_where_sigint_is_ignored,
     serve_with_a_wall_clock_that_jumps,
@@ -353,7 +354,7 @@ def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start: StartTi
 
 
 def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start: StartTiny) -> None:
-    node = start({"pool-0": ["ignore stop"]}, drain_s=3.0)
+    node = start({"pool-0": ["ignore stop"]}, process=serve_in_a_terminal, drain_s=3.0)
     node.ready()
     node.signal(signal.SIGHUP)
     node.eventually(lambda status: worker(status).phase == "draining", "the drain")

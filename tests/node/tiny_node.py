@@ -49,6 +49,12 @@ def serve_where_sigint_is_ignored(config: str, orders: str, log: str, command: t
     serve(config, orders, log, command)
 
 
+def serve_in_a_terminal(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process, begun where SIGHUP is not ignored, wherever the tests were."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    serve(config, orders, log, command)
+
+
 def serve_under_nohup(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     """The same process, begun where SIGHUP is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
