@@ -64,7 +64,7 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
         own = {directory / name: facts for name, facts in manifest.files.items() if _is_own(name, folder.name)}
         return Shard(served, index, Checksums({**own, **arrays}))
 
-    return open_unchanged(directory, opened)
+    return open_unchanged(directory, opened, lambda shard: shard.checksums.close())
 
 
 def _is_own(name: str, folder: str) -> bool:

@@ -93,7 +93,7 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
         waits = first_checked and check is not None
         return _Build(manifest.identity, documents, manifest.embedder or "", manifest.dim, file, check, waits)
 
-    return open_unchanged(directory, opened)
+    return open_unchanged(directory, opened, _Build.close)
 
 
 class _LazyEmbedder:

@@ -68,18 +68,25 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path
             (tmp_path / "next").rename(tmp_path / "docs")
         return manifest.identity
 
-    assert open_unchanged(tmp_path / "docs", opened) == seen[1] == read_manifest(tmp_path / "docs").identity
+    closed: list[str] = []
+    found = open_unchanged(tmp_path / "docs", opened, closed.append)
+    assert found == seen[1] == read_manifest(tmp_path / "docs").identity
     assert seen[0] != seen[1]
+    assert closed == seen[:1]
 
 
 def test_a_collection_that_is_another_one_at_every_look_is_not_opened(tmp_path: Path) -> None:
     build(tmp_path / "docs", 1)
     generation = 1
 
-    def opened(manifest: Manifest) -> None:
+    def opened(manifest: Manifest) -> int:
         nonlocal generation
         generation += 1
         build(tmp_path / "docs", generation)
+        return generation
+
+    closed: list[int] = []
 
     with pytest.raises(CollectionError, match="was replaced by another collection while it was opened, 3 times"):
-        open_unchanged(tmp_path / "docs", opened)
+        open_unchanged(tmp_path / "docs", opened, closed.append)
+    assert closed == [2, 3, 4]

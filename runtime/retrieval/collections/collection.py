@@ -94,7 +94,7 @@ class Collection:
 
         Raises `CollectionError` that names what is missing, foreign or damaged.
         """
-        return open_unchanged(directory, lambda manifest: cls._open(directory, manifest))
+        return open_unchanged(directory, lambda manifest: cls._open(directory, manifest), cls.close)
 
     @classmethod
     def _open(cls, directory: Path, manifest: Manifest) -> Self:

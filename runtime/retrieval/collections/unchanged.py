@@ -12,8 +12,10 @@ _ATTEMPTS = 3
 _T = TypeVar("_T")
 
 
-def open_unchanged(directory: Path, opened: Callable[[Manifest], _T]) -> _T:
+def open_unchanged(directory: Path, opened: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
     """`opened(manifest)`, which opens files of the collection at `directory`: all of them are of that manifest's build.
+
+    What is opened of a build that is replaced meanwhile is closed again by `close`.
 
     Raises what `opened` raises, and `CollectionError` for a directory without a collection, for an index description
     that is not the one that the collection was sealed with, or if there is another collection at every look.
@@ -26,12 +28,26 @@ def open_unchanged(directory: Path, opened: Callable[[Manifest], _T]) -> _T:
             if _place(directory) == before:
                 raise
             continue
-        for name, facts in manifest.files.items():
-            if name.endswith(".json") and facts_of(directory / name) != facts and _place(directory) == before:
-                raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
-        if _place(directory) == before and read_manifest(directory).identity == manifest.identity:
+        try:
+            damaged = _damaged_description(directory, manifest, before)
+            whole = _place(directory) == before and read_manifest(directory).identity == manifest.identity
+        except CollectionError:
+            close(found)
+            raise
+        if damaged is None and whole:
             return found
+        close(found)
+        if damaged is not None:
+            raise CollectionError(f"{damaged} is damaged: its checksum is not the one it was built with")
     raise CollectionError(f"{directory} was replaced by another collection while it was opened, {_ATTEMPTS} times")
+
+
+def _damaged_description(directory: Path, manifest: Manifest, place: tuple[int, int]) -> Path | None:
+    """A description that is not the one that the collection was sealed with, though the directory is the same."""
+    for name, facts in manifest.files.items():
+        if name.endswith(".json") and facts_of(directory / name) != facts and _place(directory) == place:
+            return directory / name
+    return None
 
 
 def _place(directory: Path) -> tuple[int, int]:
