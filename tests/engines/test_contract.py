@@ -76,9 +76,14 @@ class TrinityStage:
             player = Player(self, role, f"{role}-0", epoch=len(self.tasks) + 1)  # type: ignore[arg-type]
             self.players[player.me.worker] = player
             self.tasks.append(asyncio.create_task(player.live()))
+        hellos = {name: player.me for name, player in self.players.items()}
+        await until(lambda: {worker.hello.worker: worker.hello for worker in self.link.router.workers()} == hellos)
         await until(lambda: not self.engine.missing())
 
     async def lose(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         for role in ROLES:
             self.link.lost(f"{role}-0", "killed")
 
