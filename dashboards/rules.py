@@ -1,4 +1,4 @@
-"""Prometheus alerts as code. Each has a section of its own name in RUNBOOK.md.
+"""Prometheus alerts as code. Each has a section of its own name in docs/runbook.md.
 
 Burn-rate pages are the multi-window ones of the SRE workbook (chapter 5, table 5-8): 14.4 times the allowed rate over
 an hour and five minutes, 6 times over six hours and thirty minutes. An alert is `value op limit`; the parts stay apart
@@ -12,7 +12,7 @@ from typing import Literal
 
 from dashboards import queries as q
 
-RUNBOOK = "dashboards/RUNBOOK.md"
+RUNBOOK = "docs/runbook.md"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "workers": ("workers_commands", "workers_app"),
     "search": ("index_commands", "search"),
     "demo": ("demo", "demo"),
+    "config": ("config_command", "config"),
     "doctor": ("doctor", "doctor"),
     "trace": ("trace_command", "trace"),
     "logs": ("logs_command", "logs"),

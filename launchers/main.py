@@ -167,7 +167,7 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
 def main() -> None:
     """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
 
-    The code is the error's own: docs/operations.md has all of them.
+    The code is the error's own: docs/operate.md has all of them.
     """
     try:
         command_line(sys.argv[1:])(prog_name="trinity")

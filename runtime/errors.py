@@ -9,7 +9,7 @@ EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: trying again would not help
 class TrinityError(Exception):
     """Base of all errors a user of the runtime can meet. `code` is stable; the message gives value and limit.
 
-    `exit_code`: of the `trinity` command, or of a worker, that ends with it (docs/operations.md, "Exit codes").
+    `exit_code`: of the `trinity` command, or of a worker, that ends with it (docs/operate.md, "Exit codes").
     """
 
     code = "internal_error"

@@ -5,7 +5,18 @@ from collections.abc import Iterator
 
 import msgspec
 from msgspec import inspect
-from msgspec.inspect import FloatType, IntType, LiteralType, StructType, Type, UnionType, VarTupleType
+from msgspec.inspect import (
+    BoolType,
+    FloatType,
+    IntType,
+    LiteralType,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
 
 
 def expected_at(config: type[msgspec.Struct], path: str) -> str:
@@ -23,6 +34,27 @@ def expected_at(config: type[msgspec.Struct], path: str) -> str:
     numbers = [_range(kind) for kind in kinds if isinstance(kind, IntType | FloatType)]
     named = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     return " or ".join([*numbers, named])
+
+
+def described(kind: Type) -> str:
+    """What may stand at a key of this type: "a whole number of 1 to 9 or 'auto'", "true or false", "a list: text"."""
+    if isinstance(kind, VarTupleType):
+        most = "" if kind.max_length is None else f" of {kind.max_length} at most"
+        return f"a list{most}: {described(kind.item_type)}"
+    if isinstance(kind, UnionType):
+        return " or ".join(described(member) for member in kind.types if not isinstance(member, NoneType))
+    if isinstance(kind, LiteralType):
+        return ", ".join(f'`"{name}"`' for name in kind.values)
+    if isinstance(kind, IntType | FloatType):
+        return _range(kind)
+    if isinstance(kind, StrType):
+        return "text" + (f" like `{kind.pattern.removesuffix(_END)}`" if kind.pattern else "")
+    if isinstance(kind, BoolType):
+        return "`true`, `false`"
+    raise TypeError(f"no words for {kind}")
+
+
+_END = r"\Z"
 
 
 def _under(kind: Type, part: str) -> Iterator[Type]:

@@ -120,7 +120,7 @@ def test_export_writes_what_is_committed_and_a_changed_or_missing_file_is_notice
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
 def test_every_alert_has_its_section_in_the_runbook(alert: Any) -> None:
-    sections = re.findall(r"^## (\w+)$", (ROOT / "dashboards/RUNBOOK.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
     assert sections.count(alert.name) == 1
 
 

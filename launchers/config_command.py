@@ -1,0 +1,92 @@
+"""`trinity config`: every key of a node's configuration, as docs/configuration.md has it."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec.inspect import type_info
+from msgspec.structs import FieldInfo, fields
+
+from runtime.node import config as sections
+from runtime.node.config import NodeConfig
+from runtime.node.expected import described
+
+_HEAD = """\
+# Configuration
+
+A node is one TOML file: `trinity serve --config node.toml`. `trinity config` prints this page, which is made from the
+types that check the file. What is not written has its default; an unknown key, a value out of its bounds and what does
+not fit together are refused before anything starts, naming the key, the value and the limit (`trinity doctor --config
+node.toml` tries more: files, ports, memory). Relative paths are relative to the file's folder. A node without `[model]`
+serves retrieval alone.
+"""
+_TITLES = {"trinity": ', `engine = "trinity"`', "openai": ', `engine = "openai"`'}
+
+
+def config() -> None:
+    """Print every key of the configuration with its default and its limits."""
+    print(reference(), end="")
+
+
+def reference() -> str:
+    """docs/configuration.md."""
+    parts = [_HEAD]
+    for name, section in _sections():
+        title = f"[[{name}]]" if name == "collections" else f"[{name}]"
+        tag = section.__struct_config__.tag
+        parts.append(f"## {title}{_TITLES.get(tag, '') if isinstance(tag, str) else ''}\n")
+        parts.append(_text(section))
+        parts.append(_table(section))
+    return "\n".join(parts)
+
+
+def _sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    for field in fields(NodeConfig):
+        for found in _structs(field.type):
+            yield field.name, found
+
+
+def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for member in getattr(kind, "__args__", ()):
+        yield from _structs(member)
+
+
+def _text(section: type[msgspec.Struct]) -> str:
+    """A section's docstring, and those of what it has in common with others."""
+    own = [
+        kind
+        for kind in section.__mro__
+        if kind.__module__ == sections.__name__ and not kind.__name__.startswith("_") and kind.__doc__
+    ]
+    return "\n\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in own) + "\n"
+
+
+def _table(section: type[msgspec.Struct]) -> str:
+    lines = ["| key | default | |", "|---|---|---|"]
+    lines += [
+        f"| `{field.name}` | {_default(field)} | {_cell(described(type_info(field.type)))} |"
+        for field in fields(section)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.required:
+        return "required"
+    return f"`{_toml(field.default)}`"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else re.sub(r"\.0\Z", "", str(value)) if value else "0"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
