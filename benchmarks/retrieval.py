@@ -38,7 +38,8 @@ from runtime.errors import Unavailable
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import node_status
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.embedder import DEFAULT_EMBEDDER, load_embedder
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, load_embedder
+from runtime.retrieval.embedding.specs import name_of
 from runtime.retrieval.recall import recall
 
 PASSAGES, QUESTIONS = "squad11_passages.jsonl.gz", "squad11_questions_dev.jsonl.gz"
@@ -52,9 +53,9 @@ def main() -> None:
         _build(options)
     questions = _questions(options.data / QUESTIONS, options.questions, options.seed)
     with Collection.open(options.collection) as collection:
-        if collection.documents is None or collection.embedder_name is None or collection.index.dtype != "float32":
+        if collection.documents is None or collection.embedder is None or collection.index.dtype != "float32":
             sys.exit(f"{options.collection} is not a float32 collection of texts")
-        embedder = load_embedder(collection.embedder_name, threads=options.threads)
+        embedder = load_embedder(collection.embedder, threads=options.threads)
         began = time.perf_counter()
         queries = embedder.embed([question["question"] for question in questions])
         embed_s = time.perf_counter() - began
@@ -74,7 +75,7 @@ def main() -> None:
         "passages": collection.index.size,
         "questions": len(questions),
         "seed": options.seed,
-        "embedder": collection.embedder_name,
+        "embedder": name_of(collection.embedder),
         "degree": collection.index.degree,
         **search,
         "exact": _hits(_named(exact, names), questions) | {"queries_per_s": round(len(questions) / exact_s)},

@@ -20,7 +20,8 @@ from runtime.node.run_dir import find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
-from runtime.retrieval.embedding.embedder import DEFAULT_EMBEDDER
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder
+from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, name_of
 from runtime.retrieval.recall import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
@@ -36,10 +37,19 @@ def build(
     embedder: Annotated[
         str | None,
         typer.Option(
-            help=f"What turns texts into vectors: {DEFAULT_EMBEDDER} (the default for texts) or hashing-D. "
+            help=f"What turns texts into vectors: {DEFAULT_EMBEDDER} (the default for texts), hashing-D, a directory "
+            "with a sentence-transformers model in ONNX form, or the URL of a server with OpenAI's /v1/embeddings. "
             "With vectors: what they came from, so that queries may be texts.",
             show_default=False,
         ),
+    ] = None,
+    embedder_model: Annotated[str, typer.Option(help="Of a server: what it calls the embedder.")] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    query_prefix: Annotated[
+        str | None, typer.Option(help="What stands before each query; else what the model's files say.")
+    ] = None,
+    passage_prefix: Annotated[
+        str | None, typer.Option(help="What stands before each passage; else what the model's files say.")
     ] = None,
     vectors: Annotated[
         Path | None, typer.Option(help="The texts' vectors, if known already: .npy, a row a text.")
@@ -67,12 +77,26 @@ def build(
     """Build a collection. It appears at --out when it is complete, or not at all."""
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
+    threads = threads or len(os.sched_getaffinity(0))
+    spec, model = (
+        (None, None)
+        if embedder is None
+        else choose_embedder(
+            embedder,
+            model=embedder_model,
+            key_file=embedder_key_file,
+            query_prefix=query_prefix,
+            passage_prefix=passage_prefix,
+            threads=max(threads, 1),
+        )
+    )
     with BuildProgress(sys.stderr) as progress:
         Collection.build(
             source,
             out,
             metric=metric,
-            embedder=embedder,
+            embedder=spec,
+            model=model,
             vectors=vectors,
             ids=ids,
             degree=degree,
@@ -80,7 +104,7 @@ def build(
             neighbor_codes=neighbor_codes,
             shards=shards,
             seed=seed,
-            threads=threads or len(os.sched_getaffinity(0)),
+            threads=threads,
             device=device,
             force=force,
             progress=progress,
@@ -89,6 +113,15 @@ def build(
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
     for line in _served(out):
         print(line)
+
+
+def _told(embedder: EmbedderSpec | None) -> str:
+    """What an embedder is, and where it was when the collection was built."""
+    if embedder is None or isinstance(embedder, str):
+        return embedder or "none: queries come as vectors"
+    place = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
+    prefixes = f"prefixes {embedder.query_prefix!r} of queries, {embedder.passage_prefix!r} of passages"
+    return f"{name_of(embedder)}, of {place}; {prefixes}"
 
 
 def _served(out: Path) -> list[str]:
@@ -130,7 +163,7 @@ def info(directory: Directory) -> None:
         "shards": found.shards,
         "index": f"{found.index_bytes / 1e6:,.1f} MB",
         "documents": documents,
-        "embedder": found.embedder_name or "none: queries come as vectors",
+        "embedder": _told(found.embedder),
     }.items():
         print(f"{name:11} {value}")
 

@@ -131,6 +131,20 @@ class EngineRefusedKey(EngineFailed):
     code = "engine_refused_key"
 
 
+class EmbedderUnreachable(Unavailable):
+    """The server that turns texts into vectors does not answer, or has too much to do."""
+
+    code = "embedder_unreachable"
+    exit_code = EXIT_BUSY
+
+
+class EmbedderFailed(TrinityError):
+    """The server that turns texts into vectors answered with what it should not: an error, or no vectors."""
+
+    code = "embedder_failed"
+    status = 502
+
+
 class CollectionError(TrinityError):
     """A collection's directory is missing, foreign or damaged."""
 

@@ -12,7 +12,10 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.embedder import MiniLM
+from runtime.retrieval.embedding.loading import model_bytes
+from runtime.retrieval.embedding.minilm import MINILM
+from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec
+from runtime.retrieval.library import place_of
 from runtime.serving.model.model_info import ModelInfo
 
 _MIB = 1 << 20
@@ -20,8 +23,9 @@ _PROCESS: dict[Role, int] = {"pool": 94 * _MIB, "prefill": 260 * _MIB, "decode":
 """The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
 
 A worker that has compiled code itself, at the first start after an installation, holds up to 650 MiB more."""
-_EMBEDDERS = {MiniLM.name: 122 * _MIB}
-"""onnxruntime and the network; feature hashing needs next to nothing."""
+_EMBEDDERS = {MINILM: 122 * _MIB}
+"""onnxruntime and the network; feature hashing and a server elsewhere need next to nothing."""
+_ONNXRUNTIME = 96 * _MIB
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
-    process += sum(_EMBEDDERS.get(name, 0) for name in _embedders(plan))
+    process += sum(_embedders(plan).values())
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
@@ -78,16 +82,21 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     return _Parts(process, _weights_bytes(info, on_host=worker.device == "cpu") + kv, swap)
 
 
-def _embedders(plan: NodePlan) -> set[str]:
-    """Names of those that every client of the pool loads."""
-    names = set()
+def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
+    """Bytes of those that every client of the pool loads."""
+    found: dict[EmbedderSpec | None, int] = {}
     for collection in plan.config.collections:
         try:
-            names.add(Collection.info(Path(collection.path)).embedder_name or "")
+            embedder = Collection.info(Path(collection.path)).embedder
         except CollectionError:
             if collection.required:
                 raise
-    return names
+            continue
+        if isinstance(embedder, DirectorySpec):
+            found[embedder] = _ONNXRUNTIME + model_bytes(embedder, place_of(collection))
+        elif embedder is not None:
+            found[embedder] = _EMBEDDERS.get(str(embedder), 0)
+    return found
 
 
 def _index_bytes(collection: CollectionSection) -> int:

@@ -12,11 +12,13 @@ import psutil
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.needs import host_bytes, needed_bytes
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.node.config import ModelSection, NodeConfig
+from runtime.node.config import CollectionSection, ModelSection, NodeConfig
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.embedder import check_embedder
+from runtime.retrieval.embedding.loading import check_embedder
+from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.library import place_of
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda
@@ -66,8 +68,8 @@ def check_without_start(plan: NodePlan) -> None:
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
                 f"{info.shards}: say so here, or build it with `trinity index build --shards {collection.shards}`"
             )
-        if info.embedder_name:
-            check_embedder(info.embedder_name)
+        if info.embedder:
+            _check_embedder(collection, info.embedder)
     answers = plan.config.answer_cache
     if answers.enabled and plan.config.model is not None:
         try:
@@ -78,6 +80,13 @@ def check_without_start(plan: NodePlan) -> None:
         _check_model(plan, plan.config.own_model)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
+
+
+def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> None:
+    try:
+        check_embedder(embedder, place_of(collection))
+    except (ModelError, ConfigError) as error:
+        raise type(error)(f"collection {collection.name}: {error.message}") from error
 
 
 def not_compared(config: NodeConfig) -> list[str]:

@@ -299,6 +299,9 @@ class CollectionSection(_Section, frozen=True):
     missing or damaged when the node starts is an error of the start if it is `required`, else unavailable until it can
     be opened; later it is unavailable either way, and the others are served. `verify`: when its checksums are compared,
     before it is served ("start"), while it is ("background"), or never.
+
+    The collection says what embeds its queries; `embedder` is the directory or URL where that is on this machine, if it
+    is elsewhere, and `embedder_key_file` holds the key that a server asks for on its first line.
     """
 
     name: Name
@@ -306,6 +309,8 @@ class CollectionSection(_Section, frozen=True):
     shards: Annotated[int, Meta(ge=1, le=8)] = 1
     required: bool = True
     verify: Verify = "background"
+    embedder: str = ""
+    embedder_key_file: str = ""
 
 
 class NodeConfig(_Section, frozen=True):
@@ -381,7 +386,14 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
 
     http = replace(config.http, api_keys_file=under("http.api_keys_file", config.http.api_keys_file))
     collections = tuple(
-        replace(found, path=under(f"collections[{index}].path", found.path))
+        replace(
+            found,
+            path=under(f"collections[{index}].path", found.path),
+            embedder=found.embedder
+            if found.embedder.startswith(("http://", "https://"))
+            else under(f"collections[{index}].embedder", found.embedder),
+            embedder_key_file=under(f"collections[{index}].embedder_key_file", found.embedder_key_file),
+        )
         for index, found in enumerate(config.collections)
     )
     model = config.model

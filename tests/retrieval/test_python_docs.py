@@ -8,7 +8,8 @@ import pytest
 
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
-from runtime.retrieval.embedding.embedder import embedding_text, load_embedder
+from runtime.retrieval.embedding.embedder import embedding_text
+from runtime.retrieval.embedding.loading import load_embedder
 from tests.retrieval.test_embedder import needs_minilm
 
 

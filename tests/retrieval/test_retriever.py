@@ -12,6 +12,7 @@ import zmq
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
 from runtime.retrieval.embedding.embed_thread import Embedded, EmbedThread
+from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.retrieval.search.results import SearchResult
@@ -22,14 +23,17 @@ SOON_S = 60.0
 class Embedder:
     """Embeds a text as its length, when `gate` is open; "bad" and "broken" fail."""
 
-    name, dim = "lengths", 1
+    name, dim, max_tokens = "lengths", 1, 1000
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.began = threading.Event()
         self.seen: list[str] = []
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def count_tokens(self, text: str) -> int:
+        return len(text)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> npt.NDArray[np.float32]:
         self.began.set()
         assert self.gate.wait(SOON_S)
         self.seen += texts

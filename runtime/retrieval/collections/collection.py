@@ -2,7 +2,7 @@
 
 Collection.build(Path("passages.jsonl"), Path("docs"))
 with Collection.open(Path("docs")) as docs:
-    ids, distances = docs.search(load_embedder(docs.embedder_name).embed(["…"]), k=4)
+    ids, distances = docs.search(load_embedder(docs.embedder).embed(["…"]), k=4)
     passages = docs.documents.get(ids[0])
 """
 
@@ -40,20 +40,15 @@ from runtime.retrieval.collections.sources import (
     read_vectors,
 )
 from runtime.retrieval.collections.unchanged import open_unchanged
-from runtime.retrieval.embedding.embedder import (
-    DEFAULT_EMBEDDER,
-    Embedder,
-    Vectors,
-    embedder_dim,
-    embedding_text,
-    load_embedder,
-)
+from runtime.retrieval.embedding.embedder import Embedder, Vectors, embedding_text
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
+from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.search.gather import merge_nearest
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
-_EMBED_AT_ONCE = 64  # texts between two words of progress
+_EMBED_AT_ONCE = 64  # texts a thread between two words of progress
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class CollectionInfo:
     dtype: str
     degree: int
     shards: int
-    embedder_name: str | None
+    embedder: EmbedderSpec | None
     index_bytes: int
     document_bytes: int
 
@@ -79,13 +74,13 @@ class Collection:
         self,
         indexes: Sequence[GraphIndex],
         documents: DocumentStore | None,
-        embedder_name: str | None,
+        embedder: EmbedderSpec | None,
         identity: str,
     ) -> None:
         """Use `open`."""
         self.shards = tuple(indexes)  # one index, or as many as it was split into
         self.documents = documents  # by row, the indexes' ids; None in a collection of bare vectors
-        self.embedder_name = embedder_name  # None: queries must come as vectors
+        self.embedder = embedder  # None: queries must come as vectors
         self.identity = identity  # see `Manifest.identity`
 
     @classmethod
@@ -166,7 +161,7 @@ class Collection:
             dtype=manifest.dtype,
             degree=manifest.degree,
             shards=len(manifest.indexes),
-            embedder_name=manifest.embedder,
+            embedder=manifest.embedder,
             index_bytes=index_bytes,
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
         )
@@ -189,7 +184,8 @@ class Collection:
         out: Path,
         *,
         metric: Metric = "cosine",
-        embedder: str | None = None,
+        embedder: EmbedderSpec | None = None,
+        model: Embedder | None = None,
         vectors: Path | NDArray[Any] | None = None,
         ids: Path | NDArray[np.int64] | None = None,
         degree: int = 32,
@@ -207,6 +203,7 @@ class Collection:
         source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
         embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
             so that queries may come as text.
+        model: that embedder, where it is loaded already (`choose_embedder`).
         vectors: the documents' vectors, row by row, where they are known already; may be a .npy file.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
@@ -244,10 +241,10 @@ class Collection:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
-                model = load_embedder(embedder, threads=threads)  # first: it may be missing, and reading may take long
+                model = model or load_embedder(embedder, threads=threads)  # first: it may be missing, and reading slow
                 with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
                     _check_shards(shards, documents.size)
-                    matrix = _embedded(documents, model, progress)
+                    matrix = _embedded(documents, model, threads, progress)
             if own_ids is None and shards > 1:
                 own_ids = np.arange(len(matrix))
             if own_ids is not None and own_ids.shape != (len(matrix),):
@@ -311,24 +308,27 @@ def _documents(source: Source, progress: Progress) -> Iterable[Document]:
     return read_documents(source, progress)
 
 
-def _embedded(documents: DocumentStore, model: Embedder, progress: Progress) -> Vectors:
+def _embedded(documents: DocumentStore, model: Embedder, threads: int, progress: Progress) -> Vectors:
     vectors = np.empty((documents.size, model.dim), np.float32)
-    for begin in range(0, documents.size, _EMBED_AT_ONCE):
+    at_once = _EMBED_AT_ONCE * threads
+    for begin in range(0, documents.size, at_once):
         progress("embed", begin / documents.size)
-        rows = range(begin, min(begin + _EMBED_AT_ONCE, documents.size))
-        vectors[begin : rows.stop] = model.embed([embedding_text(d.title, d.text) for d in documents.get(rows)])
+        rows = range(begin, min(begin + at_once, documents.size))
+        texts = [embedding_text(found.title, found.text) for found in documents.get(rows)]
+        vectors[begin : rows.stop] = model.embed(texts, "passage")
     progress("embed", 1.0)
     return vectors
 
 
-def _check_embedder(name: str | None, vectors: NDArray[Any]) -> None:
-    if name is not None and vectors.shape[1:] != (embedder_dim(name),):
+def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> None:
+    if embedder is not None and vectors.shape[1:] != (embedder_dim(embedder),):
         raise CollectionError(
-            f"vectors of shape {list(vectors.shape)} are not from {name}: its are {embedder_dim(name)} long"
+            f"vectors of shape {list(vectors.shape)} are not from {name_of(embedder)}: "
+            f"its are {embedder_dim(embedder)} long"
         )
 
 
-def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: str | None) -> None:
+def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: EmbedderSpec | None) -> None:
     metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
     files = [name for name in (DOCUMENTS, *metas) if (building / name).exists()]
     manifest = Manifest(

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import CollectionError
+from runtime.retrieval.embedding.specs import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
 _FORMAT, _VERSION = "trinity-collection", 1
@@ -42,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metric: str
     dtype: str
     degree: int
-    embedder: str | None
+    embedder: EmbedderSpec | None
     files: dict[str, FileFacts]
     shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT

@@ -21,7 +21,7 @@ from runtime.node.placement.plan import read_api_keys
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
-from runtime.retrieval.embedding.embedder import load_embedder
+from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage

@@ -1,0 +1,167 @@
+"""From what somebody names to an embedder: a built-in name, a model's directory, a server's URL."""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from runtime.errors import ConfigError, ModelError
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.hashing import MAX_HASHING_DIM, MIN_HASHING_DIM, Hashing
+from runtime.retrieval.embedding.minilm import MINILM, MINILM_DIM, load_minilm, minilm_files
+from runtime.retrieval.embedding.model_directory import ModelDirectory, read_model_directory
+from runtime.retrieval.embedding.onnx_model import OnnxModel
+from runtime.retrieval.embedding.server import ServerEmbedder, read_key
+from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, ServerSpec, name_of
+
+DEFAULT_EMBEDDER = MINILM
+
+
+@dataclass(frozen=True)
+class EmbedderPlace:
+    """Where an embedder is on this machine: `at` another directory or URL than the collection says ("": there), and the
+    file with a server's key."""
+
+    at: str = ""
+    key_file: str = ""
+
+
+HERE = EmbedderPlace()
+
+
+def load_embedder(spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace = HERE) -> Embedder:
+    """The embedder of a collection, or of a name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
+
+    `threads` bounds the cores that one `embed` may use, or the requests to a server at once (hashing uses one). Raises
+    `ModelError` for an unknown name, for a model whose package or files are missing (with the command that installs
+    it), or are not those that the collection was built with; `ConfigError` for a key's file. A server is not asked.
+    """
+    if threads < 1:
+        raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
+    if isinstance(spec, str):
+        dim = embedder_dim(spec)
+        return load_minilm(threads=threads) if spec == MINILM else Hashing(dim)
+    if isinstance(spec, ServerSpec):
+        return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at)
+    found = _directory(spec, place)
+    if found.sha256() != spec.sha256:
+        raise ModelError(
+            f"{found.directory} holds another model than the {spec.name} that the collection was built with: "
+            "the checksum of its files differs"
+        )
+    embedder = _of_directory(found, spec, threads)
+    if embedder.dim != spec.dim:
+        raise ModelError(f"the embedder {spec.name} gives vectors of {embedder.dim} dimensions, not of {spec.dim}")
+    return embedder
+
+
+def embedder_dim(spec: EmbedderSpec) -> int:
+    """The length of its vectors; it is not loaded. Raises `ModelError` for an unknown name."""
+    if not isinstance(spec, str):
+        return spec.dim
+    if spec == MINILM:
+        return MINILM_DIM
+    match = re.fullmatch(r"hashing-(\d{1,9})", spec)
+    if match is None:
+        nearest = difflib.get_close_matches(spec, [MINILM, "hashing-256"], n=1, cutoff=0.0)[0]
+        raise ModelError(f"unknown embedder {spec[:256]!r}; did you mean {nearest!r}?")
+    if not MIN_HASHING_DIM <= int(match[1]) <= MAX_HASHING_DIM:
+        raise ModelError(f"{spec}: the dimension must be from {MIN_HASHING_DIM} to {MAX_HASHING_DIM}")
+    return int(match[1])
+
+
+def check_embedder(spec: EmbedderSpec, place: EmbedderPlace = HERE) -> None:
+    """Raises what `load_embedder` would, as far as that can be seen without loading anything."""
+    embedder_dim(spec)
+    if isinstance(spec, str) and place != HERE:
+        raise ConfigError(f"the embedder {spec!r} is built in: it has no other place and no key")
+    if spec == MINILM:
+        minilm_files()
+    elif isinstance(spec, ServerSpec):
+        read_key(place.key_file)
+    elif isinstance(spec, DirectorySpec):
+        _directory(spec, place)
+
+
+def model_bytes(spec: DirectorySpec, place: EmbedderPlace = HERE) -> int:
+    """Of the files that are loaded. Raises `ModelError`."""
+    found = _directory(spec, place)
+    return sum((found.directory / name).stat().st_size for name in found.files)
+
+
+def choose_embedder(
+    named: str,
+    *,
+    model: str = "",
+    key_file: str = "",
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    threads: int = 1,
+) -> tuple[EmbedderSpec, Embedder]:
+    """The embedder for a new collection, loaded, and its description. A server is asked for one vector.
+
+    named: a built-in name, a directory with a sentence-transformers model in ONNX form (or an .onnx file in it), or the
+    URL of a server with its /v1, which calls the embedder `model`. Prefixes: None takes the model's own. Raises
+    `ModelError`, `ConfigError`, `EmbedderUnreachable` and `EmbedderFailed`.
+    """
+    prefixes = {
+        name: given
+        for name, given in (("query_prefix", query_prefix), ("passage_prefix", passage_prefix))
+        if given is not None
+    }
+    if long := [name for name, given in prefixes.items() if len(given) > 1024]:
+        raise ConfigError(f"{long[0]} has {len(prefixes[long[0]])} characters, the limit is 1024")
+    if re.match(r"https?://", named):
+        return _choose_server(named, model, key_file, prefixes, threads)
+    if model or key_file:
+        raise ConfigError(f"{named!r} is no URL of a server: an embedder's model and key go with one")
+    if "/" not in named and not named.endswith(".onnx") and not Path(named).is_dir():
+        if prefixes:
+            raise ConfigError(f"the embedder {named!r} takes no prefixes")
+        return named, load_embedder(named, threads=threads)
+    found = read_model_directory(Path(named))
+    own = {"query_prefix": found.encoding.query_prefix, "passage_prefix": found.encoding.passage_prefix}
+    spec = DirectorySpec(
+        name=found.name, dim=1, directory=str(found.directory), model_file=found.model_file, sha256=found.sha256(),
+        **(own | prefixes),
+    )  # fmt: skip
+    embedder = _of_directory(found, spec, threads)
+    spec = msgspec.structs.replace(spec, dim=embedder.dim)
+    embedder.name = name_of(spec)
+    return spec, embedder
+
+
+def _choose_server(
+    url: str, model: str, key_file: str, prefixes: dict[str, str], threads: int
+) -> tuple[EmbedderSpec, Embedder]:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is no URL of a server as it is needed here: http(s)://HOST[:PORT]/v1")
+    if not 1 <= len(model) <= 256:
+        raise ConfigError("a server is asked for a model by its name: give the embedder's model")
+    key = read_key(key_file)
+    spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
+    probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
+    spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
+    return spec, ServerEmbedder(spec, key=key, threads=threads)
+
+
+def _directory(spec: DirectorySpec, place: EmbedderPlace) -> ModelDirectory:
+    """The files where the collection, or this machine's configuration, says that they are."""
+    named = Path(place.at or spec.directory)
+    if named.suffix != ".onnx":
+        if not named.is_dir():
+            raise ModelError(
+                f"the embedder {spec.name} is not at {named}: `embedder` of the collection says where it is"
+            )
+        named /= spec.model_file
+    return read_model_directory(named)
+
+
+def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> OnnxModel:
+    encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
+    tokenizer = found.directory / "tokenizer.json"
+    return OnnxModel(name_of(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)

@@ -1,0 +1,210 @@
+"""A sentence-transformers model in ONNX form, as its own files describe it.
+
+onnx/model.onnx                      the network; or onnx/model*.onnx if there is one, or model.onnx
+tokenizer.json                       how texts become tokens
+modules.json                         what comes after the network: pooling, scaling
+1_Pooling/config.json                which pooling
+sentence_bert_config.json            how many tokens are read
+config_sentence_transformers.json    prefixes ("prompts") of queries and passages
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ModelError
+from runtime.retrieval.embedding.onnx_model import Encoding, Pooling
+
+MAX_TOKENS = 2048
+"""More of a text is not read, whatever the model was made for: attention over a passage grows with its square."""
+_MAX_JSON_BYTES = 4 << 20
+_MAX_TOKENIZER_BYTES = 128 << 20
+_SETTINGS = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "config.json")
+_POOLINGS: dict[str, Pooling] = {  # as they are written since version 5, and before
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "cls": "cls",
+    "cls_token": "cls",
+    "lasttoken": "last",
+}
+_QUERY_PROMPTS = ("query", "search_query", "s2p_query", "retrieval.query")
+_PASSAGE_PROMPTS = ("document", "passage", "search_document", "corpus", "retrieval.passage")
+# Models whose prefixes stand in their README alone: what their names match, for queries, for passages.
+_FAMILIES = (
+    (r"\be5-(small|base|large)(-v2)?\b(?!-instruct)", "query: ", "passage: "),
+    (r"\bbge-(small|base|large)-en\b", "Represent this sentence for searching relevant passages: ", ""),
+    (r"\bbge-(small|base|large)-zh\b", "为这个句子生成表示以用于检索相关文章：", ""),
+    (r"\bnomic-embed-text\b", "search_query: ", "search_document: "),
+)
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """What was found: paths relative to `directory`, and how to embed with it."""
+
+    directory: Path
+    name: str
+    model_file: str
+    files: tuple[str, ...]  # all that are read
+    encoding: Encoding
+
+    def sha256(self) -> str:
+        """Of everything that the vectors depend on; reads all of it. Raises `ModelError`."""
+        digest = hashlib.sha256()
+        for name in self.files:
+            try:
+                with (self.directory / name).open("rb") as file:
+                    digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            except OSError as error:
+                raise ModelError(f"{self.directory / name}: {error.strerror}") from error
+        return digest.hexdigest()
+
+
+def read_model_directory(path: Path) -> ModelDirectory:
+    """Of a model's directory, or of one of the .onnx files in it. Raises `ModelError` that names what is missing."""
+    directory, model_file = _model_file(path)
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(f"{directory} has no tokenizer.json")
+    if tokenizer.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise ModelError(f"{tokenizer} has {tokenizer.stat().st_size:,} bytes, the limit is {_MAX_TOKENIZER_BYTES:,}")
+    modules = _modules(directory)
+    pooling_file = f"{modules['Pooling'] or '1_Pooling'}/config.json"
+    pooling, whole = _pooling(directory, pooling_file)
+    if "Dense" in modules:
+        pooling = None  # only a graph that holds the layer can do it
+    query_prefix, passage_prefix = _prefixes(directory)
+    if not whole and (query_prefix or passage_prefix):
+        raise ModelError(f"{directory / pooling_file}: include_prompt false is not supported")
+    bert = _json(directory, "sentence_bert_config.json")
+    encoding = Encoding(
+        _max_tokens(directory, bert),
+        pooling,
+        scaled="Normalize" in modules,
+        lower_case=bert.get("do_lower_case") is True,
+        query_prefix=query_prefix,
+        passage_prefix=passage_prefix,
+    )
+    weights = sorted(p.relative_to(directory).as_posix() for p in (directory / model_file).parent.glob(
+        f"{Path(model_file).name}[_.]data*"))  # fmt: skip
+    settings = [name for name in (*_SETTINGS, pooling_file) if (directory / name).is_file()]
+    files = (model_file, *weights, "tokenizer.json", *settings)
+    return ModelDirectory(directory, _named(directory), model_file, files, encoding)
+
+
+def _model_file(path: Path) -> tuple[Path, str]:
+    """The directory, and the model's file in it."""
+    if path.suffix == ".onnx":
+        if not path.is_file():
+            raise ModelError(f"there is no model at {path}")
+        directory = path.parent.parent if path.parent.name == "onnx" else path.parent
+        return directory.absolute(), path.relative_to(directory).as_posix()
+    if not path.is_dir():
+        raise ModelError(f"there is no directory of a model at {path}")
+    for name in ("onnx/model.onnx", "model.onnx"):
+        if (path / name).is_file():
+            return path.absolute(), name
+    found = sorted(path.glob("onnx/model*.onnx"))
+    if not found:
+        raise ModelError(f"{path} has no onnx/model.onnx: a model in ONNX form is needed")
+    if len(found) > 1:
+        raise ModelError(f"{path} has several models: name one of {', '.join(str(one) for one in found)}")
+    return path.absolute(), found[0].relative_to(path).as_posix()
+
+
+def _modules(directory: Path) -> dict[str, str]:
+    """The modules' kinds and folders, by what is after the last dot of their types."""
+    path = directory / "modules.json"
+    listed = _read_json(path) if path.is_file() else [{"type": "Pooling", "path": "1_Pooling"}, {"type": "Normalize"}]
+    modules = {"Pooling": ""}
+    try:
+        for module in listed:
+            modules[str(module["type"]).rpartition(".")[2]] = str(module.get("path") or "")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} is no list of modules with types") from error
+    if unknown := set(modules) - {"Transformer", "Pooling", "Normalize", "Dense"}:
+        raise ModelError(f"{path}: the module {min(unknown)[:64]!r} is not supported")
+    if not re.fullmatch(r"\w{0,32}", modules["Pooling"]):
+        raise ModelError(f"{path}: {modules['Pooling'][:64]!r} is no folder of a module")
+    return modules
+
+
+def _pooling(directory: Path, name: str) -> tuple[Pooling | None, bool]:
+    """Which pooling its file asks for (None: it has no such file), and whether prompts are pooled with their texts."""
+    if not (directory / name).is_file():
+        return None, True
+    config = _json(directory, name)
+    modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    if isinstance(newer := config.get("pooling_mode"), str):
+        modes = [newer]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelError(
+            f"{directory / name}: pooling {', '.join(modes)[:128] or 'none'} is not supported; what is: "
+            "mean, cls and last token"
+        )
+    return _POOLINGS[modes[0]], config.get("include_prompt") is not False
+
+
+def _max_tokens(directory: Path, bert: dict[str, Any]) -> int:
+    tokenizer, network = _json(directory, "tokenizer_config.json"), _json(directory, "config.json")
+    for given in (
+        bert.get("max_seq_length"),
+        tokenizer.get("model_max_length"),
+        network.get("max_position_embeddings"),
+    ):
+        if isinstance(given, int | float) and not isinstance(given, bool) and 1 <= given < 1 << 30:
+            return min(int(given), MAX_TOKENS)
+    return 512
+
+
+def _prefixes(directory: Path) -> tuple[str, str]:
+    """Of queries and passages: what the model's files say, else what is known of its family."""
+    config = _json(directory, "config_sentence_transformers.json")
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str) and len(text) <= 1024 for text in prompts.values()
+    ):
+        raise ModelError(f"{directory / 'config_sentence_transformers.json'}: prompts are no short texts by name")
+    default = str(prompts.get(config.get("default_prompt_name"), ""))
+    query = next((prompts[name] for name in _QUERY_PROMPTS if name in prompts), default)
+    passage = next((prompts[name] for name in _PASSAGE_PROMPTS if name in prompts), default)
+    if query or passage or any(name in prompts for name in (*_QUERY_PROMPTS, *_PASSAGE_PROMPTS)):
+        return query, passage
+    names = f"{_named(directory)} {str(_json(directory, 'config.json').get('_name_or_path', ''))[:256]}".lower()
+    for family, of_query, of_passage in _FAMILIES:
+        if re.search(family, names):
+            return of_query, of_passage
+    return "", ""
+
+
+def _named(directory: Path) -> str:
+    """What people call the model; in a hub's cache the directory itself is a checksum."""
+    parts = directory.resolve().parts
+    hub = [part for part in parts[-3:] if part.startswith("models--")]
+    return (hub[0].rpartition("--")[2] if hub else parts[-1])[:256] or "model"
+
+
+def _json(directory: Path, name: str) -> dict[str, Any]:
+    """A file of settings; {} if there is none."""
+    if not (directory / name).is_file():
+        return {}
+    found = _read_json(directory / name)
+    if not isinstance(found, dict):
+        raise ModelError(f"{directory / name} is no JSON object")
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_JSON_BYTES + 1)
+        if len(content) > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} is longer than {_MAX_JSON_BYTES:,} bytes")
+        return json.loads(content)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error

@@ -1,0 +1,196 @@
+"""Texts to vectors by a server with OpenAI's `/v1/embeddings`: in batches, several at once, tried again when that may
+help."""
+
+import math
+import random
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+
+from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
+from runtime.retrieval.embedding.embedder import TextKind, Vectors, readable, unit
+from runtime.retrieval.embedding.specs import MAX_DIM, ServerSpec, name_of
+
+BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
+MAX_TOKENS = 8192
+MAX_IN_FLIGHT = 8
+_ATTEMPTS = {"query": 2, "passage": 6}  # somebody waits for a query
+_TIMEOUT_S = {"query": 5.0, "passage": 120.0}
+_MOST_WAIT_S = {"query": 2.0, "passage": 120.0}
+_CONNECT_S = 5.0
+_NUMBER_BYTES = 32  # the most that a number of a vector takes as text
+_BEYOND = 1e18  # its square is still a float32
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+
+
+class _Vector(msgspec.Struct):
+    index: int
+    embedding: list[float]
+
+
+class _Answer(msgspec.Struct):
+    data: list[_Vector]
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+class ServerEmbedder:
+    """An embedder behind a URL. `key`: sent as a bearer token, "" for none.
+
+    `dim` 0 in the spec: as many as the first answer has. Any other number of values is refused then.
+    """
+
+    max_tokens = MAX_TOKENS
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        key: str = "",
+        threads: int = 1,
+        url: str = "",
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: random.Random | None = None,
+    ) -> None:
+        """`url`: where the server is, if not where the spec says."""
+        self.name = name_of(spec)
+        self.dim = spec.dim
+        self._spec = spec
+        self._url = (url or spec.url).rstrip("/")
+        self._in_flight = min(threads, MAX_IN_FLIGHT)
+        self._sleep, self._jitter = sleep, jitter or random.Random()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(None, connect=_CONNECT_S))
+        weakref.finalize(self, self._client.close)  # embedders are dropped, not closed
+
+    def count_tokens(self, text: str) -> int:
+        """See `Embedder.count_tokens`: there is no tokenizer here, so bytes are counted, four a token."""
+        return -(-len(readable(text).encode()) // 4)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
+        """See `Embedder.embed`."""
+        prefix = self._spec.query_prefix if kind == "query" else self._spec.passage_prefix
+        batches = _batches([prefix + readable(text) or " " for text in texts])  # an empty text is refused by many
+        if self._in_flight == 1 or len(batches) == 1:
+            found = [self._embedded(batch, kind) for batch in batches]
+        else:
+            with ThreadPoolExecutor(self._in_flight) as pool:
+                found = list(pool.map(lambda batch: self._embedded(batch, kind), batches))
+        return np.concatenate(found) if found else np.empty((0, self.dim), np.float32)
+
+    def _embedded(self, texts: list[str], kind: TextKind) -> Vectors:
+        """One batch's, asked for until it is answered or there is no use in that."""
+        for attempt in range(1, _ATTEMPTS[kind] + 1):
+            try:
+                return self._asked(texts, kind)
+            except _TryAgain as trouble:
+                wait_s = trouble.after_s
+                if wait_s is None:
+                    wait_s = 0.5 * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5)
+                if attempt == _ATTEMPTS[kind] or wait_s > _MOST_WAIT_S[kind]:
+                    raise trouble.error from trouble
+            self._sleep(wait_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _asked(self, texts: list[str], kind: TextKind) -> Vectors:
+        """One request. Raises `_TryAgain`, or `EmbedderFailed` for what would be answered alike again."""
+        body = {"model": self._spec.name, "input": texts, "encoding_format": "float"}
+        limit = len(texts) * ((self.dim or MAX_DIM) * _NUMBER_BYTES + 1024) + (1 << 16)
+        try:
+            timeout = httpx.Timeout(_TIMEOUT_S[kind], connect=_CONNECT_S)
+            with self._client.stream("POST", f"{self._url}/embeddings", json=body, timeout=timeout) as response:
+                content = bytearray()
+                for part in response.iter_bytes():
+                    content += part
+                    if len(content) > limit:
+                        raise EmbedderFailed(f"{self._url} answers with more than {limit:,} bytes")
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise _TryAgain(EmbedderUnreachable(f"{self._url} does not answer: {reason}")) from error
+        if response.status_code != 200:
+            told = f"{self._url} answers with {response.status_code}: {_told(bytes(content))}"
+            if response.status_code in _AGAIN:
+                raise _TryAgain(EmbedderUnreachable(told), _retry_after(response))
+            raise EmbedderFailed(told)
+        return self._vectors(bytes(content), len(texts))
+
+    def _vectors(self, content: bytes, count: int) -> Vectors:
+        try:
+            data = sorted(_decode(content).data, key=lambda vector: vector.index)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EmbedderFailed(f"{self._url} answers with what are no embeddings: {error}") from error
+        if [vector.index for vector in data] != list(range(count)):
+            raise EmbedderFailed(f"{self._url} answers with {len(data)} vectors for {count} texts, or with others'")
+        lengths = {len(vector.embedding) for vector in data}
+        wanted = self.dim or min(lengths)
+        if lengths != {wanted} or not 1 <= wanted <= MAX_DIM:
+            raise EmbedderFailed(
+                f"{self._url}: {self._spec.name} gives vectors of {max(lengths)} dimensions"
+                + (f", the collection's have {self.dim}" if self.dim else f", the limits are 1 and {MAX_DIM}")
+            )
+        numbers = np.fromiter(chain.from_iterable(vector.embedding for vector in data), np.float64, count * wanted)
+        if not (np.abs(numbers) < _BEYOND).all():  # and NaN is not below it
+            raise EmbedderFailed(f"{self._url}: {self._spec.name} gives values beyond float32")
+        return unit(numbers.reshape(count, wanted).astype(np.float32))
+
+
+class _TryAgain(Exception):
+    """What may go well at another time; `after_s` is when the server says so."""
+
+    def __init__(self, error: EmbedderUnreachable, after_s: float | None = None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.after_s = after_s
+
+
+def read_key(path: str) -> str:
+    """The first line of a file; "" for no file. Raises `ConfigError`, which never shows the key."""
+    if not path:
+        return ""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            key = file.readline(8192).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the embedder's key cannot be read from {path}: {error}") from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{path} has no key of printable ASCII on its first line")
+    return key
+
+
+def _batches(texts: list[str]) -> list[list[str]]:
+    """In their order, each of so many texts and characters at most (a longer text is alone)."""
+    batches: list[list[str]] = []
+    characters = 0
+    for text in texts:
+        characters += len(text)
+        if batches and len(batches[-1]) < BATCH_TEXTS and characters <= BATCH_CHARACTERS:
+            batches[-1].append(text)
+        else:
+            batches.append([text])
+            characters = len(text)
+    return batches
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds; None where the server says nothing, or a date."""
+    try:
+        wait_s = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return wait_s if math.isfinite(wait_s) and wait_s >= 0 else None
+
+
+def _told(content: bytes) -> str:
+    """What an error says of itself, shortened: OpenAI's object, or text."""
+    try:
+        return str(msgspec.json.decode(content)["error"]["message"])[:256]
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return repr(content[:256].decode(errors="replace"))

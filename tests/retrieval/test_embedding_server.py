@@ -1,0 +1,147 @@
+"""An embedder behind a URL: what it is asked, when it is asked again, and what is made of bad answers."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
+from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
+from runtime.retrieval.embedding.server import BATCH_CHARACTERS, BATCH_TEXTS, ServerEmbedder
+from runtime.retrieval.embedding.specs import ServerSpec
+from tests.retrieval.embedding_server import EmbeddingServer, embedding_server
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddingServer]:
+    with embedding_server() as stand:
+        yield stand
+
+
+class Slept:
+    """An embedder whose waits are noted."""
+
+    def __init__(self, server: EmbeddingServer, **spec: Any) -> None:
+        self.waits: list[float] = []
+        described = ServerSpec(name="words", dim=spec.pop("dim", 4), url=server.url, **spec)
+        self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1))
+
+
+def test_texts_are_sent_in_batches_and_their_vectors_come_in_their_order(server: EmbeddingServer) -> None:
+    texts = ["x" * n for n in range(1, BATCH_TEXTS + 8)]
+    vectors = Slept(server).embedder.embed(texts, "passage")
+    assert [len(body["input"]) for body in server.asked] == [BATCH_TEXTS, 7]
+    assert {(body["model"], body["encoding_format"]) for body in server.asked} == {("words", "float")}
+    np.testing.assert_allclose(vectors[:, 0] / vectors[:, 1], range(1, BATCH_TEXTS + 8), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+def test_a_batch_has_no_more_characters_than_it_may(server: EmbeddingServer) -> None:
+    Slept(server).embedder.embed(["x" * 30_000] * 5)
+    assert [sum(map(len, body["input"])) <= BATCH_CHARACTERS for body in server.asked] == [True] * 3
+
+
+def test_several_batches_are_in_flight_at_once_and_vectors_come_in_their_order(server: EmbeddingServer) -> None:
+    spec = ServerSpec(name="words", dim=4, url=server.url)
+    texts = ["x" * (n % 50 + 1) for n in range(BATCH_TEXTS * 5)]
+    np.testing.assert_array_equal(ServerEmbedder(spec, threads=3).embed(texts), ServerEmbedder(spec).embed(texts))
+
+
+def test_queries_and_passages_are_sent_with_their_prefixes(server: EmbeddingServer) -> None:
+    embedder = Slept(server, query_prefix="query: ", passage_prefix="passage: ").embedder
+    embedder.embed(["cat"])
+    embedder.embed(["cat"], "passage")
+    assert server.texts == ["query: cat", "passage: cat"]
+
+
+def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingServer) -> None:
+    server.script = [(429, {"Retry-After": "7"}, {}), (503, {}, {}), (500, {"Retry-After": "soon"}, {})]
+    slept = Slept(server)
+    assert slept.embedder.embed(["cat"], "passage").shape == (1, 4)
+    assert slept.waits[0] == 7
+    assert all(0.5 * 2**n * 0.5 <= wait <= 0.5 * 2**n * 1.5 for n, wait in enumerate(slept.waits[1:], 1))
+    assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(("kind", "attempts"), [("query", 2), ("passage", 6)])
+def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, kind: Any, attempts: int) -> None:
+    server.script = [(503, {}, {"error": {"message": "too many texts"}})] * 9
+    with pytest.raises(EmbedderUnreachable, match="answers with 503: too many texts"):
+        Slept(server).embedder.embed(["cat"], kind)
+    assert len(server.asked) == attempts
+
+
+def test_a_server_that_wants_a_long_wait_is_not_waited_for(server: EmbeddingServer) -> None:
+    server.script = [(429, {"Retry-After": "3600"}, {})]
+    slept = Slept(server)
+    with pytest.raises(EmbedderUnreachable, match="429"):
+        slept.embedder.embed(["cat"], "passage")
+    assert slept.waits == []
+
+
+def test_a_server_that_is_not_there_is_unreachable(server: EmbeddingServer) -> None:
+    gone = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
+    with pytest.raises(EmbedderUnreachable, match=r"http://127.0.0.1:9/v1 does not answer"):
+        ServerEmbedder(gone, sleep=lambda wait: None).embed(["cat"])
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "message"),
+    [
+        (401, {"error": {"message": "no such key"}}, "answers with 401: no such key"),
+        (400, "short", "answers with 400"),
+        (200, {"data": []}, "0 vectors for 1 texts"),
+        (200, {"data": [{"index": 1, "embedding": [1, 2, 3, 4]}]}, "or with others'"),
+        (200, {"data": [{"index": 0, "embedding": [1, 2, 3]}]}, "3 dimensions, the collection's have 4"),
+        (200, {"data": [{"index": 0, "embedding": [1, 2, 3, 1e300]}]}, "beyond float32"),
+        (200, {"data": [{"index": 0, "embedding": "AAAA"}]}, "no embeddings"),
+        (200, ["x" * 99_999], "more than"),
+    ],
+)
+def test_a_bad_answer_ends_it_at_once(server: EmbeddingServer, status: int, answer: Any, message: str) -> None:
+    server.script = [(status, {}, answer)]
+    with pytest.raises(EmbedderFailed, match=message):
+        Slept(server).embedder.embed(["cat"])
+    assert len(server.asked) == 1
+
+
+def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a_file(
+    server: EmbeddingServer, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("sk-secret\nsecond line\n")
+    spec, embedder = choose_embedder(server.url + "/", model="words", key_file=str(tmp_path / "key"))
+    assert spec == ServerSpec(name="words", dim=4, url=server.url)
+    embedder.embed(["cat"])
+    again = load_embedder(spec, place=EmbedderPlace(key_file=str(tmp_path / "key")))
+    again.embed(["cat"])
+    assert server.keys == ["Bearer sk-secret"] * 3
+    assert again.name == embedder.name
+
+
+def test_a_collection_asks_where_this_machine_says(server: EmbeddingServer) -> None:
+    spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
+    load_embedder(spec, place=EmbedderPlace(server.url)).embed(["cat"])
+    assert server.texts == ["cat"]
+
+
+def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
+    spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
+    (tmp_path / "key").write_text("sk-secrét\n")
+    for file, message in (("none", "cannot be read"), ("key", "no key of printable ASCII")):
+        with pytest.raises(ConfigError, match=message) as raised:
+            check_embedder(spec, EmbedderPlace(key_file=str(tmp_path / file)))
+        assert "secr" not in raised.value.message
+
+
+@pytest.mark.parametrize("url", ["http://", "http://user:pass@host/v1", "http://host/v1?x=1"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL of a server"):
+        choose_embedder(url, model="m")
+
+
+def test_a_server_without_a_models_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asked for a model by its name"):
+        choose_embedder("http://127.0.0.1:9/v1")

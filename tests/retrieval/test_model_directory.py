@@ -1,0 +1,174 @@
+"""Embedders from a sentence-transformers directory in ONNX form: all about them stands in the model's own files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from runtime.errors import ConfigError, ModelError
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
+from runtime.retrieval.embedding.model_directory import read_model_directory
+from runtime.retrieval.embedding.specs import DirectorySpec, name_of
+from tests.retrieval.tiny_model import ids, table, write_tiny_model
+
+Rows = npt.NDArray[np.float32]
+
+
+def unit(vectors: Rows) -> Rows:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def chosen(path: Path, **options: Any) -> tuple[DirectorySpec, Embedder]:
+    spec, embedder = choose_embedder(str(path), **options)
+    assert isinstance(spec, DirectorySpec)
+    return spec, embedder
+
+
+@pytest.mark.parametrize(
+    ("config", "pooled"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, lambda rows: rows.mean(axis=0)),
+        ({"pooling_mode_cls_token": True}, lambda rows: rows[0]),
+        ({"pooling_mode_lasttoken": True}, lambda rows: rows[-1]),
+        ({"pooling_mode": "lasttoken"}, lambda rows: rows[-1]),
+    ],
+)
+def test_tokens_are_pooled_as_the_models_files_say(tmp_path: Path, config: dict[str, Any], pooled: Any) -> None:
+    # The marks around a text are alike for all, so that only without them would a first or last token tell texts apart.
+    _, embedder = chosen(write_tiny_model(tmp_path / "m", pooling=config))
+    texts = ["cat sleeps", "rates rise rates rise", "dog"]
+    expected = np.stack([unit(pooled(table()[ids(text)])) for text in texts])
+    np.testing.assert_allclose(embedder.embed(texts), expected, atol=1e-5)
+
+
+def test_vectors_keep_their_length_where_the_model_does_not_scale_them(tmp_path: Path) -> None:
+    _, embedder = chosen(write_tiny_model(tmp_path / "m", modules=("Transformer", "Pooling")))
+    np.testing.assert_allclose(embedder.embed(["cat"])[0], table()[ids("cat")].mean(axis=0), atol=1e-5)
+
+
+def test_a_long_text_is_read_as_far_as_the_model_reads(tmp_path: Path) -> None:
+    _, embedder = chosen(write_tiny_model(tmp_path / "m", max_tokens=4))
+    assert embedder.max_tokens == 4
+    np.testing.assert_allclose(*embedder.embed(["cat dog rates", "cat dog"]), atol=1e-6)
+    assert embedder.count_tokens("cat dog rates") == 3
+
+
+def test_queries_and_passages_have_the_prefixes_that_the_models_files_name(tmp_path: Path) -> None:
+    _, embedder = chosen(write_tiny_model(tmp_path / "m", prompts={"query": "query: ", "document": "passage: "}))
+    _, bare = chosen(write_tiny_model(tmp_path / "bare"))
+    np.testing.assert_allclose(embedder.embed(["cat"]), bare.embed(["query: cat"]), atol=1e-6)
+    np.testing.assert_allclose(embedder.embed(["cat"], "passage"), bare.embed(["passage: cat"]), atol=1e-6)
+    assert not np.allclose(embedder.embed(["cat"]), bare.embed(["cat"]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "passage"),
+    [
+        ("multilingual-e5-small", "query: ", "passage: "),
+        ("e5-base-v2", "query: ", "passage: "),
+        ("bge-small-en-v1.5", "Represent this sentence for searching relevant passages: ", ""),
+        ("models--nomic-ai--nomic-embed-text-v1.5/snapshots/0f1e", "search_query: ", "search_document: "),
+        ("multilingual-e5-large-instruct", "", ""),
+        ("gte-small", "", ""),
+    ],
+)
+def test_models_that_name_no_prefixes_have_those_of_their_family(
+    tmp_path: Path, name: str, query: str, passage: str
+) -> None:
+    encoding = read_model_directory(write_tiny_model(tmp_path / name)).encoding
+    assert (encoding.query_prefix, encoding.passage_prefix) == (query, passage)
+
+
+def test_prefixes_can_be_given_and_are_kept(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "e5-small")
+    spec, embedder = chosen(directory, query_prefix="dog ", passage_prefix="")
+    again = load_embedder(spec)
+    _, bare = chosen(write_tiny_model(tmp_path / "bare"))
+    for one in (embedder, again):
+        np.testing.assert_allclose(one.embed(["cat"]), bare.embed(["dog cat"]), atol=1e-6)
+        np.testing.assert_allclose(one.embed(["cat"], "passage"), bare.embed(["cat"]), atol=1e-6)
+    assert again.name == embedder.name == name_of(spec)
+    assert again.name != chosen(directory)[1].name  # which is another embedder
+
+
+def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path) -> None:
+    spec, embedder = chosen(write_tiny_model(tmp_path / "here"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    for check in (check_embedder, load_embedder):
+        with pytest.raises(ModelError, match=r"is not at .*here: `embedder` of the collection"):
+            check(spec)
+    place = EmbedderPlace(str(tmp_path / "there"))
+    np.testing.assert_array_equal(load_embedder(spec, place=place).embed(["cat"]), embedder.embed(["cat"]))
+    write_tiny_model(tmp_path / "there", max_tokens=7)
+    with pytest.raises(ModelError, match="another model than the here"):
+        load_embedder(spec, place=place)
+
+
+def test_one_of_several_files_is_named_with_its_path(tmp_path: Path) -> None:
+    for file in ("onnx/model_int8.onnx", "onnx/model_fp16.onnx"):
+        directory = write_tiny_model(tmp_path / "m", model_file=file)
+    with pytest.raises(ModelError, match=r"name one of .*model_fp16.onnx, .*model_int8.onnx"):
+        choose_embedder(str(directory))
+    spec, _ = chosen(directory / "onnx" / "model_int8.onnx")
+    assert (spec.directory, spec.model_file, spec.name) == (str(directory), "onnx/model_int8.onnx", "m")
+    assert load_embedder(spec).dim == 6
+
+
+def spoil(directory: Path, name: str, content: object) -> None:
+    (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling max_tokens is not supported"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "pooling mean"),
+        ("1_Pooling/config.json", "[1, 2]", "no JSON object"),
+        ("modules.json", [{"type": "sentence_transformers.models.LSTM"}], "the module 'LSTM' is not supported"),
+        ("modules.json", [{"type": "a.Pooling", "path": "../../secrets"}], "no folder of a module"),
+        ("modules.json", "7", "no list of modules"),
+        ("sentence_bert_config.json", "{", "not valid JSON"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "no short texts"),
+        ("tokenizer.json", "{}", "cannot be loaded"),
+        ("onnx/model.onnx", "no model", "cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_name(tmp_path: Path, name: str, content: object, message: str) -> None:
+    directory = write_tiny_model(tmp_path / "m")
+    spoil(directory, name, content)
+    with pytest.raises(ModelError, match=message) as raised:
+        choose_embedder(str(directory))
+    assert "\n" not in raised.value.message
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no directory of a model at"):
+        choose_embedder(str(tmp_path / "none"))
+    directory = write_tiny_model(tmp_path / "m", inputs=("input_ids", "pixel_values"))
+    with pytest.raises(ModelError, match="its model wants 'pixel_values'"):
+        choose_embedder(str(directory))
+    (directory / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(ModelError, match="pixel_values"):
+        choose_embedder(str(directory))
+    write_tiny_model(tmp_path / "m")
+    (directory / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(ModelError, match="nothing says how to pool"):
+        choose_embedder(str(directory))
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        choose_embedder(str(directory))
+
+
+def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'hashing-64' takes no prefixes"):
+        choose_embedder("hashing-64", query_prefix="x")
+    with pytest.raises(ConfigError, match="is no URL of a server"):
+        choose_embedder(str(tmp_path), model="m")
+    with pytest.raises(ConfigError, match="1025 characters, the limit is 1024"):
+        choose_embedder(str(tmp_path), query_prefix="x" * 1025)
+    with pytest.raises(ConfigError, match="is built in"):
+        check_embedder("hashing-64", EmbedderPlace(str(tmp_path)))
