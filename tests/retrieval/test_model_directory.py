@@ -19,7 +19,8 @@ Rows = npt.NDArray[np.float32]
 
 
 def unit(vectors: Rows) -> Rows:
-    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    scaled: Rows = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return scaled
 
 
 def chosen(path: Path, **options: Any) -> tuple[DirectorySpec, Embedder]:
@@ -53,7 +54,8 @@ def test_vectors_keep_their_length_where_the_model_does_not_scale_them(tmp_path:
 def test_a_long_text_is_read_as_far_as_the_model_reads(tmp_path: Path) -> None:
     _, embedder = chosen(write_tiny_model(tmp_path / "m", max_tokens=4))
     assert embedder.max_tokens == 4
-    np.testing.assert_allclose(*embedder.embed(["cat dog rates", "cat dog"]), atol=1e-6)
+    longer, shorter = embedder.embed(["cat dog rates", "cat dog"])
+    np.testing.assert_allclose(longer, shorter, atol=1e-6)
     assert embedder.count_tokens("cat dog rates") == 3
 
 

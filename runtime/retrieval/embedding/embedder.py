@@ -68,6 +68,6 @@ def readable(text: str) -> str:
 def unit(vectors: Vectors) -> Vectors:
     """Scaled to length 1; a zero vector becomes one along the first axis, so that every text has a direction."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: Vectors = vectors / np.where(norms > 0, norms, 1)
+    scaled: Vectors = (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
     scaled[norms[:, 0] == 0, 0] = 1.0
     return scaled
