@@ -1,4 +1,4 @@
-"""An OpenAI server in this process, as an `httpx` transport: a model whose every token follows from all before it.
+"""An OpenAI server in this process, instead of the network: a model whose every token follows from all before it.
 
 Tokens are bytes, and the next one is a digest of the whole sequence: so an answer that goes on in another request is
 right exactly if that request had the right sequence. `Behaviour` says what kind of server it is, and what goes wrong.
@@ -7,11 +7,12 @@ right exactly if that request had the right sequence. `Behaviour` says what kind
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+from runtime.engines.openai.http import Disconnected, Reply
 
 Json = dict[str, Any]
 
@@ -51,7 +52,7 @@ class Behaviour:
 
 
 @dataclass
-class FakeServer(httpx.AsyncBaseTransport):
+class FakeServer:
     """`asked` are the bodies of all POSTs by path, `open` the streams that are being read."""
 
     behaviour: Behaviour = field(default_factory=Behaviour)
@@ -65,22 +66,28 @@ class FakeServer(httpx.AsyncBaseTransport):
         """The bodies from which answers were asked."""
         return [body for path, body in self.asked if path.endswith("/completions")]
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        how = self.behaviour
+    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
+        how, path = self.behaviour, urlsplit(url).path
         if how.down:
-            raise httpx.ConnectError("connection refused", request=request)
-        if how.key and request.headers.get("authorization") != f"Bearer {how.key}":
+            raise Disconnected("connection refused")
+        if how.key and headers.get("authorization") != f"Bearer {how.key}":
             return _json(401, _error("wrong key"))
-        path = request.url.path
-        if request.method == "GET":
+        if method == "GET":
             if path != "/v1/models":
                 return _json(404, {"detail": "Not Found"})
             return _json(200, {"object": "list", "data": [{"id": how.model, "max_model_len": how.context}]})
-        body = json.loads(await request.aread())
-        self.asked.append((path, body))
-        self.headers.append(dict(request.headers))
+        asked = json.loads(body or b"null")
+        self.asked.append((path, asked))
+        self.headers.append(dict(headers))
         if how.refuses is not None:
             return _json(*how.refuses)
+        return self._post(path, asked)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _post(self, path: str, body: Json) -> Reply:
+        how = self.behaviour
         if path == "/tokenize" and how.token_ids:
             return _json(200, {"tokens": list(body["prompt"].encode()), "max_model_len": how.context})
         if path == "/apply-template" and how.renders:
@@ -89,14 +96,14 @@ class FakeServer(httpx.AsyncBaseTransport):
             return self._generate(body, chat="messages" in body)
         return _json(404, {"detail": "Not Found"})
 
-    def _generate(self, body: Json, chat: bool) -> httpx.Response:
+    def _generate(self, body: Json, chat: bool) -> Reply:
         how = self.behaviour
         if how.strict and (extra := {"return_token_ids", "continue_final_message"} & set(body)):
             return _json(400, _error(f"unknown field {sorted(extra)[0]}"))
         if body["model"] != how.model:
             return _json(404, _error(f"The model `{body['model']}` does not exist", code="model_not_found"))
         prompt = self._prompt(body, chat)
-        if isinstance(prompt, httpx.Response):
+        if not isinstance(prompt, list):
             return prompt
         limit: int = body.get("max_completion_tokens") or body.get("max_tokens", 16)
         if len(prompt) + limit > how.context:
@@ -108,9 +115,9 @@ class FakeServer(httpx.AsyncBaseTransport):
             usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
             return _json(200, {"choices": [], "usage": usage})
         chunks = self.says or self._chunks(prompt, answers, body, chat, ids)
-        return httpx.Response(200, stream=_Stream(self, chunks), headers={"content-type": "text/event-stream"})
+        return _Stream(self, chunks)
 
-    def _prompt(self, body: Json, chat: bool) -> list[int] | httpx.Response:
+    def _prompt(self, body: Json, chat: bool) -> list[int] | Reply:
         if not chat:
             prompt = body["prompt"]
             if isinstance(prompt, list):
@@ -171,27 +178,41 @@ class FakeServer(httpx.AsyncBaseTransport):
         return chunks
 
 
-class _Stream(httpx.AsyncByteStream):
+class _Stream:
+    status = 200
+
     def __init__(self, server: FakeServer, chunks: list[Json]) -> None:
         self._server, self._chunks = server, chunks
         self._server.open += 1
         self._closed = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def parts(self) -> AsyncIterator[bytes]:
         for count, chunk in enumerate(self._chunks):
             self._server.on_chunk(count)
             if count == self._server.behaviour.breaks_after:
-                raise httpx.ReadError("connection reset")
+                raise Disconnected("connection reset")
             if count == self._server.behaviour.hangs_after:
                 await asyncio.Event().wait()
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
             await asyncio.sleep(0)
         yield b"data: [DONE]\n\n"
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._server.open -= 1
+
+
+@dataclass
+class _Whole:
+    status: int
+    body: bytes
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        yield self.body
+
+    def close(self) -> None:
+        """It is whole."""
 
 
 def rendered(messages: list[Json], goes_on: bool = False) -> str:
@@ -219,8 +240,8 @@ def written(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def _json(status: int, value: Json) -> httpx.Response:
-    return httpx.Response(status, json=value)
+def _json(status: int, value: Json) -> Reply:
+    return _Whole(status, json.dumps(value).encode())
 
 
 def _error(message: str, code: str | None = None) -> Json:

@@ -109,7 +109,7 @@ async def stand(
     settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
     clock, library, ended = Clock(), Library(), list[Ended]()
     servers = Servers(
-        [Server(url, transport=fake) for url, fake in zip(urls, fakes, strict=True)],
+        [Server(url, http=fake) for url, fake in zip(urls, fakes, strict=True)],
         partial(ask, section=settings),
         clock,
     )

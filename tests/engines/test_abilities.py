@@ -24,7 +24,7 @@ SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
 def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Abilities:
     async def test() -> Abilities:
         fake = FakeServer(behaviour)
-        return await ask(Server("http://fake/v1", key, transport=fake), structs.replace(SECTION, **section))
+        return await ask(Server("http://fake/v1", key, http=fake), structs.replace(SECTION, **section))
 
     found = run(test())
     assert isinstance(found, Abilities)
@@ -80,7 +80,7 @@ def test_what_can_never_work_is_one_line_with_what_to_do(
 def test_an_address_without_models_is_told_to_go_up_to_its_v1() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="up to its /v1"):
-            await ask(Server("http://fake", transport=FakeServer()), structs.replace(SECTION, url="http://fake"))
+            await ask(Server("http://fake", http=FakeServer()), structs.replace(SECTION, url="http://fake"))
 
     run(test())
 
@@ -105,7 +105,7 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
     async def start(*behaviours: Behaviour) -> Servers:
         fakes = [FakeServer(behaviour) for behaviour in behaviours]
         servers = Servers(
-            [Server(f"http://fake{number}/v1", transport=fake) for number, fake in enumerate(fakes)],
+            [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
             partial(ask, section=SECTION),
         )
         await servers.reach()
@@ -138,7 +138,7 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
         clock = Clock()
         fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
         servers = Servers(
-            [Server(f"http://fake{number}/v1", transport=fake) for number, fake in enumerate(fakes)],
+            [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
             partial(ask, section=SECTION),
             clock,
         )
@@ -155,7 +155,7 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
 def test_back_off_doubles_until_a_server_answers() -> None:
     async def test() -> None:
         clock, fake = Clock(), FakeServer(Behaviour(down=True))
-        servers = Servers([Server("http://fake/v1", transport=fake)], partial(ask, section=SECTION), clock)
+        servers = Servers([Server("http://fake/v1", http=fake)], partial(ask, section=SECTION), clock)
         await servers.reach()
         (member,) = servers.members
         delays = []

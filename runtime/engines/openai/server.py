@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
 from runtime.engines.openai.events import DONE, payloads
+from runtime.engines.openai.http import AioHttp, Disconnected, Http, Reply
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -23,7 +23,6 @@ Json = dict[str, Any]
 
 _MAX_ANSWER_BYTES = 16 << 20  # of an answer that is not a stream
 _MAX_ERROR_BYTES = 64 << 10
-_KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
 _REQUESTS_FAULT = (400, 404, 405, 409, 413, 415, 422, 501)
 _BUSY = (408, 425, 429, 503, 529)
 
@@ -36,22 +35,16 @@ class StreamBroken(EngineFailed):
 
 
 class Server:
-    """A server at `url` (with its /v1). `transport` stands for the network in tests."""
+    """A server at `url` (with its /v1). `http` stands for the network in tests."""
 
-    def __init__(
-        self, url: str, key: str = "", connect_s: float = 5.0, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, key: str = "", connect_s: float = 5.0, http: Http | None = None) -> None:
         self.url = url
         self._root = _without_version(url)
-        self._http = httpx.AsyncClient(
-            # Not compressed: a stream's chunks would wait for each other, and an answer's size be known too late.
-            headers={"content-type": "application/json", "accept-encoding": "identity"}
-            | ({"authorization": f"Bearer {key}"} if key else {}),
-            timeout=httpx.Timeout(None, connect=connect_s),  # an answer may take as long as its request's deadline
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEP_S),
-            trust_env=False,
-            transport=transport,
-        )
+        self._http = http or AioHttp(connect_s)
+        # Not compressed: a stream's chunks would wait for each other, and an answer's size be known too late.
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
 
     async def get(self, path: str) -> Json:
         """An answer to GET. Raises TrinityError."""
@@ -76,39 +69,36 @@ class Server:
 
     async def close(self) -> None:
         """Close its connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     @contextlib.asynccontextmanager
     async def _asked(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, request_id: str = ""
-    ) -> AsyncIterator[httpx.Response]:
-        content = None if body is None else to_json(body)
-        request = self._http.build_request(
-            method, url, content=content, headers={"x-request-id": request_id} if request_id else None
-        )
+    ) -> AsyncIterator[Reply]:
+        headers = self._headers | {"x-request-id": request_id} if request_id else self._headers
         try:
-            answer = await self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise EngineUnreachable(f"{self.url} does not answer: {_why(error)}") from error
+            answer = await self._http.ask(method, url, headers, None if body is None else to_json(body))
+        except Disconnected as error:
+            raise EngineUnreachable(f"{self.url} does not answer: {error}") from error
         try:
-            if answer.status_code != 200:
-                raise self._refusal(answer.status_code, await _some(answer, _MAX_ERROR_BYTES))
+            if answer.status != 200:
+                raise self._refusal(answer.status, await _some(answer, _MAX_ERROR_BYTES))
             yield answer
         finally:
-            await answer.aclose()
+            answer.close()
 
-    async def _whole(self, answer: httpx.Response) -> Json:
+    async def _whole(self, answer: Reply) -> Json:
         try:
             value = from_json(await _some(answer, _MAX_ANSWER_BYTES))
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise EngineFailed(f"{self.url}: its answer is no whole JSON: {_why(error)}") from error
+        except (Disconnected, msgspec.DecodeError) as error:
+            raise EngineFailed(f"{self.url}: its answer is no whole JSON: {error}") from error
         if not isinstance(value, dict):
             raise EngineFailed(f"{self.url}: its answer is no JSON object")
         return value
 
-    async def _chunks(self, answer: httpx.Response) -> AsyncIterator[Json]:
+    async def _chunks(self, answer: Reply) -> AsyncIterator[Json]:
         try:
-            async for data in payloads(answer.aiter_raw()):
+            async for data in payloads(answer.parts()):
                 if data == DONE:
                     return
                 chunk = from_json(data)
@@ -117,8 +107,8 @@ class Server:
                 if chunk.get("error"):
                     raise self._refusal(_status_of(chunk["error"]), data)
                 yield chunk
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise StreamBroken(f"{self.url}: its stream broke off: {_why(error)}") from error
+        except (Disconnected, msgspec.DecodeError) as error:
+            raise StreamBroken(f"{self.url}: its stream broke off: {error}") from error
         raise StreamBroken(f"{self.url}: its stream ended without its end mark")
 
     def _refusal(self, status: int, body: bytes) -> TrinityError:
@@ -144,10 +134,10 @@ class Server:
         return refused
 
 
-async def _some(answer: httpx.Response, limit: int) -> bytes:
+async def _some(answer: Reply, limit: int) -> bytes:
     """The body, of at most `limit` bytes; of a longer one its beginning."""
     parts, size = [], 0
-    async for part in answer.aiter_bytes():
+    async for part in answer.parts():
         parts.append(part)
         size += len(part)
         if size > limit:
@@ -178,7 +168,3 @@ def _status_of(error: object) -> int:
 def _without_version(url: str) -> str:
     parts = urlsplit(url)
     return urlunsplit(parts._replace(path=parts.path.removesuffix("/v1")))
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__

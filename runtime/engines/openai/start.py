@@ -1,6 +1,5 @@
 """The engine of a node in front of servers, made from its configuration."""
 
-import logging
 from functools import partial
 
 from runtime.engines.openai.abilities import ask
@@ -21,7 +20,6 @@ async def openai_engine(
     """All servers are asked first. Raises ConfigError for one that can never serve what is configured; one that does
     not answer now is waited for meanwhile.
     """
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would have a line for every request
     key, http = read_engine_key(section), worker.plan.config.http
     servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
     await servers.reach()

@@ -109,7 +109,7 @@ class Answer:
         )
         if isinstance(self.last, Relayed):
             whole = msgspec.structs.asdict(last) | {"usage": self.last.usage}
-            choices = tuple(self.choices.merged.values())
+            choices = self.choices.merged()
             last = Relayed(**whole, choices=choices, completion_tokens=self.last.completion_tokens)
         return (*self.searches, last)
 

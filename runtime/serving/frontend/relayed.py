@@ -25,19 +25,25 @@ class Relayed(Tokens, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Choices:
-    """The choices of a whole answer, put together from their pieces."""
+    """The choices of a whole answer, put together from their pieces. A stream never asks for them."""
 
-    merged: dict[int, Json] = field(default_factory=dict)
+    pieces: list[Json] = field(default_factory=list)
 
     def add(self, choices: tuple[Json, ...]) -> None:
         """Take in a piece's."""
-        for choice in choices:
+        self.pieces += choices
+
+    def merged(self) -> tuple[Json, ...]:
+        """Each choice in one piece, in order."""
+        merged: dict[int, Json] = {}
+        for choice in self.pieces:
             index = choice.get("index", 0)
-            self.merged[index] = _grown(self.merged[index], choice) if index in self.merged else choice
+            merged[index] = _grown(merged[index], choice) if index in merged else choice
+        return tuple(choice for _, choice in sorted(merged.items()))
 
     def whole(self) -> list[Json]:
         """All choices in order, a chat's `delta`s as messages."""
-        return [_with_message(choice) for _, choice in sorted(self.merged.items())]
+        return [_with_message(choice) for choice in self.merged()]
 
 
 def _with_message(choice: Json) -> Json:

@@ -129,6 +129,17 @@ class Request:
             raise piece
         return piece
 
+    async def next_ones(self) -> list[Piece]:
+        """The next piece and all behind it that are there already, in order. Raises what ended the request."""
+        found = [await self.next()]
+        while not self._pieces.empty():
+            piece = self._pieces.get_nowait()
+            if isinstance(piece, TrinityError):
+                self._pieces.put_nowait(piece)  # told when it is asked for next
+                break
+            found.append(piece)
+        return found
+
     def put(self, piece: Piece | TrinityError) -> None:
         """For the table alone."""
         self._pieces.put_nowait(piece)

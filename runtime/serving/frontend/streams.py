@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, TrinityError
 from runtime.serving.frontend.answers import DONE, Answer, error_json, event
-from runtime.serving.frontend.requests import Piece, Request
+from runtime.serving.frontend.requests import Request
 from runtime.serving.messages import Tokens
 
 log = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ async def first_tokens(answer: Answer, request: Request) -> Tokens:
 
 
 async def events(answer: Answer, request: Request, first: Tokens, whole: Callable[[], None]) -> AsyncIterator[bytes]:
-    """The stream from its first tokens on; `whole` is called when all of the answer is there."""
-    piece: Piece = first
+    """The stream from its first tokens on, what has come together in one part; `whole` is called when all of the answer
+    is there."""
     try:
-        yield answer.opening()
-        yield answer.chunk(piece)
+        yield answer.opening() + answer.chunk(first)
         while answer.last is None:
-            piece = await request.next()
-            answer.add(piece)
-            yield answer.chunk(piece)
+            pieces = await request.next_ones()
+            for piece in pieces:
+                answer.add(piece)
+            yield b"".join([answer.chunk(piece) for piece in pieces])
         whole()
         yield answer.closing()
     except TrinityError as error:

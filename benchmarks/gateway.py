@@ -1,0 +1,194 @@
+"""What a chunk of a streamed answer costs on its way through a node, beside a proxy that only copies bytes.
+
+`python -m benchmarks.gateway` starts a stand-in for a server, such a proxy and a node in front of it, and asks through
+each in turn: streams as fast as they come, and 8 at a time at a pace like a model's. Counted is the processor time of
+the process in between. Then the parts of a chunk's way that are the node's own code, each alone.
+
+Writes gateway.json and gateway.md.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from benchmarks.machine import machine, machine_load
+from benchmarks.node import running
+from benchmarks.standin import MODEL, PACE, WORD
+from runtime.engines.openai.relay import Relay
+from runtime.engines.openai.server import from_json
+from runtime.serving.frontend.answers import ChatAnswer
+from runtime.serving.frontend.relayed import Relayed
+from runtime.serving.frontend.requests import Request, RequestTable
+from runtime.serving.frontend.router import Placement
+from runtime.serving.messages import Prefill, Sampling
+
+Json = dict[str, Any]
+PATTERNS = {"one stream, as fast as it comes": (1, 8000, 0), "8 streams, a token every 8 ms": (8, 250, 8000)}
+"""Streams, chunks of each, µs between two of them."""
+
+
+class Client(asyncio.Protocol):
+    """One connection, one request at a time, looked at as little as possible."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a socket's
+        self._transport = transport
+
+    def ask(self, tokens: int, pace_us: int) -> "asyncio.Future[float]":
+        """Seconds to the first token, once the answer is all there."""
+        turns = [{"role": "user", "content": "hello"}]
+        asked = {"model": MODEL, "messages": turns, "max_tokens": tokens, "stream": True, PACE: pace_us}
+        body = json.dumps(asked).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self._whole: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._tail, self._words, self._first_s, self._tokens = b"", 0, 0.0, tokens
+        self._begin = time.perf_counter()
+        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        return self._whole
+
+    def data_received(self, data: bytes) -> None:
+        if not self._words and WORD.encode() in data:
+            self._first_s = time.perf_counter() - self._begin
+        self._words += data.count(WORD.encode())
+        self._tail = (self._tail + data)[-16:]
+        if self._tail.endswith(b"0\r\n\r\n"):
+            if self._words != self._tokens:
+                self._whole.set_exception(RuntimeError(f"{self._words} of {self._tokens} tokens came"))
+            else:
+                self._whole.set_result(self._first_s)
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of a process so far, to the nanosecond."""
+    stats = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
+
+
+async def measure(ways: dict[str, tuple[int, int]], rounds: int) -> Json:
+    """`ways` by name: the port to ask, and the process in between."""
+    loop = asyncio.get_running_loop()
+    costs: dict[str, dict[str, list[float]]] = {pattern: {way: [] for way in ways} for pattern in PATTERNS}
+    firsts: dict[str, list[float]] = {way: [] for way in ways}
+    most = max(streams for streams, _, _ in PATTERNS.values())
+    clients = {
+        way: [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(most)]
+        for way, (port, _) in ways.items()
+    }
+    for number in range(rounds + 1):  # the first warms up
+        for pattern, (streams, tokens, pace_us) in PATTERNS.items():
+            for way, (_, pid) in ways.items():
+                begin = processor_s(pid)
+                await asyncio.gather(*(client.ask(tokens, pace_us) for client in clients[way][:streams]))
+                if number:
+                    costs[pattern][way].append((processor_s(pid) - begin) / (streams * tokens) * 1e6)
+        for _ in range(40):
+            for way in ways:
+                found = await clients[way][0].ask(2, 0)
+                if number:
+                    firsts[way].append(found * 1e3)
+    return {
+        "us_per_chunk": {
+            pattern: {way: statistics.median(found) for way, found in one.items()} for pattern, one in costs.items()
+        },
+        "ttft_ms": {way: statistics.median(found) for way, found in firsts.items()},
+    }
+
+
+def parts() -> dict[str, float]:
+    """µs that the node's own code takes for a chunk, by part; the best of several runs."""
+    choice = {"index": 0, "delta": {"content": WORD}, "logprobs": None, "finish_reason": None, "token_ids": [12345]}
+    data = json.dumps({"id": "chatcmpl-1", "created": 1, "model": MODEL, "choices": [choice]}).encode()
+    message = Prefill("1", 1, Sampling(16), "", "", 0, 1, prompt="x")
+    request = Request(message, Placement("", "", ""))
+    table = RequestTable(lambda ended, request: None)
+    table.open(request)
+    told: list[Any] = []
+    relay = Relay("1", told.append, time.monotonic_ns, chat=True, sent={})
+    relay.begin()
+    answer = ChatAnswer("1", MODEL, 0)
+    piece = Relayed("1", WORD, (12345,), choices=(choice,))
+    found = {}
+
+    def each(name: str, work: Callable[[], object], runs: int = 5000) -> None:
+        found[name] = min(timeit.repeat(work, number=runs, repeat=7)) / runs * 1e6
+
+    each("JSON → chunk", lambda: from_json(data))
+    chunks = iter([from_json(data) for _ in range(7 * 5000)])
+    each("chunk → piece", lambda: relay.take(next(chunks)))
+    each("piece → its request", lambda: table.deliver(piece))
+    each("piece → event", lambda: (answer.add(piece), answer.chunk(piece)))
+    return found
+
+
+def report(found: Json) -> str:
+    """The result as Markdown."""
+    machine_line = f"{found['machine']['processor']}, {found['machine']['cores']} cores"
+    lines = [
+        "# A chunk's way through a node",
+        "",
+        f"`{found['command']}`. {machine_line}; {found['load_before']} before.",
+        "",
+    ]
+    lines += ["| processor time a chunk, µs | byte proxy | node |", "|---|---|---|"]
+    for pattern, costs in found["us_per_chunk"].items():
+        lines.append(f"| {pattern} | {costs['proxy']:.1f} | {costs['node']:.1f} |")
+    ttft = {way: value - found["ttft_ms"]["direct"] for way, value in found["ttft_ms"].items()}
+    lines += [f"| TTFT added, p50, ms | {ttft['proxy']:.2f} | {ttft['node']:.2f} |", ""]
+    lines += ["| of which the node's own code, alone and warm | µs |", "|---|---|"]
+    lines += [f"| {name} | {value:.2f} |" for name, value in found["parts_us"].items()]
+    return "\n".join([*lines, ""])
+
+
+@contextlib.contextmanager
+def standin(*options: str) -> Iterator[tuple[int, int]]:
+    """Port and process of a stand-in."""
+    command = [sys.executable, "-m", "benchmarks.standin", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline()), process.pid
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    before = machine_load()
+    with tempfile.TemporaryDirectory() as directory, standin() as server, standin("--proxy", str(server[0])) as proxy:
+        config = Path(directory) / "gateway.toml"
+        config.write_text(
+            f'[node]\nname = "gateway-benchmark"\n[http]\nport = 0\n[model]\nengine = "openai"\nname = "{MODEL}"\n'
+            f'url = "http://127.0.0.1:{server[0]}/v1"\n'
+        )
+        with running(config) as node:
+            port = urlsplit(node.info.url).port
+            assert port is not None
+            ways = {"direct": server, "proxy": proxy, "node": (port, node.pids()["frontend-0"])}
+            found = uvloop.run(measure(ways, options.rounds))
+    found |= {
+        "parts_us": parts(), "command": "python -m benchmarks.gateway", "machine": machine(), "load_before": before,
+        "load_after": machine_load(),
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gateway.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "gateway.md").write_text(report(found))
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()

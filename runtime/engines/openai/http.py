@@ -1,0 +1,89 @@
+"""HTTP to servers: one request, and its answer's bytes as they come. `aiohttp` has the connections."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import aiohttp
+
+_KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
+
+
+class Disconnected(Exception):
+    """The server did not answer, or its answer broke off."""
+
+
+class Reply(Protocol):
+    """An answer whose head is there."""
+
+    @property
+    def status(self) -> int: ...
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """The body: what has arrived since the last part, in one. Raises Disconnected if it breaks off."""
+
+    def close(self) -> None:
+        """Nobody reads on: an answer that is not all there is cut off, by which the server knows."""
+
+
+class Http(Protocol):
+    """Asks servers."""
+
+    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
+        """The answer to a request, once its head is there. Raises Disconnected."""
+
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+class AioHttp:
+    """`Http` over the network. A connection is given up after `connect_s`; an answer may take for ever."""
+
+    def __init__(self, connect_s: float) -> None:
+        self._connect_s = connect_s
+        self._made: aiohttp.ClientSession | None = None
+
+    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
+        try:
+            answer = await self._session().request(method, url, headers=headers, data=body, allow_redirects=False)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a URL that is none
+            raise Disconnected(_why(error)) from error
+        return _Reply(answer)
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Made in the loop that uses it."""
+        if self._made is None:
+            self._made = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        return self._made
+
+
+class _Reply:
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+        self.status = answer.status
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        content = self._answer.content
+        try:
+            while part := await content.readany():
+                yield part
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Disconnected(_why(error)) from error
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, asyncio.TimeoutError) and not str(error):
+        return "no connection in time"
+    return str(error) or type(error).__name__

@@ -1,0 +1,101 @@
+"""The network under the OpenAI engine, over real sockets: what comes together is read together, what breaks is said."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from runtime.engines.openai.http import AioHttp, Disconnected
+from tests.frontend.fakes import run
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@asynccontextmanager
+async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
+    """A client, and the address of a server that reads a request's head and then does as it is told."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            await serve(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    http = AioHttp(connect_s=5.0)
+    try:
+        yield http, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    finally:
+        await http.close()
+        server.close()
+        await server.wait_closed()
+
+
+def test_an_answer_comes_as_it_is_written_and_ends() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(b"one ") + chunk(b"two") + b"0\r\n\r\n")
+        await writer.drain()
+
+    async def test() -> None:
+        async with asked(serve) as (http, url):
+            answer = await http.ask("POST", url, {}, b"{}")
+            assert answer.status == 200
+            assert b"".join([part async for part in answer.parts()]) == b"one two"
+
+    run(test())
+
+
+def test_an_answer_that_breaks_off_is_said_after_what_came_of_it() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(b"one"))
+        await writer.drain()
+
+    async def test() -> None:
+        async with asked(serve) as (http, url):
+            answer = await http.ask("POST", url, {}, b"{}")
+            parts = answer.parts()
+            assert await anext(parts) == b"one"
+            with pytest.raises(Disconnected):
+                await anext(parts)
+            answer.close()
+
+    run(test())
+
+
+def test_closing_an_answer_that_goes_on_closes_its_connection() -> None:
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(b"one"))
+        await reader.read()  # returns when the client has closed
+        gone.set()
+
+    async def test() -> None:
+        async with asked(serve) as (http, url):
+            answer = await http.ask("GET", url, {}, None)
+            assert await anext(answer.parts()) == b"one"
+            answer.close()
+            await gone.wait()
+
+    run(test())
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    async def test() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        http = AioHttp(connect_s=5.0)
+        with pytest.raises(Disconnected, match=str(port)):
+            await http.ask("GET", f"http://127.0.0.1:{port}/v1", {}, None)
+        await http.close()
+
+    run(test())

@@ -1,0 +1,50 @@
+"""An answer as server-sent events: what has come together is written together."""
+
+from runtime.errors import WorkerLost
+from runtime.serving.frontend.answers import ChatAnswer
+from runtime.serving.frontend.requests import Request
+from runtime.serving.frontend.router import Placement
+from runtime.serving.frontend.streams import events
+from runtime.serving.messages import Prefill, Sampling, Tokens
+from tests.frontend.fakes import run
+
+
+def request() -> Request:
+    return Request(Prefill("r", 1, Sampling(16), "", "", 0, 1, prompt="x"), Placement("", "", ""))
+
+
+def parts(asked: Request) -> list[bytes]:
+    """The parts of a stream whose pieces are all there after the first."""
+
+    async def stream() -> list[bytes]:
+        answer, first = ChatAnswer("r", "m", 0), Tokens("r", "one", (1,))
+        answer.add(first)
+        return [part async for part in events(answer, asked, first, lambda: None)]
+
+    found: list[bytes] = []
+
+    async def test() -> None:
+        found.extend(await stream())
+
+    run(test())
+    return found
+
+
+def test_pieces_that_wait_are_written_in_one_part() -> None:
+    asked = request()
+    for piece in (Tokens("r", "two", (2,)), Tokens("r", "three", (3,), "stop")):
+        asked.put(piece)
+    opening, rest, closing = parts(asked)
+    assert b'"one"' in opening
+    assert rest.count(b"data: ") == 2
+    assert rest.index(b'"two"') < rest.index(b'"three"')
+    assert closing == b"data: [DONE]\n\n"
+
+
+def test_what_came_before_an_error_is_written_before_it() -> None:
+    asked = request()
+    asked.put(Tokens("r", "two", (2,)))
+    asked.put(WorkerLost("gone"))
+    _, rest, error = parts(asked)
+    assert b'"two"' in rest
+    assert b"worker_lost" in error
