@@ -4,6 +4,7 @@ An *entry* is a query in the pool, from its arrival to its answer. It waits in a
 which it is active or paused.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +123,7 @@ def new_tables(policy: Policy) -> Tables:
     return made
 
 
-def handle_of(tables: Tables) -> npt.NDArray[np.int64]:
+def handle_of(tables: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
     """Addresses and shapes of the arrays, int64 [arrays, 3]: one argument costs less to hand over than all of them.
 
     The tables must outlive it.

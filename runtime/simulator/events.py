@@ -2,10 +2,20 @@
 
 import heapq
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Action = Callable[[], None]
+_NEVER_NS = 1 << 62
+
+
+class Beside(Protocol):
+    """What has events of its own on this clock: the next one is at `next_ns`."""
+
+    next_ns: int
+
+    def run(self, until_ns: int) -> None:
+        """Let them happen up to a moment, or to one that others see: `now_ns` is set to that one's."""
 
 
 class Events:
@@ -17,6 +27,7 @@ class Events:
         self._heap: list[tuple[int, int, Action]] = []
         self._planned = 0
         self._stopped = False
+        self.beside: Beside | None = None
 
     def at(self, when_ns: int, action: Action) -> None:
         """Plan `action` for a moment that is not in the past."""
@@ -28,9 +39,17 @@ class Events:
 
     def run(self) -> None:
         """Let everything happen, until nothing is planned or `stop` is called."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop, beside = self._heap, heapq.heappop, self.beside
         self._stopped = False
-        while heap and not self._stopped:
+        while not self._stopped:
+            when = heap[0][0] if heap else _NEVER_NS
+            if beside is not None and beside.next_ns <= when:
+                if beside.next_ns == _NEVER_NS:
+                    return
+                beside.run(when)
+                continue
+            if not heap:
+                return
             self.now_ns, _, action = pop(heap)
             self.happened += 1
             action()

@@ -5,14 +5,12 @@ Router, scheduler and control law are production's own classes; what stands in f
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
 from random import Random
 
 from ipc import Stage
 from runtime.errors import TrinityError
 from runtime.node.config import ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
-from runtime.pool.scheduler import Scheduler
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
 from runtime.simulator.events import Events, Timeouts, ns
@@ -21,7 +19,7 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.kv_rows import KvRows
-from runtime.simulator.stages.pool import Search, SimPool, slots_of
+from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.prefill import Ask, SimPrefill
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
@@ -35,7 +33,6 @@ class Simulation:
     def __init__(self, setup: Setup, arrivals: Sequence[Arrival]) -> None:
         self._setup, self._arrivals = setup, arrivals
         self.events = Events()
-        self._random = Random(setup.seed)
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
         self._ended = 0
@@ -45,7 +42,6 @@ class Simulation:
         self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
-        self.pools: list[SimPool] = []
         self._build_workers()
         self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=config.pool.flush_prefill_s)
         self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
@@ -58,36 +54,34 @@ class Simulation:
         slowdown = setup.times.extend_shared if shares else 1.0
         prefill_gpus = [Gpu(slowdown) for _ in range(config.prefill.workers)]
         decode_gpus = [Gpu(slowdown if setup.placement == "coupled" else 1.0) for _ in range(config.decode.workers)]
-        own = [self._pool(Gpu()) for _ in range(config.pool.workers)] if not shares else []
-        near = [self._pool(gpu) for gpu in prefill_gpus] if shares else []
-        coupled = [self._pool(gpu) for gpu in decode_gpus] if setup.placement == "coupled" else []
-        everyone = cycle(own or near or [self._pool(Gpu())])
+        with_pool = prefill_gpus + decode_gpus * (setup.placement == "coupled")
+        if not shares:
+            with_pool = [Gpu() for _ in range(config.pool.workers)]
+        rules = setup.policy.rules(config, slots_of(config.pool, setup.times))
+        self._pools = Pools(
+            self.events, setup.times, config.pool, [(rules, gpu) for gpu in with_pool or [Gpu()]], Random(setup.seed)
+        )
+        self.pools = self._pools.pools
+        everyone = self._pools.group(range(len(prefill_gpus) if shares else len(self.pools)))
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
         for i, gpu in enumerate(decode_gpus):
-            pools = cycle([coupled[i]]) if coupled else everyone
+            pools = self._pools.group([len(prefill_gpus) + i]) if setup.placement == "coupled" else everyone
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu,
-                Random(setup.seed * 64 + i), self._asker("decode", pools), self._forget, self.router.report,
+                Random(setup.seed * 64 + i), self._asker("decode", pools), self._pools.forget, self.router.report,
                 self._finish, self._kv_rows(),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
         for i, gpu in enumerate(prefill_gpus):
-            pools = cycle([near[i]]) if setup.placement == "coupled" else everyone
+            pools = self._pools.group([i]) if setup.placement == "coupled" else everyone
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 self._asker("prefill", pools), self._offer, self.router.report, self._fail,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
-
-    def _pool(self, gpu: Gpu) -> SimPool:
-        setup, limits = self._setup, self._setup.config.pool
-        scheduler = setup.policy.scheduler(setup.config, slots_of(limits, setup.times))
-        pool = SimPool(self.events, setup.times, scheduler, limits, gpu)
-        self.pools.append(pool)
-        return pool
 
     def _kv_rows(self) -> KvRows | None:
         """A decode worker's KV blocks, if the configuration says how many there are."""
@@ -105,23 +99,9 @@ class Simulation:
             block_tokens=kv.block_tokens, blocks=kv.available,
         )  # fmt: skip
 
-    def _asker(self, stage: Stage, pools: "cycle[SimPool]") -> Ask | None:
-        """Replicas in turn, as the search client does."""
-        if not self._setup.workload.retrieval:
-            return None
-        limits = self._setup.config.pool
-        extends = -(-limits.top_m // limits.search_width)
-        ring_ns = ns(self._setup.times.ring_s)
-
-        def ask(deadline_ns: int, reply: Callable[[str], None]) -> Search:
-            more = self._random.randint(1, 3)
-            search = Search(stage, extends + more, self.events.now_ns, deadline_ns, reply)
-            pool = next(pools)
-            search.pool = pool
-            self.events.after(ring_ns, partial(pool.ask, search))
-            return search
-
-        return ask
+    def _asker(self, stage: Stage, pools: int) -> Ask | None:
+        """How a worker asks its pools."""
+        return partial(self._pools.ask, pools, stage) if self._setup.workload.retrieval else None
 
     # ---- a request's way
 
@@ -188,10 +168,6 @@ class Simulation:
         if self._ended == len(self._arrivals):
             self.events.stop()
 
-    def _forget(self, search: Search) -> None:
-        assert search.pool is not None
-        search.pool.cancel(search)
-
     # ---- control and samples
 
     def _control(self) -> None:
@@ -204,7 +180,6 @@ class Simulation:
 
     def _set_knobs(self) -> None:
         for pool in self.pools:
-            assert isinstance(pool.scheduler, Scheduler)
             pool.scheduler.reserve = self._law.reserve
             pool.scheduler.flush_prefill_ns = ns(self._law.flush_prefill_s)
 
@@ -250,8 +225,8 @@ class Simulation:
             "decode": sum(worker.batch.busy_ns for worker in decodes) / span / max(len(decodes), 1),
             "decode_slots": row_ns / span / max(len(decodes) * self._setup.config.decode.slots, 1),
             "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
-            "pool": sum(pool.batch.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
-            "pool_slots": sum(pool.batch.member_steps for pool in self.pools) / 1.0,
+            "pool": sum(pool.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
+            "pool_slots": sum(pool.slot_steps for pool in self.pools) / 1.0,
             "preemptions": float(sum(decode.preemptions for decode in decodes)),
             "stall": sum(decode.stall_ns for decode in decodes) / max(row_ns, 1),
             "queries": float(sum(pool.served for pool in self.pools)),

@@ -6,17 +6,15 @@ from typing import Literal, get_args
 
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
-from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import RULE_NAMES, policy_of
-from runtime.simulator.stages.naive import NaiveScheduler, Order, PoolScheduler
-from runtime.simulator.stages.pool import Search
+from runtime.simulator.stages.pool import PoolRules
 
 Kind = Literal["adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """`reserve` is r of a fixed one."""
+    """`reserve` is r of a fixed one. prefill-first and decode-first: one queue in which one stage goes before."""
 
     kind: Kind
     reserve: float = 0.0
@@ -43,14 +41,15 @@ class PolicyChoice:
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind
 
-    def scheduler(self, config: NodeConfig, slots: int) -> PoolScheduler[Search]:
-        """A new one for one pool of so many slots."""
-        orders: dict[Kind, Order] = {"prefill-first": "prefill-first", "decode-first": "decode-first"}
-        if (order := orders.get(self.kind)) is not None:
-            return NaiveScheduler(order, slots, config.pool.queue)
+    def rules(self, config: NodeConfig, slots: int) -> PoolRules:
+        """Of a pool of so many slots."""
         policy = policy_of(config, slots)
+        if self.kind == "prefill-first":
+            return PoolRules(replace(policy, rules="fifo"), "prefill")
+        if self.kind == "decode-first":
+            return PoolRules(replace(policy, rules="fifo"), "decode")
         if self.kind == "fixed":
             policy = replace(policy, reserve=self.reserve)
         elif self.kind in RULE_NAMES:
             policy = replace(policy, rules=self.kind)
-        return Scheduler(policy)
+        return PoolRules(policy)

@@ -59,7 +59,7 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
     assert all(worker.free == worker.slots for worker in simulation.prefills.values())
     assert all(worker.free == worker.slots for worker in simulation.decodes.values())
     for pool in simulation.pools:
-        assert not pool.batch
+        assert pool.empty
         assert not any(pool.scheduler.waiting.values())
 
 

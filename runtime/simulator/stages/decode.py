@@ -17,7 +17,6 @@ from runtime.serving.messages import Report
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.kv_rows import KvRows
-from runtime.simulator.stages.pool import Search
 from runtime.simulator.stages.prefill import Ask
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.stages.step_batch import StepBatch
@@ -33,9 +32,7 @@ class _Probe:
     """A row's question to the pool."""
 
     row: SimRequest
-    deadline_ns: int = 0
-    search: Search | None = None  # from when its vector is there
-    over: bool = False
+    query: int = -1
 
 
 class SimDecode:
@@ -51,7 +48,7 @@ class SimDecode:
         gpu: Gpu,
         random: Random,
         ask: Ask | None,
-        forget: Callable[[Search], None],
+        forget: Callable[[int], None],
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
         kv: KvRows | None = None,
@@ -141,21 +138,23 @@ class SimDecode:
         return min(left, every - row.generated % every) if every else left
 
     def _between(self, done: list[SimRequest], steps: int) -> int:
-        if steps:
-            self._context += steps * (len(self.batch) + len(done))
-            self.tokens += steps * (len(self.batch) + len(done))
+        taken = steps * (len(self.batch) + len(done))
+        self._context += taken
+        self.tokens += taken
         for row in done:
             taken = self._steps(row)
             row.generated += taken
             row.context += taken
             self._context -= row.context
             self._go_on(row)
-        self._bring_back()
-        for row in self._joining:
-            self.batch.join(row, self._steps(row))
-            self._context += row.context
-        self._joining.clear()
-        most = self._secure()
+        if self._out:
+            self._bring_back()
+        if self._joining:
+            for row in self._joining:
+                self.batch.join(row, self._steps(row))
+                self._context += row.context
+            self._joining.clear()
+        most = self._secure() if self.kv is not None else _MOST_STEPS
         self._gpu.model_busy = bool(self.batch)
         return most
 
@@ -163,8 +162,11 @@ class SimDecode:
         return ns(self._times.decode_s(len(self.batch), self._context))
 
     def _extra_ns(self) -> int:
+        debt_ns = self._gpu.take_debt_ns()
+        if not self._extra_s:
+            return debt_ns
         extra, self._extra_s = self._extra_s, 0.0
-        return ns(extra) + self._gpu.take_debt_ns()
+        return ns(extra) + debt_ns
 
     def _end(self, row: SimRequest) -> None:
         self.count_row_time()
@@ -182,8 +184,7 @@ class SimDecode:
 
     def _bring_back(self) -> None:
         """Rows that made room get blocks again, the oldest first, and are computed anew with the batch's next step."""
-        if self.kv is None or not self._out:
-            return
+        assert self.kv is not None
         for row in [row for row in self.kv if row in self._out]:
             if not row.ended and not self.kv.has_room(row.context, len(self.batch) + len(self._joining)):
                 break
@@ -198,8 +199,7 @@ class SimDecode:
 
     def _secure(self) -> int:
         """Have blocks for the next steps of every row, the oldest first; how many steps they are for."""
-        if self.kv is None:
-            return _MOST_STEPS
+        assert self.kv is not None
         steps = min(_MOST_STEPS, self.kv.block_tokens)
         wanted = self._wanted(steps)
         if self.kv.missing(wanted) > self.kv.available:
@@ -240,24 +240,15 @@ class SimDecode:
         self.count_row_time()
         self.stalled += 1
         self.probes += 1
-        probe = _Probe(row)
-        probe.deadline_ns = self._timeouts.begin(probe)
-        self._events.after(ns(self._times.embed_s), partial(self._embedded, probe))
-
-    def _embedded(self, probe: "_Probe") -> None:
         assert self._ask is not None
-        if not probe.over:
-            probe.search = self._ask(probe.deadline_ns, partial(self._probed, probe))
+        probe = _Probe(row)
+        probe.query = self._ask(self._timeouts.begin(probe), partial(self._probed, probe))
 
     def _timed_out(self, probe: "_Probe") -> None:
-        if probe.search is not None:
-            self._forget(probe.search)
+        self._forget(probe.query)
         self._probed(probe, "timeout")
 
     def _probed(self, probe: "_Probe", status: str) -> None:
-        if probe.over:
-            return
-        probe.over, probe.search = True, None  # no circles are left behind for the collector
         self._timeouts.end(probe)
         self.count_row_time()
         self.stalled -= 1
@@ -284,9 +275,11 @@ class SimDecode:
 
     def count_row_time(self) -> None:
         now = self._events.now_ns
-        self.row_ns += self.rows * (now - self._counted_ns)
-        self.stall_ns += self.stalled * (now - self._counted_ns)
-        self._counted_ns = now
+        passed = now - self._counted_ns
+        if passed:
+            self.row_ns += self.rows * passed
+            self.stall_ns += self.stalled * passed
+            self._counted_ns = now
 
     def _tell(self) -> None:
         free_blocks = self.kv.available if self.kv is not None else 0

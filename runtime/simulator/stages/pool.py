@@ -1,40 +1,28 @@
-"""A simulated vector pool: production's policy over a batch of extends on the virtual clock."""
+"""The simulated vector pools: production's policy over batches of extends on the virtual clock (`pool_core`)."""
 
-import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from random import Random
+from typing import Any
 
-from ipc import Stage
-from runtime.errors import DeadlineExceeded, Overloaded
+import numpy as np
+
+from ipc import STAGES, Stage
 from runtime.node.config import PoolSection
 from runtime.node.metrics.columns import POOL_WAIT_PREFILL
-from runtime.pool.scheduler import Entry, Scheduler
+from runtime.pool.scheduler import Scheduler
+from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured, fewest_slots
+from runtime.pool.tables import NEVER_NS, handle_of
 from runtime.simulator.events import Events, ns
+from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.naive import PoolScheduler
-from runtime.simulator.stages.step_batch import StepBatch
 from runtime.simulator.times.service import ServiceTimes
 
-_LOOK_NS = 100_000  # how often the policy is asked while someone waits and nobody comes or ends
 _MOST_SLOTS = 512
-
-
-@dataclass(slots=True, eq=False)
-class Search:
-    """A query: how many extends it will take, and whom its end is told (its status as `ipc` has it)."""
-
-    stage: Stage
-    extends: int
-    asked_ns: int
-    deadline_ns: int
-    reply: Callable[[str], None]
-    top_m: int = 0  # 0: the pool's default
-    left: int = 0  # extends, while it is paused
-    begun_ns: int = 0  # when it had a slot
-    ended_ns: int = 0  # when its answer was written
-    pool: "SimPool | None" = None  # that it was sent to
+_DRAWN = 1 << 14  # extends at a time
+_ASKS = 1 << 10  # at first
+Reply = Callable[[str], None]
 
 
 def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
@@ -45,108 +33,188 @@ def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
     return fewest_slots([Measured(size, times.extend_time_s(size) * 1e9) for size in sizes])
 
 
+@dataclass(frozen=True, slots=True)
+class PoolRules:
+    """A pool's policy; `first`: the stage that goes before the other (one of the naive orders)."""
+
+    policy: Policy
+    first: Stage | None = None
+
+
 class SimPool:
-    """One pool worker. Queries ask with the parameters that `limits` has as defaults, but for their own `top_m`."""
+    """One pool worker: its scheduler, and what it has counted."""
+
+    def __init__(self, rules: PoolRules, times: ServiceTimes) -> None:
+        self.rules = rules
+        self.scheduler: Scheduler[None] = Scheduler(rules.policy)
+        for active in (1, 2, 4, 8) * 4:  # as a pool has measured it before its first query
+            self.scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
+        self.words = np.zeros(core.POOL_WORDS, np.int64)
+        self.waits = np.zeros(len(POOL_WAIT_PREFILL.buckets) + 1)
+
+    @property
+    def wait_counts(self) -> list[float]:
+        """Prefill queries' waits for a slot, by POOL_WAIT_PREFILL's buckets."""
+        found: list[float] = self.waits.tolist()
+        return found
+
+    @property
+    def wait_ns(self) -> int:
+        """All queries' waits for a slot."""
+        return int(self.words[core.WAITED])
+
+    @property
+    def busy_ns(self) -> int:
+        return int(self.words[core.BUSY])
+
+    @property
+    def slot_steps(self) -> int:
+        """Extends, each times the queries active in it."""
+        return int(self.words[core.MEMBER_STEPS])
+
+    @property
+    def served(self) -> int:
+        return int(self.words[core.SERVED])
+
+    @property
+    def empty(self) -> bool:
+        """Whether no query waits or has a slot."""
+        return not self.words[core.QUERIES]
+
+
+class Pools:
+    """All pool workers of a node, which are asked with the parameters that `limits` has as defaults.
+
+    Queries come through a ring, `delay_ns` after they were asked, and find the pools of a *group* in turn.
+    """
 
     def __init__(
-        self, events: Events, times: ServiceTimes, scheduler: PoolScheduler[Search], limits: PoolSection, gpu: Gpu
+        self,
+        events: Events,
+        times: ServiceTimes,
+        limits: PoolSection,
+        pools: Sequence[tuple[PoolRules, Gpu]],
+        random: Random,
+        *,
+        asks: int = _ASKS,
     ) -> None:
-        self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
-        self.scheduler = scheduler
-        if isinstance(scheduler, Scheduler):  # as a pool has measured it before its first query
-            for active in (1, 2, 4, 8) * 4:
-                scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
-        self._ring_ns = ns(times.ring_s)
-        self._entries: dict[Search, Entry[Search]] = {}  # waiting or with a slot
-        self.batch: StepBatch[Search] = StepBatch(
-            events, self._between, self._step_ns, self._queries_ns, ns(times.wake_s)
+        self._events, self._random, self._limits = events, random, limits
+        self._delay_ns = ns(times.embed_s) + ns(times.ring_s)
+        self.pools = [SimPool(rules, times) for rules, _ in pools]
+        self._groups: list[list[int]] = []
+        self._replies: dict[int, Reply] = {}
+        self._gpus = [gpu for _, gpu in pools]
+        self.next_ns = NEVER_NS
+        count = len(pools)
+        most = max(rules.policy.slots for rules, _ in pools)
+        self._state = core.State(
+            words=np.zeros(core.WORDS, np.int64),
+            asks=np.zeros((asks, core.ASK_WORDS), np.int64),
+            free=np.arange(asks, dtype=np.int64)[::-1].copy(),
+            coming=np.zeros(asks, np.int64),
+            leaving=np.zeros(asks, np.int64),
+            pools=np.zeros((count, core.POOL_WORDS), np.int64),
+            costs=np.array([(gpu.slowdown, times.round_s, times.query_s) for gpu in self._gpus]),
+            extend_s=np.array([times.extend_time_s(active) for active in range(most + 1)]),
+            handles=np.concatenate([handle_of(pool.scheduler.tables) for pool in self.pools]),
+            groups=np.zeros((0, 2 + count), np.int64),
+            drawn=np.zeros(0, np.int64),
+            waits=np.zeros((count, len(POOL_WAIT_PREFILL.buckets) + 1)),
+            edges=np.array(POOL_WAIT_PREFILL.buckets),
         )
-        self._came = 0  # queries that were given a slot just now
-        self._member_steps = 0  # of the batch, so far
-        self._pace = 1.0
-        self._each_ns = 0  # a step of the run under way
-        self._wake_ns = -1
-        self.wait_counts = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
-        self.wait_ns = 0
-        self.served = 0
+        self._state.words[core.FREE] = asks
+        self._state.words[core.RING_NS] = ns(times.ring_s)
+        self._state.words[core.SEARCH_WIDTH] = limits.search_width
+        self._state.words[core.EXTENDS_LEAST] = -(-limits.top_m // limits.search_width)
+        for number, ((rules, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
+            pool.words, pool.waits = self._state.pools[number], self._state.waits[number]
+            for column, value in {
+                core.END: NEVER_NS,
+                core.WAKE: NEVER_NS,
+                core.WOKEN: -1,
+                core.RESTING: 1,
+                core.WAKE_NS: ns(times.wake_s),
+                core.GPU: gpu.words.ctypes.data,
+                core.PREFERRED: -1 if rules.first is None else STAGES.index(rules.first),
+            }.items():
+                pool.words[column] = value
+        self._draw()
+        events.beside = self
 
-    def ask(self, search: Search) -> None:
-        """A query has come through the ring: it joins the next extend, if the policy lets it."""
-        limits = self._limits
-        entry = Entry(
-            search.stage, self._events.now_ns, search, search.deadline_ns,
-            top_m=search.top_m or limits.top_m, search_width=limits.search_width,
-        )  # fmt: skip
-        try:
-            self.scheduler.add(entry, self._events.now_ns)
-        except (Overloaded, DeadlineExceeded) as error:
-            self._answer(search, error.code)
-            return
-        self._entries[search] = entry
-        self.batch.poke()
+    def group(self, pools: Sequence[int]) -> int:
+        """A new group, of the pools with these numbers."""
+        row = np.zeros((1, 2 + len(self.pools)), np.int64)
+        row[0, 1 : 2 + len(pools)] = len(pools), *pools
+        self._renew(groups=np.concatenate([self._state.groups, row]))
+        return len(self._state.groups) - 1
 
-    def cancel(self, search: Search) -> None:
-        """Forget it if it waits; one that has a slot is let go on, as its end is near. No answer follows."""
-        if search in self._entries and not search.begun_ns:
-            self.scheduler.left(self._entries.pop(search))
+    def ask(self, group: int, stage: Stage, deadline_ns: int, reply: Reply) -> int:
+        """A text is embedded and asked; `reply` is told the status. The query's number, until then, to `forget` it."""
+        return self.ask_at(self._events.now_ns + self._delay_ns, group, stage, deadline_ns, reply)
 
-    def _between(self, done: list[Search], steps: int) -> int:
-        now = self._events.now_ns
-        if steps:
-            self._advanced(steps)
-        for search in done:
-            self.scheduler.finished(self._entries.pop(search), search.extends)
-            self.served += 1
-            search.ended_ns = now
-            self._answer(search, "ok")
-        changes = self.scheduler.next(now)
-        for entry in changes.late:
-            del self._entries[entry.query]
-            self._answer(entry.query, "deadline_exceeded")
-        for entry in changes.paused:
-            entry.query.left = self.batch.leave(entry.query)
-        for entry in changes.resumed:
-            self.batch.join(entry.query, entry.query.left)
-        for entry in changes.admitted:
-            self._admit(entry)
-        return self._most_steps(now)
+    def ask_at(
+        self,
+        at_ns: int,
+        group: int,
+        stage: Stage,
+        deadline_ns: int,
+        reply: Reply,
+        *,
+        extends: int = 0,
+        top_m: int = 0,
+    ) -> int:
+        """A query is at its pool `at_ns`, not before any that was asked earlier. 0 extends: as its `top_m` has it, and
+        some; `top_m` 0: the pool's own."""
+        number: int = core.ask(
+            self._handle, stage == "decode", group, at_ns, deadline_ns, extends, top_m or self._limits.top_m
+        )
+        if number < 0:
+            self._make_room()
+            return self.ask_at(at_ns, group, stage, deadline_ns, reply, extends=extends, top_m=top_m)
+        self._replies[number] = reply
+        self.next_ns = min(self.next_ns, at_ns)
+        return number
 
-    def _advanced(self, steps: int) -> None:
-        active = (self.batch.member_steps - self._member_steps) / steps  # on average: some may have left on the way
-        self._member_steps = self.batch.member_steps
-        self.scheduler.advanced(steps, steps * self._each_ns)
-        if self._pace > 1:
-            self._gpu.owe(steps * ns(self._times.extend_time_s(active)))
+    def times_of(self, number: int) -> tuple[int, int]:
+        """When a query was given a slot, and when it was answered; until its number is another's."""
+        one = self._state.asks[number]
+        return int(one[core.BEGUN]), int(one[core.ENDED])
 
-    def _admit(self, entry: Entry[Search]) -> None:
-        search = entry.query
-        self._came += 1
-        self.batch.join(search, search.extends)
-        search.begun_ns = self._events.now_ns
-        wait_ns = search.begun_ns - search.asked_ns
-        self.wait_ns += wait_ns
-        if search.stage == "prefill":
-            self.wait_counts[bisect.bisect_left(POOL_WAIT_PREFILL.buckets, wait_ns / 1e9)] += 1
+    def forget(self, number: int) -> None:
+        """No reply is wanted any more."""
+        del self._replies[number]
+        core.forget(self._handle, number)
 
-    def _most_steps(self, now: int) -> int:
-        """How many extends nothing can change of itself in: the policy is asked again then."""
-        if not self.batch and (until := self.scheduler.held_until(now)) is not None and until != self._wake_ns:
-            self._wake_ns = until
-            self._events.at(until, self.batch.poke)
-        if len(self._entries) <= len(self.batch):
-            return 1 << 30  # who comes or ends ends it
-        return -(-_LOOK_NS // max(self._step_ns(), 1))
+    def run(self, until_ns: int) -> None:
+        """Let happen what does up to a moment, or to the next reply, and set the clock to that."""
+        state = self._state
+        now, self.next_ns, number, status = core.run(self._handle, until_ns)
+        if number >= 0:
+            self._events.now_ns = now
+            self._replies.pop(number)(core.STATUSES[status])
+        elif state.words[core.DRAWN] == len(state.drawn):
+            self._draw()
 
-    def _step_ns(self) -> int:
-        """One extend, and the loop about it."""
-        self._pace = self._gpu.pace
-        self._each_ns = ns(self._times.extend_time_s(len(self.batch)) * self._pace + self._times.round_s)
-        return self._each_ns
+    def _draw(self) -> None:
+        """How many extends more than its parameters say each of the next queries takes."""
+        self._renew(drawn=np.array([self._random.randint(1, 3) for _ in range(_DRAWN)], np.int64))
+        self._state.words[core.DRAWN] = 0
 
-    def _queries_ns(self) -> int:
-        """What taking in and answering queries costs beside extends."""
-        came, self._came = self._came, 0
-        return ns(came * self._times.query_s)
+    def _make_room(self) -> None:
+        """For twice as many asks."""
+        old, w = self._state, self._state.words
+        count = len(old.asks)
 
-    def _answer(self, search: Search, status: str) -> None:
-        self._events.after(self._ring_ns, partial(search.reply, status))
+        def straight(ring: Any, first: int) -> Any:
+            return np.concatenate([np.roll(ring, -first), np.zeros(count, np.int64)])
+
+        coming, leaving = straight(old.coming, w[core.CAME_FIRST]), straight(old.leaving, w[core.LEFT_FIRST])
+        w[core.CAME_FIRST] = w[core.LEFT_FIRST] = 0
+        free = np.concatenate([np.arange(count, 2 * count, dtype=np.int64), np.zeros(count, np.int64)])
+        w[core.FREE] = count
+        asks = np.concatenate([old.asks, np.zeros_like(old.asks)])
+        self._renew(asks=asks, free=free, coming=coming, leaving=leaving)
+
+    def _renew(self, **arrays: Any) -> None:
+        self._state = self._state._replace(**arrays)
+        self._handle = handle_of(self._state)

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from random import Random
 
 from ipc import Stage
 from runtime.node.config import NodeConfig
-from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import policy_of
+from runtime.pool.tables import NEVER_NS
 from runtime.simulator.events import Events
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.pool import Search, SimPool, slots_of
+from runtime.simulator.stages.pool import PoolRules, Pools, slots_of
 from runtime.simulator.times.service import ServiceTimes
 
 
@@ -40,21 +42,21 @@ class Fate:
 
 def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[Fate]:
     """What becomes of `queries` (by time), by production's policy; in the order given."""
-    events = Events()
-    limits = config.pool
-    pool = SimPool(events, times, Scheduler(policy_of(config, slots_of(limits, times))), limits, Gpu())
-    fates: dict[int, Fate] = {}
-
-    def ask(number: int, query: Query) -> None:
-        def answered(status: str) -> None:
-            took_ns = search.ended_ns - query.at_ns
-            fates[number] = Fate(query.stage, search.begun_ns - query.at_ns, took_ns, status)
-
-        deadline_ns = 1 << 62 if query.limit_ns is None else query.at_ns + query.limit_ns
-        search = Search(query.stage, query.extends, query.at_ns, deadline_ns, answered, top_m=query.top_m)
-        pool.ask(search)
-
+    events, limits = Events(), config.pool
+    rules = PoolRules(policy_of(config, slots_of(limits, times)))
+    pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), asks=len(queries) + 1)
+    group = pools.group([0])
+    statuses: dict[int, str] = {}
     for number, query in enumerate(queries):
-        events.at(query.at_ns, lambda number=number, query=query: ask(number, query))  # type: ignore[misc]
+        deadline_ns = NEVER_NS if query.limit_ns is None else query.at_ns + query.limit_ns
+        reply = partial(statuses.__setitem__, number)
+        asked = pools.ask_at(
+            query.at_ns, group, query.stage, deadline_ns, reply, extends=query.extends, top_m=query.top_m
+        )
+        assert asked == number, "no two queries share a number, so what is known of each stays known"
     events.run()
-    return [fates[number] for number in range(len(queries))]
+    fates = []
+    for number, query in enumerate(queries):
+        begun_ns, ended_ns = pools.times_of(number)
+        fates.append(Fate(query.stage, begun_ns - query.at_ns, ended_ns - query.at_ns, statuses[number]))
+    return fates

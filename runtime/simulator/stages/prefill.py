@@ -7,11 +7,10 @@ from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.pool import Search
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
-Ask = Callable[[int, Callable[[str], None]], Search]  # (deadline, reply) → a prefill query on its way
+Ask = Callable[[int, Callable[[str], None]], int]  # (deadline, reply) → the number of a query on its way
 
 
 class SimPrefill:
@@ -44,10 +43,7 @@ class SimPrefill:
             self._take(request)
             return
         self.asking += 1
-        self._events.after(ns(self._times.embed_s), lambda: self._retrieve(request))
-        self._tell()
 
-    def _retrieve(self, request: SimRequest) -> None:
         def reply(status: str) -> None:
             self.asking -= 1
             if status == "ok" or request.ended:
@@ -55,8 +51,8 @@ class SimPrefill:
             else:
                 self._fail(request, status)
 
-        assert self._ask is not None
         self._ask(request.deadline_ns, reply)
+        self._tell()
 
     def _take(self, request: SimRequest) -> None:
         self.waiting.append(request)

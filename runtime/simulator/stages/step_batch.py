@@ -38,7 +38,6 @@ class StepBatch(Generic[T]):
         self._run = 0  # the run under way, to know a planned end that was replaced by an earlier one
         self._begin_ns = self._first_ns = self._each_ns = self._steps = 0
         self._resting = True
-        self._poked = False  # in this run
         self.busy_ns = 0
         self.member_steps = 0
 
@@ -69,7 +68,6 @@ class StepBatch(Generic[T]):
             self._resting = False
             self._plan(now + self._wake_ns, 0)
             return
-        self._poked = True
         if self._steps <= 1:
             return
         passed = now - self._begin_ns - self._first_ns
@@ -87,34 +85,26 @@ class StepBatch(Generic[T]):
     def _end(self, run: int) -> None:
         if run != self._run:
             return
-        now, steps = self._events.now_ns, self._steps
+        now, steps, ends, heap = self._events.now_ns, self._steps, self._ends, self._heap
         if steps:
             self.busy_ns += now - self._begin_ns
-            self.member_steps += steps * len(self._ends)
-        self._taken += steps
-        self._steps, self._poked = 0, False
-        most = max(self._between(self._pop_done(), steps), 1)
-        if not self._ends:
+            self.member_steps += steps * len(ends)
+            self._taken += steps
+        taken, done = self._taken, []
+        self._steps = 0
+        while heap and heap[0][0] <= taken:
+            end, _, member = heapq.heappop(heap)
+            if ends.get(member) == end:  # else it left early
+                del ends[member]
+                done.append(member)
+        most = self._between(done, steps)
+        if not ends:
             self._resting = True
             return
         extra_ns = self._extra_ns()
         self._begin_ns, self._each_ns = now, max(self._step_ns(), 1)
         self._first_ns = self._each_ns + extra_ns
-        steps = min(self._next_end() - self._taken, most)
+        while ends.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)
+        steps = max(min(heap[0][0] - taken, most), 1)
         self._plan(now + self._first_ns + (steps - 1) * self._each_ns, steps)
-
-    def _next_end(self) -> int:
-        while True:
-            end, _, member = self._heap[0]
-            if self._ends.get(member) == end:
-                return end
-            heapq.heappop(self._heap)  # it left early
-
-    def _pop_done(self) -> list[T]:
-        done = []
-        while self._heap and self._heap[0][0] <= self._taken:
-            end, _, member = heapq.heappop(self._heap)
-            if self._ends.get(member) == end:
-                del self._ends[member]
-                done.append(member)
-        return done
