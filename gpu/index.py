@@ -119,6 +119,12 @@ class GraphIndex:
         nodes, distances = search(self.data, queries, params, threads)
         return self.data.ids_of(nodes), distances
 
+    def vectors(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The vectors of these rows, float32 [n, d], as exactly as they are kept; of unit length under cosine."""
+        kept = self.data.rows
+        found = (kept.codes if kept.full is None else kept.full)[np.asarray(rows, np.int64), : kept.dim]
+        return found.astype(np.float32) / np.float32(kept.scale)
+
     @property
     def size(self) -> int:
         """Number of vectors."""

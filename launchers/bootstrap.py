@@ -112,7 +112,7 @@ def install() -> None:
     say("installing torch for the CPU")
     run(*pip, "-c", CONSTRAINTS, *torch_index(), "--no-deps", "torch")
     say("installing Trinity, its dependencies and its test tools")
-    run(*pip, "-c", CONSTRAINTS, "-e", f"{ROOT}[llm,cuda,test]")
+    run(*pip, "-c", CONSTRAINTS, "-e", f"{ROOT}[llm,cuda,documents,test]")
     say("installing grafana-client; its urllib3-future, built here, leaves the real urllib3 in its place")
     os.environ["URLLIB3_NO_OVERRIDE"] = "1"
     run(*pip, "-c", CONSTRAINTS, "--no-binary", "urllib3-future", "grafana-client", "nvidia-ml-py")

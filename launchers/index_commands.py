@@ -8,20 +8,23 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 
 from launchers.progress import BuildProgress
-from runtime.errors import CollectionError
+from runtime.errors import BuildRefused, CollectionError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
-from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderPlace, choose_embedder
 from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, name_of
+from runtime.retrieval.ingestion.ingest import Ingested, ingest
+from runtime.retrieval.ingestion.ingest import add as update
+from runtime.retrieval.ingestion.readers import SUFFIXES
 from runtime.retrieval.recall import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
@@ -31,9 +34,17 @@ Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
 
 @index_app.command()
 def build(
-    source: Annotated[Path, typer.Argument(help=".jsonl or .jsonl.gz (id, text, title), or .npy vectors.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz (id, text, title), or .npy vectors."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="The directory to make.")],
     metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="What near means.")] = "cosine",
+    passage_tokens: Annotated[
+        int, typer.Option(help="Of a passage of a file at most. 0: 192, or what the embedder reads.")
+    ] = 0,
     embedder: Annotated[
         str | None,
         typer.Option(
@@ -78,41 +89,88 @@ def build(
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
     threads = threads or len(os.sched_getaffinity(0))
-    spec, model = (
-        (None, None)
-        if embedder is None
-        else choose_embedder(
-            embedder,
+    options: dict[str, Any] = {
+        "metric": metric,
+        "degree": degree,
+        "dtype": dtype,
+        "neighbor_codes": neighbor_codes,
+        "shards": shards,
+        "seed": seed,
+        "threads": threads,
+        "device": device,
+        "force": force,
+    }
+    given = vectors is not None or any(source.name.endswith(".npy") for source in sources)
+    if given and len(sources) > 1:
+        raise BuildRefused(f"vectors go with one source, not with {len(sources)}")
+    if not given and ids is not None:
+        raise BuildRefused("documents bring their own ids: give ids with bare vectors only")
+    chosen = None
+    if embedder is not None or not given:
+        chosen = choose_embedder(
+            embedder or DEFAULT_EMBEDDER,
             model=embedder_model,
             key_file=embedder_key_file,
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
             threads=max(threads, 1),
         )
-    )
+    ingested = Ingested()
     with BuildProgress(sys.stderr) as progress:
-        Collection.build(
-            source,
-            out,
-            metric=metric,
-            embedder=spec,
-            model=model,
-            vectors=vectors,
-            ids=ids,
-            degree=degree,
-            dtype=dtype,
-            neighbor_codes=neighbor_codes,
-            shards=shards,
-            seed=seed,
-            threads=threads,
-            device=device,
-            force=force,
-            progress=progress,
-        )
+        if given or chosen is None:
+            spec, model = chosen or (None, None)
+            Collection.build(
+                sources[0], out, embedder=spec, model=model, vectors=vectors, ids=ids, progress=progress, **options
+            )
+        else:
+            ingested = ingest(sources, out, *chosen, passage_tokens=passage_tokens, progress=progress, **options)
+    _tell(out, ingested, begin)
+
+
+@index_app.command()
+def add(
+    sources: Annotated[
+        list[Path], typer.Argument(help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz.")
+    ],
+    out: Annotated[Path, typer.Option(help="The collection's directory.")],
+    embedder_at: Annotated[
+        str, typer.Option(help="The directory or URL of its embedder, if that is elsewhere by now.")
+    ] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
+) -> None:
+    """Bring a collection up to date with files: only what is new or changed is read and embedded, what is gone goes."""
+    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
+    with BuildProgress(sys.stderr) as progress:
+        place = EmbedderPlace(embedder_at, embedder_key_file)
+        threads = threads or len(os.sched_getaffinity(0))
+        ingested = update(sources, out, place=place, threads=threads, progress=progress)
+    print(
+        f"{ingested.read:,} files new or changed, {ingested.gone:,} gone, {ingested.unchanged:,} unchanged; "
+        f"{ingested.embedded:,} passages embedded"
+    )
+    if ingested.changed:
+        _tell(out, ingested, begin)
+    else:
+        _tell_skipped(ingested)
+        print(f"{out}: nothing changed")
+
+
+def _tell(out: Path, ingested: Ingested, begin: float) -> None:
+    _tell_skipped(ingested)
     built = Collection.info(out)
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
     for line in _served(out):
         print(line)
+
+
+def _tell_skipped(ingested: Ingested) -> None:
+    """Name every file that could not be read, and how many these are."""
+    for path, reason in ingested.skipped.items():
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    if ingested.skipped:
+        print(f"{len(ingested.skipped):,} files could not be read, and were skipped", file=sys.stderr)
 
 
 def _told(embedder: EmbedderSpec | None) -> str:

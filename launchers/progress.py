@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 _WORDS = {
+    "compare": "comparing files",
     "read": "reading documents",
     "embed": "embedding",
     "neighbors": "finding neighbors",

@@ -29,7 +29,7 @@ from runtime.node.config import CollectionSection, Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.checksums import Checksums
-from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import Embedder, TextKind
@@ -340,16 +340,16 @@ class Library:
             raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
         rows = [int(row) for row in result.ids if row >= 0]
         if build.documents is None:
-            texts = [(str(row), "", "") for row in rows]
+            found = [Document(str(row), "", "") for row in rows]
         else:
             try:
-                texts = [(found.id, found.title, found.text) for found in build.documents.get(rows)]
+                found = build.documents.get(rows)
             except CollectionError as error:  # that collection's failure, until its file is whole again
                 shelf.drop(build, error.message)
                 raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
         return tuple(
-            Passage(id, title, float(distance), text)
-            for (id, title, text), distance in zip(texts, result.distances, strict=False)
+            Passage(document.id, document.title, float(distance), document.text, document.attributes)
+            for document, distance in zip(found, result.distances, strict=False)
         )
 
     def _shelf(self, collection: str) -> _Shelf:

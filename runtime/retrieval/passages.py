@@ -2,11 +2,17 @@
 
 import msgspec
 
+Attribute = str | int | float | bool
+Attributes = dict[str, Attribute]
+"""What is known of a document beside its text: of a file's passage `source`, its path, `heading` and `page`."""
+
 
 class Passage(msgspec.Struct, frozen=True):
-    """A document that was found: its id in the collection, its title, its distance to the query, its text."""
+    """A document that was found: its id in the collection, its title, its distance to the query, its text, and what
+    else is known of it."""
 
     id: str
     title: str
     distance: float
     text: str
+    attributes: Attributes = {}

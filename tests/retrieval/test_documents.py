@@ -88,7 +88,7 @@ def changed(path: Path, *statements: str) -> Path:
 def test_a_table_of_another_make_is_refused_before_it_is_read(path: Path) -> None:
     endless = "WITH RECURSIVE n(row) AS (SELECT 0 UNION ALL SELECT row + 1 FROM n) SELECT row, 'a', 'b', 'c' FROM n"
     changed(path, "ALTER TABLE documents RENAME TO others", f"CREATE VIEW documents AS {endless}")
-    with pytest.raises(CollectionError, match="its table of documents is not the one that was made"):
+    with pytest.raises(CollectionError, match="its tables are not those that were made"):
         DocumentStore.open(path)
 
 

@@ -264,3 +264,26 @@ def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Pat
     assert child.returncode == 130
     assert "Traceback" not in told
     assert os.listdir(out.parent) == []
+
+
+def test_folders_are_built_and_brought_up_to_date(trinity: Trinity, tmp_path: Path) -> None:
+    folder, out = tmp_path / "handbook", tmp_path / "docs"
+    folder.mkdir()
+    for name in ("leave", "pay", "rooms"):
+        (folder / f"{name}.md").write_text(f"# {name}\n\nAll about {name}.")
+    (folder / "bad.txt").write_bytes(b"caf\xe9")
+    options = ("--out", out, "--threads", 1)
+    code, printed, told = trinity("index", "build", folder, *options, "--embedder", "hashing-64", "--degree", 2)
+    assert (code, printed.partition(" of 64")[0]) == (0, f"{out}: 3 vectors")
+    assert told.endswith("skipped bad.txt: not UTF-8 text at byte 3\n1 files could not be read, and were skipped\n")
+    (folder / "bad.txt").unlink()
+    (folder / "pay.md").write_text("# pay\n\nMonthly.")
+    code, printed, told = trinity("index", "add", folder, *options)
+    assert (code, printed.splitlines()[0]) == (
+        0, "1 files new or changed, 0 gone, 2 unchanged; 1 passages embedded",
+    )  # fmt: skip
+    assert "comparing files: done" in told
+    code, printed, told = trinity("index", "add", folder, *options)
+    assert (code, printed.splitlines()[1]) == (0, f"{out}: nothing changed")
+    code, _, told = trinity("index", "build", folder, tmp_path / "v.npy", *options)
+    assert (code, told) == (EXIT_USAGE, "trinity: error: vectors go with one source, not with 2\n")

@@ -20,7 +20,7 @@ from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections.directory import new_directory
-from runtime.retrieval.collections.documents import Document, DocumentStore
+from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import (
     DOCUMENTS,
     INDEX,
@@ -48,6 +48,7 @@ from runtime.retrieval.search.gather import merge_nearest
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
+Known = Callable[[], tuple[NDArray[np.int64], Vectors]]
 _EMBED_AT_ONCE = 64  # texts a thread between two words of progress
 
 
@@ -133,6 +134,14 @@ class Collection:
             found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
         return found[0] if len(found) == 1 else merge_nearest(found, k)
 
+    def vectors(self, rows: NDArray[np.int64]) -> Vectors:
+        """The vectors of these rows, float32 [n, d], as exactly as the index keeps them."""
+        found = np.empty((len(rows), self.dim), np.float32)
+        for shard, index in enumerate(self.shards):
+            mine = np.flatnonzero(rows % len(self.shards) == shard)
+            found[mine] = index.vectors(rows[mine] // len(self.shards))
+        return found
+
     def close(self) -> None:
         """Let go of the documents' file; the index's memory goes with its last user."""
         if self.documents is not None:
@@ -186,6 +195,8 @@ class Collection:
         metric: Metric = "cosine",
         embedder: EmbedderSpec | None = None,
         model: Embedder | None = None,
+        sources: Sources | None = None,
+        known: Known | None = None,
         vectors: Path | NDArray[Any] | None = None,
         ids: Path | NDArray[np.int64] | None = None,
         degree: int = 32,
@@ -204,6 +215,8 @@ class Collection:
         embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
             so that queries may come as text.
         model: that embedder, where it is loaded already (`choose_embedder`).
+        sources: the files that the documents are read from, filled in meanwhile.
+        known: called when all documents are read: rows of theirs that have a vector already, and these.
         vectors: the documents' vectors, row by row, where they are known already; may be a .npy file.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
@@ -242,9 +255,10 @@ class Collection:
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 model = model or load_embedder(embedder, threads=threads)  # first: it may be missing, and reading slow
-                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                read = _documents(source, progress)
+                with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
-                    matrix = _embedded(documents, model, threads, progress)
+                    matrix = _embedded(documents, model, known, threads, progress)
             if own_ids is None and shards > 1:
                 own_ids = np.arange(len(matrix))
             if own_ids is not None and own_ids.shape != (len(matrix),):
@@ -308,14 +322,21 @@ def _documents(source: Source, progress: Progress) -> Iterable[Document]:
     return read_documents(source, progress)
 
 
-def _embedded(documents: DocumentStore, model: Embedder, threads: int, progress: Progress) -> Vectors:
+def _embedded(
+    documents: DocumentStore, model: Embedder, known: Known | None, threads: int, progress: Progress
+) -> Vectors:
     vectors = np.empty((documents.size, model.dim), np.float32)
+    wanted = np.arange(documents.size)
+    if known is not None:
+        rows, had = known()
+        vectors[rows] = had
+        wanted = np.setdiff1d(wanted, rows)
     at_once = _EMBED_AT_ONCE * threads
-    for begin in range(0, documents.size, at_once):
-        progress("embed", begin / documents.size)
-        rows = range(begin, min(begin + at_once, documents.size))
+    for begin in range(0, len(wanted), at_once):
+        progress("embed", begin / len(wanted))
+        rows = wanted[begin : begin + at_once]
         texts = [embedding_text(found.title, found.text) for found in documents.get(rows)]
-        vectors[begin : rows.stop] = model.embed(texts, "passage")
+        vectors[rows] = model.embed(texts, "passage")
     progress("embed", 1.0)
     return vectors
 

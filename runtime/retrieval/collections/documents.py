@@ -1,26 +1,38 @@
 """The documents of a collection: one read-only SQLite file beside the index, a row a document.
 
-Rows count from 0 in the order of the source, and are the ids that the index returns.
+Rows count from 0 in the order of the source, and are the ids that the index returns. Of documents that were read from
+files the files are kept too, with checksums: see `runtime.retrieval.ingestion`.
 """
 
 import os
 import sqlite3
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
+from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
 _APPLICATION_ID = 0x54524E59  # "TRNY", in SQLite's own header: tells our files from any other database
-_VERSION = 1
-_TABLE = "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)"
+_VERSION = 2
+_TABLES = {  # by version; the first has neither attributes nor files
+    1: ("CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)",),
+    2: (
+        "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT, "
+        "attributes TEXT, file INTEGER)",
+        "CREATE TABLE files (number INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sha256 TEXT NOT NULL)",
+        "CREATE TABLE sources (root TEXT NOT NULL, passage_tokens INTEGER NOT NULL)",
+    ),
+}
 _MAX_TEXT_BYTES = 64 << 20
 
 Rows = Sequence[int] | NDArray[np.int64]
@@ -29,11 +41,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A passage of text with the id its source gave it."""
+    """A passage of text with the id its source gave it, and what else is known of it. `file`: see `Sources`."""
 
     id: str
     title: str
     text: str
+    attributes: Attributes = field(default_factory=dict, hash=False)
+    file: str = ""
+
+
+@dataclass(slots=True)
+class Sources:
+    """The files that documents were read from: SHA-256 in hexadecimal by path, relative to the folder `root`."""
+
+    root: str
+    passage_tokens: int
+    files: dict[str, str] = field(default_factory=dict)
 
 
 class DocumentStore:
@@ -46,10 +69,13 @@ class DocumentStore:
         self._lock = threading.Lock()  # a row takes microseconds: a connection a thread would save nothing
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
+        self._version = _VERSION
 
     @classmethod
-    def create(cls, path: Path, documents: Iterable[Document], *, limit: int = MAX_DOCUMENTS) -> Self:
-        """Write `documents` to a new file and open it.
+    def create(
+        cls, path: Path, documents: Iterable[Document], *, sources: Sources | None = None, limit: int = MAX_DOCUMENTS
+    ) -> Self:
+        """Write `documents` to a new file and open it. `sources` may be filled in while they are read.
 
         Raises `CollectionError` for no documents, over `limit` of them, or two with one id. A crash while it is written
         may leave half a file: build in a temporary directory and rename that.
@@ -62,9 +88,10 @@ class DocumentStore:
             writer.execute("PRAGMA synchronous = OFF")
             writer.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             writer.execute(f"PRAGMA user_version = {_VERSION}")
-            writer.execute(_TABLE)
+            for table in _TABLES[_VERSION]:
+                writer.execute(table)
             writer.execute("BEGIN")
-            size = _insert(writer, documents, limit)
+            size = _insert(writer, documents, sources, limit)
             writer.execute("COMMIT")
         finally:
             writer.close()
@@ -82,11 +109,13 @@ class DocumentStore:
         def read(connection: sqlite3.Connection) -> int:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if (application_id, version) != (_APPLICATION_ID, _VERSION):
-                raise CollectionError(f"{path} is not a document store of version {_VERSION}")
-            tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = 'documents'").fetchall()
-            if tables != [("table", _TABLE)]:  # another would hold other types, and a view could take for ever
-                raise CollectionError(f"{path} is damaged: its table of documents is not the one that was made")
+            if application_id != _APPLICATION_ID or version not in _TABLES:
+                raise CollectionError(f"{path} is not a document store of version {_VERSION} or before")
+            tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
+            # Others would hold other types, and a view could take for ever.
+            if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
+                raise CollectionError(f"{path} is damaged: its tables are not those that were made")
+            store._version = version
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
             return -1 if last is None else int(last)
 
@@ -100,6 +129,32 @@ class DocumentStore:
     def get(self, rows: Rows) -> list[Document]:
         """The documents of these rows, in their order. Raises `CollectionError` for a row there is none of."""
         return self._read(lambda connection: [self._row(connection, int(row)) for row in rows])
+
+    def sources(self) -> Sources | None:
+        """The files that documents were read from; None where none was."""
+
+        def read(connection: sqlite3.Connection) -> Sources | None:
+            told = connection.execute("SELECT root, passage_tokens FROM sources").fetchone()
+            if told is None:
+                return None
+            files = dict(connection.execute("SELECT path, sha256 FROM files").fetchall())
+            texts = (told[0], *files, *files.values())
+            if not all(isinstance(text, str) for text in texts) or not isinstance(told[1], int):
+                raise CollectionError(f"{self.path} is damaged: its sources are none")
+            return Sources(told[0], told[1], files)
+
+        return self._read(read) if self._version > 1 else None
+
+    def rows_by_file(self) -> dict[str, list[int]]:
+        """The rows of the documents that were read from each file of `sources`."""
+
+        def read(connection: sqlite3.Connection) -> dict[str, list[int]]:
+            rows: dict[str, list[int]] = defaultdict(list)
+            for row, path in connection.execute("SELECT row, path FROM documents JOIN files ON file = number"):
+                rows[str(path)].append(int(row))
+            return {path: sorted(found) for path, found in rows.items()}
+
+        return self._read(read) if self._version > 1 else {}
 
     def close(self) -> None:
         """Let go of the file. Closing twice is fine; reading again reopens it."""
@@ -115,12 +170,16 @@ class DocumentStore:
         self.close()
 
     def _row(self, connection: sqlite3.Connection, row: int) -> Document:
-        found = connection.execute("SELECT id, title, text FROM documents WHERE row = ?", (row,)).fetchone()
+        found = connection.execute(_SELECT[self._version], (row,)).fetchone()
         if found is None:
             raise CollectionError(f"{self.path} has no row {row}: its rows are 0 to {self.size - 1}")
         if not all(isinstance(value, str) for value in found):
             raise CollectionError(f"{self.path} is damaged: row {row} holds something other than text")
-        return Document(*found)
+        name, title, text, attributes, file = found
+        try:
+            return Document(name, title, text, _decode_attributes(attributes) if attributes else {}, file)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise CollectionError(f"{self.path} is damaged: row {row} has no attributes: {error}") from error
 
     def _read(self, query: Callable[[sqlite3.Connection], _T]) -> _T:
         with self._lock:
@@ -139,15 +198,25 @@ class DocumentStore:
         return self._connection
 
 
-def _insert(writer: sqlite3.Connection, documents: Iterable[Document], limit: int) -> int:
+_SELECT = {
+    1: "SELECT id, title, text, '', '' FROM documents WHERE row = ?",
+    2: "SELECT id, title, text, coalesce(attributes, ''), coalesce(path, '') "
+    "FROM documents LEFT JOIN files ON file = number WHERE row = ?",
+}
+_decode_attributes = msgspec.json.Decoder(Attributes).decode
+
+
+def _insert(writer: sqlite3.Connection, documents: Iterable[Document], sources: Sources | None, limit: int) -> int:
     size = 0
+    numbers: dict[str, int] = {}
     for document in documents:
         if size == limit:
             raise CollectionError(f"there are more than {limit:,} documents, the limit of a collection")
         try:
-            writer.execute(
-                "INSERT INTO documents VALUES (?, ?, ?, ?)", (size, document.id, document.title, document.text)
-            )
+            attributes = msgspec.json.encode(document.attributes).decode() if document.attributes else None
+            file = numbers.setdefault(document.file, len(numbers)) if document.file else None
+            row = (size, document.id, document.title, document.text, attributes, file)
+            writer.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", row)
         except sqlite3.IntegrityError as error:
             (first,) = writer.execute("SELECT row FROM documents WHERE id = ?", (document.id,)).fetchone()
             raise CollectionError(
@@ -156,4 +225,8 @@ def _insert(writer: sqlite3.Connection, documents: Iterable[Document], limit: in
         except UnicodeEncodeError as error:
             raise CollectionError(f"document {size + 1} holds an unpaired surrogate: {error.reason}") from error
         size += 1
+    if sources is not None:
+        writer.execute("INSERT INTO sources VALUES (?, ?)", (sources.root, sources.passage_tokens))
+        files = ((number, path, sources.files[path]) for path, number in numbers.items())
+        writer.executemany("INSERT INTO files VALUES (?, ?, ?)", files)
     return size

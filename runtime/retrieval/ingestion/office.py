@@ -1,0 +1,74 @@
+"""Word and PowerPoint files, by python-docx and python-pptx."""
+
+import io
+import re
+import zipfile
+from typing import Any
+
+from runtime.retrieval.ingestion.sections import Outline, Read, Section, Unreadable
+
+MAX_UNPACKED_BYTES = 512 << 20
+MAX_ENTRIES = 20_000
+
+
+def read_docx(content: bytes) -> Read:
+    """Sections by headings; a table's rows as lines."""
+    _check_archive(content)
+    from docx import Document  # of the extra [documents]
+    from docx.table import Table
+
+    document, outline = Document(io.BytesIO(content)), Outline()
+    for item in document.iter_inner_content():
+        if isinstance(item, Table):
+            outline.text(_table(item))
+            continue
+        style = str(getattr(item.style, "name", "") or "")
+        if style == "Title":
+            outline.heading(1, item.text)
+        elif heading := re.fullmatch(r"Heading ([1-9])", style):
+            outline.heading(int(heading[1]) + bool(outline.title), item.text)
+        else:
+            outline.text(item.text)
+    read = outline.read()
+    return Read(read.title or (document.core_properties.title or "").strip(), read.sections)
+
+
+def read_pptx(content: bytes) -> Read:
+    """A section a slide, its number as the page, its title as the heading; notes come last."""
+    _check_archive(content)
+    from pptx import Presentation  # of the extra [documents]
+
+    presentation, sections = Presentation(io.BytesIO(content)), []
+    for number, slide in enumerate(presentation.slides, 1):
+        title = slide.shapes.title
+        texts = [_shape(shape) for shape in slide.shapes if title is None or shape.shape_id != title.shape_id]
+        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+            texts.append(slide.notes_slide.notes_text_frame.text)
+        heading = " ".join(title.text_frame.text.split()) if title is not None else ""
+        body = "\n\n".join(text for text in texts if text.strip())
+        sections.append(Section(body or heading, heading, number))
+    return Read((presentation.core_properties.title or "").strip(), sections)
+
+
+def _shape(shape: Any) -> str:
+    if getattr(shape, "has_table", False):
+        return _table(shape.table)
+    if hasattr(shape, "shapes"):  # a group
+        return "\n\n".join(filter(None, map(_shape, shape.shapes)))
+    return str(shape.text_frame.text) if shape.has_text_frame else ""
+
+
+def _table(table: Any) -> str:
+    return "\n".join(" | ".join(" ".join(cell.text.split()) for cell in row.cells) for row in table.rows)
+
+
+def _check_archive(content: bytes) -> None:
+    """Refuse what would unpack to far more than it is, before it is unpacked."""
+    try:
+        entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
+    except zipfile.BadZipFile as error:
+        raise Unreadable("it is no such file: not a ZIP archive") from error
+    unpacked = sum(entry.file_size for entry in entries)
+    if len(entries) > MAX_ENTRIES or unpacked > MAX_UNPACKED_BYTES:
+        raise Unreadable(f"it unpacks to {unpacked:,} bytes in {len(entries):,} parts, the limits are "
+                         f"{MAX_UNPACKED_BYTES:,} and {MAX_ENTRIES:,}")  # fmt: skip

@@ -1,0 +1,79 @@
+"""Small files of every kind that a collection takes, and an embedder that counts."""
+
+import io
+from collections.abc import Sequence
+
+from runtime.retrieval.embedding.embedder import TextKind, Vectors
+from runtime.retrieval.embedding.hashing import Hashing
+
+
+class Counting(Hashing):
+    """Notes the passages that it embeds."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__(dim)
+        self.passages: list[str] = []
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
+        if kind == "passage":
+            self.passages += texts
+        return super().embed(texts, kind)
+
+
+def pdf(*pages: str, title: str = "") -> bytes:
+    """A PDF with a line of text on each page."""
+    streams = [f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b"" for text in pages]
+    first = 4
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Count %d /Kids [%s] >>"
+        % (len(pages), b" ".join(b"%d 0 R" % (first + 2 * n) for n in range(len(pages)))),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for number, stream in enumerate(streams):
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
+            b"/Resources << /Font << /F1 3 0 R >> >> >>" % (first + 2 * number + 1)
+        )
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+    objects.append(f"<< /Title ({title}) >>".encode())
+    out, places = bytearray(b"%PDF-1.4\n"), []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    begin = len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    out += b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer\n<< /Size %d /Root 1 0 R /Info %d 0 R >>\n" % (len(objects) + 1, len(objects))
+    return bytes(out + b"startxref\n%d\n%%%%EOF\n" % begin)
+
+
+def docx(title: str, *sections: tuple[str, str]) -> bytes:
+    """A Word file: a title, headings with a paragraph each, and a table at the end."""
+    from docx import Document
+
+    document = Document()
+    document.add_heading(title, 0)
+    for heading, text in sections:
+        document.add_heading(heading, 1)
+        document.add_paragraph(text)
+    table = document.add_table(1, 2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "left", "right"
+    written = io.BytesIO()
+    document.save(written)
+    return written.getvalue()
+
+
+def pptx(*slides: tuple[str, str, str]) -> bytes:
+    """A presentation: title, text and notes of each slide."""
+    from pptx import Presentation
+
+    presentation = Presentation()
+    for title, text, notes in slides:
+        slide = presentation.slides.add_slide(presentation.slide_layouts[1])
+        slide.shapes.title.text = title
+        slide.placeholders[1].text = text
+        slide.notes_slide.notes_text_frame.text = notes
+    written = io.BytesIO()
+    presentation.save(written)
+    return written.getvalue()

@@ -1,0 +1,256 @@
+"""Folders of files as collections: what is kept for citations, and what a second run does not do again."""
+
+import fcntl
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import BuildRefused, CollectionError, ResourceBusy
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.ingestion import files as found_files
+from runtime.retrieval.ingestion.ingest import Ingested, add, ingest
+from tests.retrieval import files
+from tests.retrieval.files import Counting
+
+has_documents = all(importlib.util.find_spec(name) for name in ("pypdf", "docx", "pptx"))
+SPEC = "hashing-64"
+
+
+class Handbook:
+    """A folder of files, and a collection of them."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder, self.out = home / "handbook", home / "docs"
+        self.folder.mkdir()
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def ingest(self, *paths: Path, **options: object) -> Ingested:
+        given = {"degree": 4, "force": True, **options}
+        return ingest(paths or [self.folder], self.out, SPEC, Counting(), **given)  # type: ignore[arg-type]
+
+    def add(self, *paths: Path) -> tuple[Ingested, list[str]]:
+        """What became of the files, and which passages were embedded."""
+        embedder = Counting()
+        done = add(list(paths) or [self.folder], self.out, load=lambda spec, **rest: embedder)
+        return done, embedder.passages
+
+    @property
+    def documents(self) -> list[Document]:
+        with Collection.open(self.out) as collection:
+            assert collection.documents is not None
+            return collection.documents.get(range(collection.documents.size))
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {document.id: document.text for document in self.documents}
+
+    def check_vectors(self) -> None:
+        """Every passage is found by its own vector."""
+        with Collection.open(self.out) as collection:
+            documents = self.documents
+            vectors = Counting().embed([f"{document.title}\n{document.text}" for document in documents])
+            kept = collection.vectors(np.arange(len(documents)))
+        np.testing.assert_allclose(kept, vectors, atol=1e-3)
+
+
+@pytest.fixture
+def handbook(tmp_path: Path) -> Handbook:
+    return Handbook(tmp_path)
+
+
+@pytest.mark.skipif(not has_documents, reason="pypdf, python-docx or python-pptx is not installed: [documents]")
+def test_passages_keep_path_heading_and_page_of_every_kind_of_file(handbook: Handbook) -> None:
+    handbook.write("leave.md", "# Leave\n\n## Parental\n\nTwelve weeks.")
+    handbook.write("plain.txt", "Only text.")
+    handbook.write("web/page.html", "<title>Web</title><h2>Part</h2><p>On the web.")
+    handbook.write("scans/report.pdf", files.pdf("first page", "second page", title="Report"))
+    handbook.write("letter.docx", files.docx("Letter", ("Greeting", "Dear all.")))
+    handbook.write("talk.pptx", files.pptx(("Begin", "Slide text", "")))
+    done = handbook.ingest()
+    assert (done.read, done.skipped) == (6, {})
+    assert handbook.documents == [
+        Document("leave.md#1", "Leave: Parental", "Twelve weeks.", {"source": "leave.md", "heading": "Parental"},
+                 "leave.md"),
+        Document("letter.docx#1", "Letter: Greeting", "Dear all.\n\nleft | right",
+                 {"source": "letter.docx", "heading": "Greeting"}, "letter.docx"),
+        Document("plain.txt#1", "plain", "Only text.", {"source": "plain.txt"}, "plain.txt"),
+        Document("scans/report.pdf#1", "Report", "first page", {"source": "scans/report.pdf", "page": 1},
+                 "scans/report.pdf"),
+        Document("scans/report.pdf#2", "Report", "second page", {"source": "scans/report.pdf", "page": 2},
+                 "scans/report.pdf"),
+        Document("talk.pptx#1", "talk: Begin", "Slide text", {"source": "talk.pptx", "heading": "Begin", "page": 1},
+                 "talk.pptx"),
+        Document("web/page.html#1", "Web: Part", "On the web.", {"source": "web/page.html", "heading": "Part"},
+                 "web/page.html"),
+    ]  # fmt: skip
+    handbook.check_vectors()
+
+
+def test_a_second_run_embeds_the_ten_files_of_a_thousand_that_changed(handbook: Handbook) -> None:
+    kinds = {"md": "# Title {0}\n\ntext {0}", "txt": "text {0}", "html": "<h1>Title {0}</h1><p>text {0}</p>"}
+    if has_documents:
+        kinds["pdf"] = ""
+
+    def write(number: int, text: str) -> None:
+        kind = list(kinds)[number % len(kinds)]
+        content = files.pdf(f"text {text}") if kind == "pdf" else kinds[kind].format(text)
+        handbook.write(f"{number % 7}/{number}.{kind}", content)
+
+    for number in range(1000):
+        write(number, f"number {number}")
+    assert handbook.ingest().embedded == 1000
+    for number in range(0, 1000, 100):
+        write(number, f"changed {number}")
+    done, embedded = handbook.add()
+    assert (done.read, done.unchanged, done.kept, done.embedded) == (10, 990, 990, 10)
+    assert sorted(text.split()[-1] for text in embedded) == sorted(str(number) for number in range(0, 1000, 100))
+    assert sum("changed" in text for text in handbook.texts.values()) == 10
+    handbook.check_vectors()
+
+
+def test_of_a_changed_file_only_the_passages_that_changed_are_embedded(handbook: Handbook) -> None:
+    page = "# Rules\n\n" + "\n\n".join(f"## Part {n}\n\n" + f"rule{n} " * 60 for n in range(5))
+    handbook.write("rules.md", page)
+    handbook.ingest(passage_tokens=64)
+    handbook.write("rules.md", page.replace("rule3", "law"))
+    done, embedded = handbook.add()
+    assert (done.embedded, done.kept) == (1, 4)
+    assert embedded == [f"Rules: Part 3\n{'law ' * 60}".strip()]
+    handbook.check_vectors()
+
+
+def test_what_is_new_comes_what_is_gone_goes_and_what_is_elsewhere_stays(handbook: Handbook) -> None:
+    handbook.write("a/one.txt", "one")
+    handbook.write("a/two.txt", "two")
+    handbook.write("b/three.txt", "three")
+    handbook.ingest()
+    (handbook.folder / "a" / "one.txt").unlink()
+    (handbook.folder / "b" / "three.txt").unlink()
+    handbook.write("a/new.txt", "new")
+    done, embedded = handbook.add(handbook.folder / "a")
+    assert (done.read, done.gone, done.unchanged, embedded) == (1, 1, 1, ["new\nnew"])
+    assert sorted(handbook.texts) == ["a/new.txt#1", "a/two.txt#1", "b/three.txt#1"]
+    assert handbook.add()[0].gone == 1
+    assert sorted(handbook.texts) == ["a/new.txt#1", "a/two.txt#1"]
+
+
+def test_a_file_is_the_same_by_whatever_path_it_is_named(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
+    handbook.write("a/one.txt", "one")
+    handbook.ingest()
+    monkeypatch.chdir(handbook.folder / "a")
+    done, embedded = handbook.add(Path("one.txt"), Path("../a/one.txt"), Path())
+    assert (done.unchanged, done.changed, embedded) == (1, False, [])
+
+
+def test_without_a_change_nothing_is_built(handbook: Handbook) -> None:
+    handbook.write("one.txt", "one")
+    handbook.ingest()
+    identity = read_manifest(handbook.out).identity
+    inode = handbook.out.stat().st_ino
+    assert not handbook.add()[0].changed
+    assert (read_manifest(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
+
+
+def test_files_that_cannot_be_read_are_skipped_by_name_and_what_was_known_of_them_stays(handbook: Handbook) -> None:
+    handbook.write("good.txt", "good")
+    handbook.write("bad.txt", b"\xff\xfe\x00")
+    handbook.write("empty.md", "\n\n")
+    done = handbook.ingest()
+    assert done.skipped == {"bad.txt": "not UTF-8 text at byte 2", "empty.md": "there is no text in it"}
+    handbook.write("good.txt", b"caf\xe9")
+    done, _ = handbook.add()
+    assert set(done.skipped) == {"bad.txt", "empty.md", "good.txt"}
+    assert handbook.texts == {"good.txt#1": "good"}
+    handbook.write("good.txt", "better")
+    assert handbook.add()[0].read == 1
+    assert handbook.texts == {"good.txt#1": "better"}
+
+
+def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: Handbook) -> None:
+    handbook.write("bad.txt", b"caf\xe9")
+    with pytest.raises(CollectionError, match=r"no documents; bad\.txt: not UTF-8"):
+        handbook.ingest()
+    assert not handbook.out.exists()
+
+
+def test_a_large_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found_files, "MAX_FILE_BYTES", 10)
+    handbook.write("long.txt", "x" * 11)
+    handbook.write("short.txt", "x")
+    assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}
+
+
+def test_hidden_files_and_what_nobody_reads_are_passed_over_in_folders(handbook: Handbook) -> None:
+    for name in (".git/config.txt", ".hidden.txt", "~$open.docx", "photo.jpg", "lines.jsonl", "seen.txt"):
+        handbook.write(name, "text")
+    assert handbook.ingest().read == 1
+    assert list(handbook.texts) == ["seen.txt#1"]
+
+
+def test_lines_and_files_go_together_and_lines_are_updated_too(handbook: Handbook) -> None:
+    lines = handbook.write("lines.jsonl", '{"id": "a", "text": "alpha"}\n{"id": "b", "text": "beta"}\n')
+    note = handbook.write("note.txt", "note")
+    handbook.ingest(lines, note)
+    assert handbook.texts == {"a": "alpha", "b": "beta", "note.txt#1": "note"}
+    handbook.write("lines.jsonl", '{"id": "b", "text": "beta"}\n{"id": "c", "text": "gamma"}\n')
+    done, embedded = handbook.add(lines)
+    assert (done.embedded, done.kept, embedded) == (1, 2, ["gamma"])
+    assert handbook.texts == {"note.txt#1": "note", "b": "beta", "c": "gamma"}
+
+
+@pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}, {"dtype": "int8"}])
+def test_a_collection_stays_what_it_was_built_as(handbook: Handbook, options: dict[str, object]) -> None:
+    for number in range(20):
+        handbook.write(f"{number}.txt", f"text number {number}")
+    handbook.ingest(**options)
+    before = Collection.info(handbook.out)
+    handbook.write("3.txt", "another text")
+    assert handbook.add()[0].embedded == 1
+    after = Collection.info(handbook.out)
+    for name in ("size", "metric", "dtype", "degree", "shards", "embedder"):
+        assert getattr(after, name) == getattr(before, name)
+    handbook.check_vectors()
+
+
+def test_a_collection_from_before_takes_files_too(handbook: Handbook) -> None:
+    Collection.build([Document(str(n), "", f"text {n}") for n in range(9)], handbook.out, embedder=SPEC, degree=4)
+    handbook.write("one.txt", "one")
+    done, embedded = handbook.add()
+    assert (done.kept, embedded) == (9, ["one\none"])
+    assert len(handbook.texts) == 10
+
+
+def test_two_at_once_on_one_collection_are_kept_apart(handbook: Handbook) -> None:
+    handbook.write("one.txt", "one")
+    handbook.ingest()
+    fd = os.open(handbook.out, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(ResourceBusy, match="is being changed by another process"):
+        handbook.add()
+    os.close(fd)
+    handbook.add()
+
+
+def test_what_cannot_be_added_to_is_said(handbook: Handbook, tmp_path: Path) -> None:
+    handbook.write("one.txt", "one")
+    with pytest.raises(CollectionError, match="there is no collection at"):
+        handbook.add()
+    Collection.build(np.eye(20, 8, dtype=np.float32), handbook.out, degree=4)
+    with pytest.raises(BuildRefused, match="was built from vectors"):
+        handbook.add()
+    with pytest.raises(CollectionError, match="No such file"):
+        handbook.ingest(tmp_path / "nowhere")
+    with pytest.raises(CollectionError, match=r"photo.jpg: a source ends in .jsonl, .jsonl.gz, .md"):
+        handbook.ingest(handbook.write("photo.jpg", b"x"))
+    with pytest.raises(BuildRefused, match=r"passage_tokens is 15, outside 16\.\."):
+        handbook.ingest(passage_tokens=15)

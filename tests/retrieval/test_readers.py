@@ -1,0 +1,143 @@
+"""What is read of a file: its title, its sections with headings and pages; and why one is not read."""
+
+import importlib.util
+import io
+import zipfile
+
+import pytest
+
+from runtime.errors import BuildRefused
+from runtime.retrieval.ingestion import office
+from runtime.retrieval.ingestion.readers import check_packages, read_file
+from runtime.retrieval.ingestion.sections import Section, Unreadable
+from tests.retrieval import files
+
+needs = {
+    suffix: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed: [documents]")
+    for suffix, name in {"pdf": "pypdf", "docx": "docx", "pptx": "pptx"}.items()
+}
+
+MARKDOWN = """---
+title: "The handbook"
+---
+Before all headings.
+
+# Leave
+## Parental
+Twelve weeks.
+
+```sh
+# no heading
+```
+
+Setext
+------
+Under it.
+# Pay
+- a list
+---
+* another
+"""
+
+HTML = """<!doctype html><html><head><title> The  handbook </title><style>p {}</style></head><body>
+<nav>Home</nav><h1>The handbook</h1><p>Before &amp; after<br>a break</p><script>no()</script>
+<h2>Leave</h2><ul><li>twelve <b>weeks</b></li><li>paid</li></ul><h3>Parental</h3>
+<table><tr><td>a</td><td>b</td></tr></table>
+<pre>  keep
+    this</pre><h2>Pay</h2><p>Monthly."""
+
+
+def test_markdown_is_cut_at_its_headings() -> None:
+    read = read_file("a.md", MARKDOWN.encode())
+    assert read.title == "The handbook"
+    assert read.sections == [
+        Section("Before all headings."),
+        Section("Twelve weeks.\n\n```sh\n# no heading\n```", "Leave › Parental"),
+        Section("Under it.", "Leave › Setext"),
+        Section("- a list\n---\n* another", "Pay"),
+    ]
+
+
+def test_the_first_heading_is_the_title_of_markdown_without_another() -> None:
+    read = read_file("a.md", b"# Title\n\ntext\n\n## Part ##\nmore")
+    assert (read.title, read.sections) == ("Title", [Section("text"), Section("more", "Part")])
+
+
+def test_html_is_what_a_reader_sees() -> None:
+    read = read_file("a.html", HTML.encode())
+    assert read.title == "The handbook"
+    assert read.sections == [
+        Section("Before & after\na break"),
+        Section("- twelve weeks\n- paid", "Leave"),
+        Section("a b\n\n  keep\n    this", "Leave › Parental"),
+        Section("Monthly.", "Pay"),
+    ]
+
+
+def test_html_has_the_encoding_that_it_declares() -> None:
+    page = '<meta charset="iso-8859-1"><p>caf\u00e9</p>'
+    assert read_file("a.htm", page.encode("latin-1")).sections == [Section("café")]
+    assert read_file("a.htm", page.replace("iso-8859-1", "no-such").encode()).sections == [Section("café")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_text_is_one_section(encoding: str) -> None:
+    assert read_file("a.TXT", "línea\r\ntwo".encode(encoding)).sections == [Section("línea\ntwo")]
+
+
+@needs["pdf"]
+def test_a_pdf_has_a_section_a_page() -> None:
+    read = read_file("a.pdf", files.pdf("first page", "", "third page", title="The handbook"))
+    assert read.title == "The handbook"
+    assert [(section.text.strip(), section.page) for section in read.sections] == [
+        ("first page", 1), ("", 2), ("third page", 3),
+    ]  # fmt: skip
+
+
+@needs["docx"]
+def test_a_word_file_is_cut_at_its_headings() -> None:
+    read = read_file("a.docx", files.docx("The handbook", ("Leave", "Twelve weeks."), ("Pay", "Monthly.")))
+    assert read.title == "The handbook"
+    assert read.sections == [Section("Twelve weeks.", "Leave"), Section("Monthly.\n\nleft | right", "Pay")]
+
+
+@needs["pptx"]
+def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
+    read = read_file("a.pptx", files.pptx(("Leave", "Twelve weeks.", "say it twice"), ("Pay", "Monthly.", "")))
+    assert read.sections == [
+        Section("Twelve weeks.\n\nsay it twice", "Leave", 1),
+        Section("Monthly.", "Pay", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", "not UTF-8 text at byte 3"),
+        pytest.param("a.pdf", b"%PDF-1.4 and no more", ".", marks=needs["pdf"]),
+        pytest.param("a.pdf", files.pdf("", ""), "is it a scan", marks=needs["pdf"]),
+        ("a.docx", b"no archive", "not a ZIP archive"),
+        pytest.param("a.pptx", b"PK\x05\x06" + bytes(18), ".", marks=needs["pptx"]),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why_in_one_line(name: str, content: bytes, message: str) -> None:
+    with pytest.raises(Unreadable, match=message) as raised:
+        read_file(name, content)
+    assert str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", bytes(10_000))
+    monkeypatch.setattr(office, "MAX_UNPACKED_BYTES", 9_999)
+    with pytest.raises(Unreadable, match="unpacks to 10,000 bytes in 1 parts, the limits are 9,999"):
+        read_file("a.docx", written.getvalue())
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_packages(["a.md", "b.html"])
+    with pytest.raises(BuildRefused, match=r"\.pdf files need .*pip install 'trinity-runtime\[documents\]'"):
+        check_packages(["a.md", "B.PDF"])
