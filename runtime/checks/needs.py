@@ -12,10 +12,9 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.loading import model_bytes
+from runtime.retrieval.embedding.loading import model_bytes, place_of
 from runtime.retrieval.embedding.minilm import MINILM
 from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec
-from runtime.retrieval.library import place_of
 from runtime.serving.model.model_info import ModelInfo
 
 _MIB = 1 << 20

@@ -16,9 +16,8 @@ from runtime.node.config import CollectionSection, ModelSection, NodeConfig
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.loading import check_embedder
+from runtime.retrieval.embedding.loading import check_embedder, place_of
 from runtime.retrieval.embedding.specs import EmbedderSpec
-from runtime.retrieval.library import place_of
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda

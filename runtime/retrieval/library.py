@@ -25,7 +25,7 @@ from runtime.errors import (
     Unavailable,
     UnknownCollection,
 )
-from runtime.node.config import CollectionSection, Verify
+from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.checksums import Checksums
@@ -33,7 +33,7 @@ from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import Embedder, TextKind
-from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder
+from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder, place_of
 from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.pool_session import Accept
@@ -98,11 +98,6 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
         return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, file, check, waits)
 
     return open_unchanged(directory, opened, _Build.close)
-
-
-def place_of(collection: CollectionSection) -> EmbedderPlace:
-    """Where the collection's embedder is on this machine."""
-    return EmbedderPlace(collection.embedder, collection.embedder_key_file)
 
 
 class _LazyEmbedder:

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from runtime.errors import ConfigError, ModelError
+from runtime.node.config import CollectionSection
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.hashing import MAX_HASHING_DIM, MIN_HASHING_DIM, Hashing
 from runtime.retrieval.embedding.minilm import MINILM, MINILM_DIM, load_minilm, minilm_files
 from runtime.retrieval.embedding.model_directory import ModelDirectory, read_model_directory
 from runtime.retrieval.embedding.onnx_model import OnnxModel
-from runtime.retrieval.embedding.server import ServerEmbedder, read_key
 from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, ServerSpec, name_of
 
 DEFAULT_EMBEDDER = MINILM
@@ -32,6 +32,11 @@ class EmbedderPlace:
 HERE = EmbedderPlace()
 
 
+def place_of(collection: CollectionSection) -> EmbedderPlace:
+    """Where the collection's embedder is on this machine."""
+    return EmbedderPlace(collection.embedder, collection.embedder_key_file)
+
+
 def load_embedder(spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace = HERE) -> Embedder:
     """The embedder of a collection, or of a name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
 
@@ -45,6 +50,8 @@ def load_embedder(spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace 
         dim = embedder_dim(spec)
         return load_minilm(threads=threads) if spec == MINILM else Hashing(dim)
     if isinstance(spec, ServerSpec):
+        from runtime.retrieval.embedding.server import ServerEmbedder  # HTTP, which no other embedder needs
+
         return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at)
     found = _directory(spec, place)
     if found.sha256() != spec.sha256:
@@ -137,6 +144,8 @@ def choose_embedder(
 def _choose_server(
     url: str, model: str, key_file: str, prefixes: dict[str, str], threads: int
 ) -> tuple[EmbedderSpec, Embedder]:
+    from runtime.retrieval.embedding.server import ServerEmbedder
+
     parts = urlsplit(url)
     if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} is no URL of a server as it is needed here: http(s)://HOST[:PORT]/v1")
@@ -147,6 +156,20 @@ def _choose_server(
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
     return spec, ServerEmbedder(spec, key=key, threads=threads)
+
+
+def read_key(path: str) -> str:
+    """The first line of a file; "" for no file. Raises `ConfigError`, which never shows the key."""
+    if not path:
+        return ""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            key = file.readline(8192).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the embedder's key cannot be read from {path}: {error}") from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{path} has no key of printable ASCII on its first line")
+    return key
 
 
 def _directory(spec: DirectorySpec, place: EmbedderPlace) -> ModelDirectory:

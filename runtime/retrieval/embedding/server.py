@@ -8,13 +8,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
 
 import httpx
 import msgspec
 import numpy as np
 
-from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
+from runtime.errors import EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.embedder import TextKind, Vectors, readable, unit
 from runtime.retrieval.embedding.specs import MAX_DIM, ServerSpec, name_of
 
@@ -149,20 +148,6 @@ class _TryAgain(Exception):
         super().__init__(error.message)
         self.error = error
         self.after_s = after_s
-
-
-def read_key(path: str) -> str:
-    """The first line of a file; "" for no file. Raises `ConfigError`, which never shows the key."""
-    if not path:
-        return ""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            key = file.readline(8192).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the embedder's key cannot be read from {path}: {error}") from error
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{path} has no key of printable ASCII on its first line")
-    return key
 
 
 def _batches(texts: list[str]) -> list[list[str]]:

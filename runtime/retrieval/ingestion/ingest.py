@@ -67,7 +67,7 @@ def ingest(
     """
     limit = _passage_tokens(passage_tokens, embedder)
     root = root_of(paths)
-    job = _Job(find_files(paths, root), Sources(str(root), limit), embedder, None, progress)
+    job = _Job(paths, Sources(str(root), limit), embedder, None, progress)
     Collection.build(
         job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
     )
@@ -97,7 +97,7 @@ def add(
         root = Path(before.root) if before else root_of(paths)
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
-        job = _Job(find_files(paths, root), Sources(str(root), limit), embedder, _Before(old, folders, root), progress)
+        job = _Job(paths, Sources(str(root), limit), embedder, _Before(old, folders, root), progress)
         if not job.look():
             return job.done
         info = Collection.info(out)
@@ -145,12 +145,12 @@ class _Job:
     """One ingestion: `documents` of all files, with notes on which rows have a vector already."""
 
     def __init__(
-        self, files: Sequence[Found], sources: Sources, embedder: Embedder, before: _Before | None, progress: Progress
+        self, paths: Sequence[Path], sources: Sources, embedder: Embedder, before: _Before | None, progress: Progress
     ) -> None:
-        check_packages(found.source for found in files)
         self.sources = sources
         self.done = Ingested()
-        self._files = files
+        self._paths = paths
+        self._files: list[Found] = []
         self._embedder = embedder
         self._before = before
         self._progress = progress
@@ -161,6 +161,7 @@ class _Job:
     def look(self) -> bool:
         """Whether anything changed."""
         assert self._before is not None, "there is nothing to compare with"
+        self._find()
         for number, found in enumerate(self._files):
             self._progress("compare", number / len(self._files))
             try:
@@ -179,6 +180,8 @@ class _Job:
         """Those that stay, then those of files that are new or changed."""
         if self._before is not None:
             yield from self._kept(self._before)
+        else:
+            self._find()
         wanted = [f for f in self._files if f.source not in self._checksums and f.source not in self.done.skipped]
         for number, found in enumerate(wanted):
             self._progress("read", number / len(wanted))
@@ -200,6 +203,10 @@ class _Job:
         self._progress("read", 1.0)
         if not self._rows:
             raise CollectionError("there are no documents" + "".join(f"; {n}: {w}" for n, w in self._first_skipped()))
+
+    def _find(self) -> None:
+        self._files = find_files(self._paths, Path(self.sources.root))
+        check_packages(found.source for found in self._files)
 
     def known(self) -> tuple[NDArray[np.int64], Vectors]:
         """See `Collection.build`."""

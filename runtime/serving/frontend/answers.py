@@ -38,9 +38,10 @@ def error_json(error: TrinityError) -> Json:
 
 
 def passage_json(passage: Passage) -> Json:
-    """A passage without its text; a distance that is no number is null."""
+    """A passage without its text, with its attributes if it has any; a distance that is no number is null."""
     distance = passage.distance if math.isfinite(passage.distance) else None
-    return {"id": passage.id, "title": passage.title, "distance": distance}
+    found: Json = {"id": passage.id, "title": passage.title, "distance": distance}
+    return found | {"attributes": passage.attributes} if passage.attributes else found
 
 
 @dataclass(slots=True)
