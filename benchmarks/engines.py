@@ -28,11 +28,11 @@ from typing import Any
 import httpx
 
 from benchmarks.machine import machine, machine_load
-from benchmarks.node import running
 from runtime.engines.openai.assembly import fit, with_passages
 from runtime.node.config import OpenAiSection, load_config
 from runtime.node.placement.plan import read_engine_key
 from runtime.retrieval.passages import Passage
+from runtime.testing.node import running
 
 Json = dict[str, Any]
 STREAMS = 8
@@ -221,7 +221,7 @@ def main() -> None:
         sys.exit(f'{options.config}: [model] has no engine = "openai"')
     collection = config.collections[0].name if config.collections else ""
     before = machine_load()
-    with running(options.config) as node:
+    with running(options.config, "--quiet") as node:
         key = read_engine_key(section)
         bench = Bench(section.urls[0], f"{node.info.url}/v1", section.name, key, options.seed)
         found = asyncio.run(

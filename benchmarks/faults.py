@@ -30,16 +30,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks import kills
 from benchmarks.machine import machine_load
-from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig, load_config
 from runtime.node.supervisor.admin import restart_node
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.node import Node, leftovers, running, token_of
 
 BAR_S = 2.0
 STANDBY_BAR_S = 1.0
@@ -58,7 +56,7 @@ def bodies(config: NodeConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def load(node: BenchmarkNode, config: NodeConfig) -> Iterator[Counter[str]]:
+def load(node: Node, config: NodeConfig) -> Iterator[Counter[str]]:
     """One request of each kind after the other; how they ended."""
     ended, ends = threading.Event(), Counter[str]()
     url = node.info.url
@@ -82,12 +80,12 @@ def load(node: BenchmarkNode, config: NodeConfig) -> Iterator[Counter[str]]:
             thread.join(timeout=90)
 
 
-def spares_ready(node: BenchmarkNode) -> None:
+def spares_ready(node: Node) -> None:
     """Wait until every standby worker has loaded."""
     node.wait(lambda: all(spare.phase == "standby" for spare in node.status().spares))
 
 
-def killed(node: BenchmarkNode, worker: str) -> dict[str, Any]:
+def killed(node: Node, worker: str) -> dict[str, Any]:
     """Seconds from a kill -9 until a new process runs, is ready, and the whole node is; if it was a standby worker."""
     spares_ready(node)
     spares = {spare.pid for spare in node.status().spares}
@@ -107,7 +105,7 @@ def killed(node: BenchmarkNode, worker: str) -> dict[str, Any]:
     return {"started_s": started, "ready_s": ready, "node_s": time.monotonic() - begin, "standby": standby}
 
 
-def killed_under_load(node: BenchmarkNode, config: NodeConfig, worker: str) -> dict[str, Any]:
+def killed_under_load(node: Node, config: NodeConfig, worker: str) -> dict[str, Any]:
     """`killed`'s times while requests come, and how these ended."""
     with load(node, config) as ends:
         node.wait(lambda: ends["ok"] >= 4)
@@ -117,7 +115,7 @@ def killed_under_load(node: BenchmarkNode, config: NodeConfig, worker: str) -> d
     return times | {"ends": dict(ends)}
 
 
-def rolled(node: BenchmarkNode, worker: str) -> float:
+def rolled(node: Node, worker: str) -> float:
     """Seconds that an orderly restart of an idle worker takes: its drain, which is nothing, and its load."""
     spares_ready(node)
     begin = time.monotonic()
@@ -128,7 +126,7 @@ def rolled(node: BenchmarkNode, worker: str) -> float:
 def deaths(path: Path) -> dict[str, Any]:
     """Kill every worker of the node in turn, under load, and then the supervisor."""
     config, workers = load_config(path), dict[str, dict[str, Any]]()
-    with running(path) as node:
+    with running(path, "--quiet") as node:
         for worker in [found.name for found in node.status().workers]:
             orderly_s = rolled(node, worker)
             workers[worker] = killed_under_load(node, config, worker) | {"orderly_s": orderly_s}
@@ -136,23 +134,17 @@ def deaths(path: Path) -> dict[str, Any]:
     return {"workers": workers, "supervisor": supervisor_killed(path)}
 
 
-def left_behind(pids: list[int], token: str) -> list[str]:
-    """Processes and sockets of a node that has ended."""
-    found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
-    return found + [line for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
-
-
 def supervisor_killed(config: Path) -> dict[str, Any]:
     """Kill the supervisor: seconds until nothing of the node is left, and what is left then."""
-    with running(config) as node:
-        pids = list(node.pids().values())
-        token = node.info.control.removeprefix("ipc://@").removesuffix("-control")
+    with running(config, "--quiet") as node:
+        pids = node.pids().values()
+        token = token_of(node.info)
         begin = time.monotonic()
         node.process.kill()
         node.process.wait(timeout=30)
-        while left_behind(pids, token) and time.monotonic() - begin < 30:
+        while leftovers(token, pids) and time.monotonic() - begin < 30:
             time.sleep(0.005)
-        return {"gone_s": time.monotonic() - begin, "left": left_behind(pids, token)}
+        return {"gone_s": time.monotonic() - begin, "left": leftovers(token, pids)}
 
 
 def rounds(config: Path, count: int) -> dict[str, Any]:
@@ -160,25 +152,25 @@ def rounds(config: Path, count: int) -> dict[str, Any]:
     left: list[str] = []
     codes, answers = Counter[str](), Counter[str]()
     times = []
-    run_dir = BenchmarkNode.run_dir_of(config)
+    run_dir = Node.run_dir_of(config)
     body = bodies(load_config(config))["/v1/retrieval"]
     for number in range(1, count + 1):
         begin = time.monotonic()
         try:
-            node = BenchmarkNode(config, look_s=0.1)  # who looks more often slows the start down
+            node = Node(config, "--quiet", look_s=0.1)  # who looks more often slows the start down
         except RuntimeError as error:
             codes["did not start"] += 1
             print(error, flush=True)
             continue
-        pids = list(node.pids().values())
-        token = node.info.control.removeprefix("ipc://@").removesuffix("-control")
+        pids = node.pids().values()
+        token = token_of(node.info)
         try:
             post(node.info.url, "/v1/retrieval", body, timeout_s=60)
             answers["ok"] += 1
         except TrinityError as error:
             answers[error.code] += 1
         codes[str(node.stop())] += 1
-        left += left_behind(pids, token) + ([f"directory {run_dir}"] if run_dir.exists() else [])
+        left += leftovers(token, pids, run_dir)
         times.append(time.monotonic() - begin)
         if number % 10 == 0:
             print(f"{number} of {count}: {dict(codes)}, {dict(answers)}, {len(left)} left behind", flush=True)

@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks.machine import machine, machine_load
-from benchmarks.node import running
 from benchmarks.standin import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
@@ -34,6 +33,7 @@ from runtime.serving.frontend.relayed import Relayed
 from runtime.serving.frontend.requests import Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Prefill, Sampling
+from runtime.testing.node import running
 
 Json = dict[str, Any]
 PATTERNS = {"one stream, as fast as it comes": (1, 8000, 0), "8 streams, a token every 8 ms": (8, 250, 8000)}
@@ -175,7 +175,7 @@ def main() -> None:
             f'[node]\nname = "gateway-benchmark"\n[http]\nport = 0\n[model]\nengine = "openai"\nname = "{MODEL}"\n'
             f'url = "http://127.0.0.1:{server[0]}/v1"\n'
         )
-        with running(config) as node:
+        with running(config, "--quiet") as node:
             port = urlsplit(node.info.url).port
             assert port is not None
             ways = {"direct": server, "proxy": proxy, "node": (port, node.pids()["frontend-0"])}

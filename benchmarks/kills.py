@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.node import BenchmarkNode
-from benchmarks.tiny_model import make_tiny_llama
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import NodeStatus
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
+from runtime.testing.node import Node
+from runtime.testing.tiny_model import make_tiny_llama
 
 REST_S = 31.0  # a little over `Backoff`'s healthy_s
 GAP_S = 2.0  # between two kills, on average
@@ -215,7 +215,7 @@ class Load:
 class Killer:
     """Kills workers in their order, and times each one's return."""
 
-    node: BenchmarkNode
+    node: Node
     source: random.Random
     recovery_s: dict[str, list[float]] = field(default_factory=dict)
     frontend_deaths: list[float] = field(default_factory=list)
@@ -287,7 +287,7 @@ def make_node(home: Path) -> Path:
 def kills(home: Path, count: int, seed: int) -> Json:
     """The whole experiment, in an empty directory."""
     source = random.Random(seed)
-    node = BenchmarkNode(make_node(home), look_s=0.1)
+    node = Node(make_node(home), "--quiet", look_s=0.1)
     try:
         asked = questions()
         known = [ask(node.info.url, question) for question in asked]

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import machine_load
-from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
+from runtime.testing.node import Node, running
 
 DIM, ROWS, READERS, SEED = 16, 80, 4, 7
 _RELOAD_S = 120.0
@@ -91,7 +91,7 @@ class Readers:
             self.stale += min(found) < floor
 
 
-def kill(node: BenchmarkNode, name: str, after_s: float, readers: Readers) -> None:
+def kill(node: Node, name: str, after_s: float, readers: Readers) -> None:
     """kill -9 of a worker, a moment from now."""
     time.sleep(after_s)
     node.wait(lambda: name in node.pids())  # it may be down from the last kill
@@ -111,7 +111,7 @@ def measure(reloads: int, kills: int) -> dict[str, Any]:
             f'[[collections]]\nname = "docs"\npath = "{docs}"\n'
         )
         rounds = set(chance.sample(range(reloads), min(kills, reloads)))
-        with running(config) as node, Readers(node.info.url) as readers:
+        with running(config, "--quiet") as node, Readers(node.info.url) as readers:
             names = [found.name for found in node.status().workers]
             for number in range(reloads):
                 build(docs, number + 2)

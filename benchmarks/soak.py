@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 
 from benchmarks.machine import machine_load
-from benchmarks.node import BenchmarkNode, running
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig, load_config
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.node import Node, running
 
 SAMPLE_S = 5.0
 WARM_UP = 0.2
@@ -77,7 +77,7 @@ class Load:
             self.ends[f"{kind} {end}"] += 1
 
 
-def sample(node: BenchmarkNode) -> dict[str, dict[str, float]]:
+def sample(node: Node) -> dict[str, dict[str, float]]:
     """Memory, fds and threads of every process of the node, by name."""
     found = {}
     for name, pid in node.pids().items():
@@ -88,7 +88,7 @@ def sample(node: BenchmarkNode) -> dict[str, dict[str, float]]:
     return found
 
 
-def run(node: BenchmarkNode, load: Load, seconds: float, rate: float, seed: int) -> list[tuple[float, Any]]:
+def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[tuple[float, Any]]:
     """Load for so many seconds; the samples with their times."""
     arrivals, samples = random.Random(seed + 1), []
     slots = threading.Semaphore(MOST_IN_FLIGHT)
@@ -177,7 +177,7 @@ def main() -> int:
     seconds = options.seconds or (300.0 if options.quick else 3600.0)
     config = load_config(options.config)
     before = machine_load()
-    with running(options.config) as node:
+    with running(options.config, "--quiet") as node:
         load = Load(node.info.url, config, options.seed)
         samples = run(node, load, seconds, options.rate, options.seed)
         restarts = sum(worker.restarts for worker in node.status().workers)

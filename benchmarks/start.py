@@ -19,16 +19,15 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.machine import machine_load
-from benchmarks.node import BenchmarkNode
+from runtime.testing.node import Node
 
-_LOOK_S = 0.02  # who looks more often slows the start down
 _READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([\d.]+) s: (.*)$")
 
 
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
     """One run: adds its seconds to `times`, by what was measured."""
     begin = time.monotonic()
-    node = BenchmarkNode(config, look_s=_LOOK_S, quiet=False)
+    node = Node(config)
     try:
         times["node"].append(time.monotonic() - begin)
         for name in [worker.name for worker in node.status().workers]:
@@ -42,7 +41,7 @@ def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
                 times[f"{found[1]}: {label}"].append(float(seconds))
 
 
-def _back(node: BenchmarkNode, name: str) -> float:
+def _back(node: Node, name: str) -> float:
     """Seconds from a kill -9 of a worker until its next life is ready."""
     worker = next(found for found in node.status().workers if found.name == name)
     begin = time.monotonic()

@@ -15,6 +15,7 @@ from ipc.errors import InvalidArgument
 ZmqSocket = zmq.Socket[bytes]
 
 _NAME_LIMIT = 100  # an abstract socket name has 107 bytes
+_RETRY_MS, _MAX_RETRY_MS = 5, 100  # of a peer that is not there yet: the first time, doubled up to ZeroMQ's usual 100
 _ENDPOINT = re.compile(rf"ipc://@([\x21-\x7e]{{1,{_NAME_LIMIT}}})")
 
 
@@ -58,6 +59,8 @@ def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000)
 def connect(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
     """A socket connected to a bound one of this host (now, or as soon as that one exists)."""
     socket = _socket(kind, max_message_bytes, queue)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MS)
     try:
         socket.connect(check_endpoint(endpoint))
     except (zmq.ZMQError, InvalidArgument) as error:

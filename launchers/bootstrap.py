@@ -34,12 +34,13 @@ usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | COMMAND [OPTION 
 
 The first run makes the environment .venv (2.1 GB), in which all of them run."""
 
+TESTS = ("-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Side by side, each file's tests in one process, where they share what they start; tests/conftest.py has the order."""
 CHECKS = (
     ("style", ("-m", "ruff", "check", ".")),
     ("format", ("-m", "ruff", "format", "--check", ".")),
     ("types", ("-m", "mypy")),
     ("import layers", ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")),
-    ("tests", ("-m", "pytest")),
 )
 
 
@@ -128,9 +129,12 @@ def main(arguments: list[str]) -> None:
     install()
     command, *options = arguments
     if command == "test":
-        for name, command_line in CHECKS:
-            say(name)
-            run(PYTHON, *command_line, *(options if name == "tests" else ()))
+        with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):  # beside the other checks, before the tests
+            for name, command_line in CHECKS:
+                say(name)
+                run(PYTHON, *command_line)
+        say("tests")
+        run(PYTHON, *TESTS, *options)
         return
     say(f"trinity {' '.join(arguments)}")
     sys.stdout.flush()

@@ -1,8 +1,12 @@
-"""Options of the test command."""
+"""Options of the test command, the layers of tests, and how many run side by side."""
+
+import os
+from collections.abc import Generator
 
 import pytest
 
 from tests.fuzz import budget
+from tests.layers import ORDER, layer_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,8 +19,24 @@ def pytest_configure(config: pytest.Config) -> None:
     budget.examples = config.getoption("--fuzz-examples")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: one process a core, and one more, for many tests wait for others; none where a debugger is."""
+    return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What tests log goes to another process, which takes UTF-8 alone; some log what is none."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if budget.examples > budget.USUAL:  # the long form takes as long as it takes
-        for item in items:
-            if "tests/fuzz/" in item.nodeid:
-                item.add_marker(pytest.mark.timeout(0))
+    for item in items:
+        item.add_marker(layer_of(item.nodeid))
+        if budget.examples > budget.USUAL and "tests/fuzz/" in item.nodeid:
+            item.add_marker(pytest.mark.timeout(0))  # the long form takes as long as it takes
+    if hasattr(config, "workerinput"):  # side by side: what takes long begins first, or the end waits for it alone
+        items.sort(key=lambda item: ORDER.index(layer_of(item.nodeid)))

@@ -20,8 +20,8 @@ def check(setup: Setup) -> Outcome:
     """A random Llama serves ragged prompts in chunks, several at once. Raises AssertionError where tokens differ."""
     device = torch_device(setup)
     from benchmarks.model_reference import Reference
-    from benchmarks.tiny_model import make_tiny_llama
     from runtime.serving.model.language_model import LanguageModel
+    from runtime.testing.tiny_model import make_tiny_llama
 
     random = np.random.default_rng(0)
     sizes = (1, 5, 40) if setup.small else (1, 2, 17, 40, 100, 130, 200, 317)

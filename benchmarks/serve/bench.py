@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks.serve.arrivals import Shape, arrivals
 from benchmarks.serve.client import Body, in_turn
 from benchmarks.serve.stand import Kind, Parts, Stand
-from benchmarks.tiny_model import make_tiny_llama
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.tiny_model import make_tiny_llama
 
 CONTEXT_TOKENS = 2048
 DOCUMENTS = 400

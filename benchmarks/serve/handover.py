@@ -8,8 +8,8 @@ from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import in_turn
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Parts
-from benchmarks.tiny_model import make_tiny_llama
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.tiny_model import make_tiny_llama
 
 _TOKENS = 512
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks.serve.bench import CONTEXT_TOKENS, Bench
 from benchmarks.serve.report import Measure, Section, percentile
-from benchmarks.serve.stepped_workers import SteppedWorkers
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.model.model_info import model_directory
+from runtime.testing.stepped_workers import SteppedWorkers
 
 _ROWS = 8
 

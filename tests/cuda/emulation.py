@@ -5,9 +5,10 @@ The device is a process: an executable of the kernels, compiled with g++ over `h
 it raises DeviceError with the sanitizer's report.
 """
 
-import atexit
 import contextlib
+import fcntl
 import functools
+import hashlib
 import itertools
 import mmap
 import os
@@ -31,6 +32,8 @@ from gpu.errors import DeviceError
 from tests.cuda.entry_points import CalledBack
 
 HERE = Path(__file__).parent
+_KEPT = HERE.parents[1] / ".pytest_cache" / "emulator"
+_PROGRAM = "emulator"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _FLAGS = (
     "-std=c++17",
@@ -60,28 +63,35 @@ def require_compiler() -> None:
 
 @functools.cache
 def emulator() -> Path:
-    """The emulator of the kernels, built once a process."""
-    folder = tempfile.mkdtemp(prefix="trinity-emulator-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return build(Path(folder))
+    """The emulator of the kernels, built once for all processes, until any of its sources changes."""
+    require_compiler()
+    version = subprocess.run(["g++", "--version"], capture_output=True, timeout=60, check=True).stdout
+    sources = [path.read_bytes() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
+    made_of = (_unit(kernel_source()).encode(), " ".join((*_FLAGS, *SANITIZERS)).encode(), version, *sources)
+    folder = _KEPT / hashlib.sha256(b"\0".join(made_of)).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "built").exists():
+            build(folder)
+            (folder / "built").touch()
+    return folder / _PROGRAM
 
 
 def build(directory: Path, source: str | None = None, sanitizers: Sequence[str] = SANITIZERS) -> Path:
     """Compile an emulator of the kernels, or of another text, and return its path. Raises DeviceError."""
     require_compiler()
-    unit, program = directory / "kernels.cpp", directory / "emulator"
-    parts = (
-        '#include "fibers.h"',
-        kernel_source() if source is None else source,
-        _dispatch(),
-        '#include "emulator.cpp"',
-    )
-    unit.write_text("\n".join(parts))
+    unit, program = directory / "kernels.cpp", directory / _PROGRAM
+    unit.write_text(_unit(kernel_source() if source is None else source))
     command = ["g++", *_FLAGS, *sanitizers, f"-I{HERE}", "-o", str(program), str(unit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise DeviceError(f"the emulation does not compile:\n{done.stderr}")
     return program
+
+
+def _unit(source: str) -> str:
+    return "\n".join(('#include "fibers.h"', source, _dispatch(), '#include "emulator.cpp"'))
 
 
 def _dispatch() -> str:

@@ -189,12 +189,13 @@ def url(source: Source) -> Iterator[str]:
 def test_in_a_real_terminal_the_whole_screen_is_there_and_q_ends_it(url: str) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    without_size = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-m", "launchers.main", "top", "--url", url, "--every", "0.2"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
+        env={**without_size, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
         start_new_session=True,
     )
     os.close(theirs)

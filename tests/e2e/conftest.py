@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 
-from benchmarks.tiny_model import make_tiny_llama
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
-from tests.e2e.node import RunningNode
+from runtime.testing.node import Node
+from runtime.testing.tiny_model import make_tiny_llama
 
 CONFIG = """
 [node]
@@ -52,15 +52,15 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-StartNode = Callable[..., RunningNode]
+StartNode = Callable[..., Node]
 
 
 @pytest.fixture(scope="session")
 def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
     """Start a node with these times, and `more` in its configuration; all are stopped at the end."""
-    started: list[RunningNode] = []
+    started: list[Node] = []
 
-    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> RunningNode:
+    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> Node:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
@@ -68,7 +68,7 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
         text = CONFIG.format(name=name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
         text = text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]")
         config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
-        node = RunningNode(config, run_dir)
+        node = Node(config)
         started.append(node)
         return node
 
@@ -78,7 +78,7 @@ def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def node(start_node: StartNode) -> Iterator[RunningNode]:
+def node(start_node: StartNode) -> Iterator[Node]:
     node = start_node()
     yield node
     node.stop()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.e2e.node import RunningNode
-from tests.waiting import eventually
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 
 GENERATE: dict[str, Any] = {
     "model": "tiny",
@@ -19,11 +19,18 @@ GENERATE: dict[str, Any] = {
     "ignore_eos": True,
     "retrieval": {"collection": "docs", "k": 2, "every_tokens": 8},
 }
+START_S = 240.0  # bounds a wait that would never end, not a start on a busy machine
 SEARCH = {"query": "the with statement", "collection": "docs", "k": 3}
 
 
+def prompts(count: int) -> Iterator[str]:
+    """Different short questions."""
+    for number in range(count):
+        yield f"question {number}: how does a with statement call __exit__?"
+
+
 @contextmanager
-def load(node: RunningNode, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
+def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
     """Answers by status, as they come."""
     ended = threading.Event()
     answers: Counter[int] = Counter()

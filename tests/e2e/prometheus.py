@@ -9,8 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from runtime.testing.waiting import eventually
 from tests.dashboards.tools import tool
-from tests.waiting import eventually
 
 CONFIG = """
 global:

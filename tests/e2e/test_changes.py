@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import load, wait_for_more
-from tests.e2e.node import RunningNode
-from tests.waiting import eventually
 
 START_S = 300.0
 TWO_POOLS = """
@@ -30,7 +30,7 @@ path = "{collection}"
 """
 
 
-def workers(node: RunningNode, *words: str) -> str:
+def workers(node: Node, *words: str) -> str:
     """What `trinity workers` says."""
     command = [sys.executable, "-m", "launchers.main", "workers", *words, "--node", str(node.run_dir)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
@@ -41,7 +41,7 @@ def workers(node: RunningNode, *words: str) -> str:
 def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, model: Path, collection: Path) -> None:
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
     config.write_text(CONFIG.format(name="changes", run_dir=run_dir, model=model, collection=collection, drain_s=60.0))
-    node = RunningNode(config, run_dir, start_s=START_S)
+    node = Node(config)
     try:
         with load(node, searchers=0, generators=3) as answers:
             wait_for_more(answers, 3)
@@ -66,7 +66,7 @@ def test_a_gpu_with_a_pool_worker_is_drained_and_comes_back_under_load_and_no_se
 ) -> None:
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
     config.write_text(TWO_POOLS.format(run_dir=run_dir, collection=collection))
-    node = RunningNode(config, run_dir, ("--simulate-gpus", "2"), start_s=START_S)
+    node = Node(config, "--simulate-gpus", "2")
     try:
         with load(node, searchers=4, generators=0) as answers:
             for verb, said in (("drain", "pool-1 has left"), ("add", "pool-1 is ready")):

@@ -9,9 +9,10 @@ import psutil
 import pytest
 
 from runtime.node.run_dir import find_node
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
-from tests.e2e.node import START_S, RunningNode
-from tests.waiting import eventually
+from tests.e2e.load import START_S
 
 
 def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
@@ -84,7 +85,7 @@ def test_status_and_stop_of_a_node_that_does_not_run_say_so(tmp_path: Path) -> N
     refused(trinity("stop", tmp_path / "nothing"), "no node runs in")
 
 
-def test_status_shows_every_worker(node: RunningNode) -> None:
+def test_status_shows_every_worker(node: Node) -> None:
     run = trinity("status", node.run_dir)
     assert run.returncode == 0
     for worker in ("frontend-0", "prefill-0", "decode-0", "pool-0"):
@@ -92,7 +93,7 @@ def test_status_shows_every_worker(node: RunningNode) -> None:
 
 
 def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> None:
-    node = RunningNode(config, tmp_path / "run")
+    node = Node(config)
     run = trinity("stop", tmp_path / "run")
     assert run.returncode == 0
     assert node.process.wait(timeout=60) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import EXIT_CONFIG
-from tests.e2e.node import RunningNode
-from tests.waiting import eventually
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,8 +37,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, model: Path, collection: Pa
 
 
 @pytest.fixture(scope="module")
-def node8(config: Path) -> Iterator[RunningNode]:
-    node = RunningNode(config, config.parent / "run", SIMULATED, START_S)
+def node8(config: Path) -> Iterator[Node]:
+    node = Node(config, *SIMULATED)
     yield node
     node.stop()
 
@@ -68,7 +68,7 @@ def test_without_the_gpus_the_same_configuration_is_one_clear_error(config: Path
     assert "cuda:" in run.stderr
 
 
-def test_all_nine_processes_run_and_answer(node8: RunningNode) -> None:
+def test_all_nine_processes_run_and_answer(node8: Node) -> None:
     workers = {worker.name: worker for worker in node8.status().workers}
     assert len(workers) == 9
     assert sorted(w.device for w in workers.values() if w.device != "cpu") == [f"cuda:{n}" for n in range(8)]
@@ -83,7 +83,7 @@ def test_all_nine_processes_run_and_answer(node8: RunningNode) -> None:
     assert node8.metric("trinity_worker_info", device="cuda:7", role="pool") == 1
 
 
-def test_a_lost_gpu_process_comes_back_on_its_own_gpu(node8: RunningNode) -> None:
+def test_a_lost_gpu_process_comes_back_on_its_own_gpu(node8: Node) -> None:
     node8.kill("pool-1")
     eventually(lambda: node8.status().ready, START_S, "the pool worker to be back")
     assert node8.metric("trinity_worker_restarts_total", worker="pool-1") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.node import RunningNode
+from runtime.testing.node import Node
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
@@ -15,7 +15,7 @@ QUESTION = "with statement"
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_the_example_answers(script: Path, node: RunningNode, tmp_path: Path) -> None:
+def test_the_example_answers(script: Path, node: Node, tmp_path: Path) -> None:
     np.save(tmp_path / "queries.npy", np.random.default_rng(0).normal(size=(4, 128)).astype(np.float32))
     url = f"{node.info.url}/v1"
     rings, http = [str(node.run_dir), str(tmp_path / "queries.npy")], [url, "tiny", QUESTION]

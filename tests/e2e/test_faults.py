@@ -14,9 +14,10 @@ import zmq
 from ipc import bind, new_token, private_endpoint
 from launchers.http_client import stream
 from runtime.errors import TrinityError
+from runtime.testing.node import Node, leftovers, token_of
+from runtime.testing.waiting import eventually
 from tests.e2e.conftest import StartNode
-from tests.e2e.node import RunningNode, leftovers, prompts, token_of
-from tests.waiting import eventually
+from tests.e2e.load import prompts
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -34,7 +35,7 @@ time.time_ns = lambda: int(time.time() * 1e9)
 """
 
 
-def answer_of(node: RunningNode, body: dict[str, Any]) -> tuple[str, list[int]]:
+def answer_of(node: Node, body: dict[str, Any]) -> tuple[str, list[int]]:
     """How a streamed request ended, by its finish reason or its error's code, and its tokens."""
     reason = ""
     tokens: list[int] = []
@@ -47,13 +48,13 @@ def answer_of(node: RunningNode, body: dict[str, Any]) -> tuple[str, list[int]]:
     return reason, tokens
 
 
-def end_of(node: RunningNode, body: dict[str, Any]) -> str:
+def end_of(node: Node, body: dict[str, Any]) -> str:
     """How a streamed request ended."""
     return answer_of(node, body)[0]
 
 
 @pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
-def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: RunningNode, worker: str) -> None:
+def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Node, worker: str) -> None:
     # A probe that is out when its pool dies may be left out, and what follows differs: none there.
     retrieval = False if worker == "pool-0" else BODY["retrieval"]
     bodies = [BODY | {"prompt": prompt, "retrieval": retrieval} for prompt in prompts(12)]
@@ -74,9 +75,7 @@ def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Runn
 
 
 @pytest.mark.timeout(400)
-def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(
-    node: RunningNode, start_node: StartNode
-) -> None:
+def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(node: Node, start_node: StartNode) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
     with ThreadPoolExecutor(12) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
@@ -92,7 +91,7 @@ def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(
             assert spared.pid(worker) == spares[worker.replace("-0", "-spare-0")]
         spared.wait_idle()
         assert spared.metric("trinity_requests_total", outcome="failed") == 0
-    info, pids = spared.info, spared.pids()
+    info, pids = spared.info, spared.pids().values()
     assert spared.stop() == 0
     assert leftovers(token_of(info), pids, spared.run_dir) == []
 
@@ -117,7 +116,7 @@ def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_thei
 
 @pytest.mark.timeout(400)
 def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
-    node: RunningNode, start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)  # Python imports it at the start of every process
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -133,14 +132,14 @@ def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
     assert jumping.stop() == 0
 
 
-def test_a_killed_pool_delays_searches_instead_of_failing_them(node: RunningNode) -> None:
+def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> None:
     node.kill("pool-0")
     status, answer = node.post("/v1/retrieval", {"query": "the with statement", "collection": "docs", "k": 3})
     assert status == 200
     assert len(answer["passages"]) == 3
 
 
-def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: RunningNode) -> None:
+def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: Node) -> None:
     ended = threading.Event()
 
     def read() -> None:
@@ -159,7 +158,7 @@ def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: Ru
 
 def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: StartNode) -> None:
     node = start_node()
-    pids, token = node.pids(), token_of(node.info)
+    pids, token = node.pids().values(), token_of(node.info)
     with ThreadPoolExecutor(4) as threads:
         ends = [threads.submit(end_of, node, BODY | {"prompt": prompt}) for prompt in prompts(4)]
         eventually(lambda: node.metric("trinity_requests_in_flight") == 4, 60, "requests in flight")
@@ -180,21 +179,21 @@ def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node:
 
 def test_a_killed_supervisor_takes_everything_down_with_it(start_node: StartNode) -> None:
     node = start_node()
-    pids, token = node.pids(), token_of(node.info)
+    pids, token = node.pids().values(), token_of(node.info)
     os.kill(node.process.pid, signal.SIGKILL)
     node.process.wait(timeout=60)
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60, "all processes to be gone")
     left = leftovers(token, pids, node.run_dir)
     assert left == [f"directory {node.run_dir}"], "only the stale directory: nobody was left to remove it"
-    again = RunningNode(node.config, node.run_dir)
+    again = Node(node.config)
     assert end_of(again, BODY | {"prompt": "x"}) == "length"
     assert again.stop() == 0
     assert not node.run_dir.exists()
 
 
-def test_a_second_node_in_the_same_run_directory_is_refused(node: RunningNode) -> None:
-    with pytest.raises(AssertionError, match="a node already runs in"):
-        RunningNode(node.config, node.run_dir.parent / "elsewhere")
+def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
+    with pytest.raises(RuntimeError, match="a node already runs in"):
+        Node(node.config)
 
 
 def test_the_check_for_what_is_left_behind_sees_processes_sockets_and_directories(tmp_path: Path) -> None:

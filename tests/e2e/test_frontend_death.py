@@ -11,14 +11,15 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tests.e2e.node import RunningNode, prompts
-from tests.waiting import eventually
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
+from tests.e2e.load import prompts
 
 ANSWER: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SEARCH: dict[str, Any] = {"query": "the with statement", "collection": "docs", "k": 2}
 
 
-def ask(node: RunningNode, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+def ask(node: Node, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
     """Status and body, over a connection of its own."""
     parts = urlsplit(node.info.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
@@ -31,7 +32,7 @@ def ask(node: RunningNode, method: str, path: str, body: dict[str, Any] | None =
         connection.close()
 
 
-def test_requests_that_come_after_the_death_of_a_frontend_are_answered_by_the_next_one(node: RunningNode) -> None:
+def test_requests_that_come_after_the_death_of_a_frontend_are_answered_by_the_next_one(node: Node) -> None:
     bodies = [ANSWER | {"prompt": prompt, "retrieval": {"collection": "docs", "k": 1}} for prompt in prompts(8)]
     stop = threading.Event()
 

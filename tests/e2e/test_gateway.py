@@ -24,9 +24,10 @@ from runtime.node.config import OpenAiSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Message, Retrieval, Sampling
-from tests.e2e.node import RunningNode, prompts
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
+from tests.e2e.load import prompts
 from tests.engines.openai_engines import Library, sequence, whole
-from tests.waiting import eventually
 
 Json = dict[str, Any]
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -52,35 +53,31 @@ path = "{collection}"
 
 
 @pytest.fixture(scope="module")
-def gateway(node: RunningNode, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+def gateway(node: Node, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A node without a model of its own, in front of `node`."""
     home = tmp_path_factory.mktemp("gateway")
     config = home / "node.toml"
     config.write_text(CONFIG.format(home=home, url=node.info.url, collection=collection))
-    gateway = RunningNode(config, home / "run")
+    gateway = Node(config)
     yield gateway
     assert gateway.stop() == 0
 
 
-def chat(node: RunningNode, text: str, **body: Any) -> Json:
+def chat(node: Node, text: str, **body: Any) -> Json:
     body = GREEDY | {"messages": [{"role": "user", "content": text}], "max_tokens": 12} | body
     status, answer = node.post("/v1/chat/completions", body)
     assert status == 200, answer
     return answer
 
 
-def test_greedy_tokens_through_the_gateway_are_the_servers_for_50_prompts(
-    node: RunningNode, gateway: RunningNode
-) -> None:
+def test_greedy_tokens_through_the_gateway_are_the_servers_for_50_prompts(node: Node, gateway: Node) -> None:
     asked = ragged_prompts(259, count=50, longest=300, seed=2)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda prompt: node_tokens(gateway.info.url, "tiny", prompt, 10), asked))
         assert found == list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
 
 
-def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(
-    node: RunningNode, gateway: RunningNode
-) -> None:
+def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(node: Node, gateway: Node) -> None:
     def both(text: str) -> tuple[Json, Json]:
         through = chat(gateway, text, retrieval={"collection": "docs", "k": 3})
         status, found = gateway.post("/v1/retrieval", {"collection": "docs", "query": text, "k": 3})
@@ -97,7 +94,7 @@ def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(
             assert through["usage"] == direct["usage"]
 
 
-def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_50_prompts(node: RunningNode) -> None:
+def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_50_prompts(node: Node) -> None:
     async def test() -> None:
         section = OpenAiSection(name="tiny", url=f"{node.info.url}/v1")
         servers = Servers([Server(f"{node.info.url}/v1")], partial(ask, section=section))
@@ -136,7 +133,7 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
     asyncio.run(test())
 
 
-def test_an_answer_with_probes_names_its_passages_and_its_times(gateway: RunningNode) -> None:
+def test_an_answer_with_probes_names_its_passages_and_its_times(gateway: Node) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 110}  # the second asks with words of the answer alone
     answer = chat(gateway, "How does a with statement call __exit__?", max_tokens=240, retrieval=retrieval)
     places = {passage["at_token"] for passage in answer["retrieval"]["passages"]}
@@ -148,7 +145,7 @@ def test_an_answer_with_probes_names_its_passages_and_its_times(gateway: Running
     assert (trace["state"], trace["completion_tokens"], len(trace["probes"])) == ("length", 240, 2)
 
 
-def test_the_openai_client_works_through_the_gateway(gateway: RunningNode) -> None:
+def test_the_openai_client_works_through_the_gateway(gateway: Node) -> None:
     with openai.OpenAI(base_url=f"{gateway.info.url}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         chunks = list(
@@ -168,7 +165,7 @@ def test_the_openai_client_works_through_the_gateway(gateway: RunningNode) -> No
             )
 
 
-def test_a_client_that_goes_away_frees_the_servers_slot(node: RunningNode, gateway: RunningNode) -> None:
+def test_a_client_that_goes_away_frees_the_servers_slot(node: Node, gateway: Node) -> None:
     body = json.dumps(GREEDY | {"prompt": "x", "max_tokens": 1500, "stream": True}).encode()
     request = urllib.request.Request(
         f"{gateway.info.url}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
@@ -180,7 +177,7 @@ def test_a_client_that_goes_away_frees_the_servers_slot(node: RunningNode, gatew
     assert gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
 
 
-def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: RunningNode, gateway: RunningNode) -> None:
+def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: Node, gateway: Node) -> None:
     asked = [f"Question {number}: what does a with statement do?" for number in range(6)]
     expected = [chat(node, text, max_tokens=400)["choices"][0]["token_ids"] for text in asked]
     with ThreadPoolExecutor(len(asked)) as threads:
@@ -194,7 +191,7 @@ def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: Runn
     node.wait_ready()
 
 
-def test_the_gateway_measures_what_passes_through_it(gateway: RunningNode) -> None:
+def test_the_gateway_measures_what_passes_through_it(gateway: Node) -> None:
     chat(gateway, "one more")
     assert gateway.metric("trinity_time_to_first_token_seconds_count") > 0
     assert gateway.metric("trinity_generation_tokens_total") > 0

@@ -8,11 +8,11 @@ import pytest
 
 from runtime.node.logs.format import parse
 from runtime.node.logs.reader import read
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 from tests.e2e.conftest import StartNode
 from tests.e2e.load import GENERATE, SEARCH
-from tests.e2e.node import RunningNode
 from tests.node.test_log_reader import trinity_logs
-from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node(start_node: StartNode, directory: Path) -> Iterator[RunningNode]:
+def node(start_node: StartNode, directory: Path) -> Iterator[Node]:
     (directory / "pool-0.log").symlink_to("/dev/full")
     node = start_node(more=f'[log]\nlevel = "debug"\nformat = "json"\ndirectory = "{directory}"\n')
     yield node
     node.stop()
 
 
-def test_a_request_is_followed_through_every_process_by_its_id(node: RunningNode, directory: Path) -> None:
+def test_a_request_is_followed_through_every_process_by_its_id(node: Node, directory: Path) -> None:
     status, answer = node.post("/v1/completions", GENERATE)
     assert status == 200
     wanted = [
@@ -52,7 +52,7 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: RunningNode
     assert trinity_logs(str(node.run_dir), "--request", "cmpl-0") == ""
 
 
-def test_a_search_has_its_line_in_the_log_by_its_id(node: RunningNode, directory: Path) -> None:
+def test_a_search_has_its_line_in_the_log_by_its_id(node: Node, directory: Path) -> None:
     status, answer = node.post("/v1/retrieval", SEARCH)
     assert status == 200
 
@@ -65,14 +65,14 @@ def test_a_search_has_its_line_in_the_log_by_its_id(node: RunningNode, directory
     assert event.startswith("search ended: 3 passages, ")
 
 
-def test_a_full_disk_costs_log_lines_that_are_counted_and_nothing_else(node: RunningNode) -> None:
+def test_a_full_disk_costs_log_lines_that_are_counted_and_nothing_else(node: Node) -> None:
     assert node.post("/v1/retrieval", SEARCH)[0] == 200
     eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 60, "lost lines")
     assert node.metric("trinity_log_lines_lost_total", worker="decode-0") == 0
     assert {worker.restarts for worker in node.status().workers} == {0}
 
 
-def test_every_line_on_standard_error_and_in_the_files_is_json(node: RunningNode, directory: Path) -> None:
+def test_every_line_on_standard_error_and_in_the_files_is_json(node: Node, directory: Path) -> None:
     said = [json.loads(line) for line in node.log.read_text().splitlines()]
     assert {"supervisor", "pool-0", "prefill-0", "decode-0", "frontend-0"} == {line["process"] for line in said}
     files = [path for path in directory.glob("*.log") if not path.is_symlink()]

@@ -6,13 +6,13 @@ from runtime.checks.needs import needed_bytes
 from runtime.node.config import load_config
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import restart_node
+from runtime.testing.node import Node
 from tests.e2e.memory import proportional_bytes
-from tests.e2e.node import RunningNode
 
 TOLERANCE = 0.15  # of each process
 
 
-def test_every_worker_takes_what_was_said_within_fifteen_percent(node: RunningNode) -> None:
+def test_every_worker_takes_what_was_said_within_fifteen_percent(node: Node) -> None:
     restart_node(node.status().info, "", 300.0)  # who has compiled code in its first life holds the compiler's memory
     needed = needed_bytes(resolve(load_config(node.config)))
     pids = {worker.name: worker.pid for worker in node.status().workers}

@@ -11,12 +11,12 @@ import pytest
 from dashboards.files import all_dashboards
 from dashboards.overview import overview
 from dashboards.rules import alerts, rules_yaml
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 from tests.dashboards.tools import promtool
 from tests.e2e.conftest import StartNode
 from tests.e2e.load import load, slowed
-from tests.e2e.node import RunningNode
 from tests.e2e.prometheus import Prometheus
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)  # the first one starts a node, a Prometheus and load
 
@@ -31,9 +31,7 @@ SLO_OF_ITS_OWN = "search"  # what is slowed below
 
 
 @pytest.fixture(scope="module")
-def watched(
-    start_node: StartNode, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RunningNode, Prometheus]]:
+def watched(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Prometheus]]:
     node = start_node(more=SLO)
     target = node.info.url.removeprefix("http://")
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_yaml(SCALE, interval_s=0.5))
@@ -74,7 +72,7 @@ def never_with_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
     return missing
 
 
-def test_every_panel_shows_data(watched: tuple[RunningNode, Prometheus]) -> None:
+def test_every_panel_shows_data(watched: tuple[Node, Prometheus]) -> None:
     _, prometheus = watched
     exprs = [
         concrete(target["expr"])
@@ -87,14 +85,14 @@ def test_every_panel_shows_data(watched: tuple[RunningNode, Prometheus]) -> None
     assert never_with_data(prometheus, exprs) == []
 
 
-def test_every_alert_watches_something(watched: tuple[RunningNode, Prometheus]) -> None:
+def test_every_alert_watches_something(watched: tuple[Node, Prometheus]) -> None:
     _, prometheus = watched
     values = [condition.value for alert in alerts(SCALE) if not alert.needs_gpu for condition in alert.conditions]
     # Windows of three seconds may hold no request of one kind: ask with longer ones.
     assert never_with_data(prometheus, [re.sub(r"\[\d+ms\]", "[30s]", value) for value in values]) == []
 
 
-def test_every_metric_that_is_asked_for_is_there(watched: tuple[RunningNode, Prometheus]) -> None:
+def test_every_metric_that_is_asked_for_is_there(watched: tuple[Node, Prometheus]) -> None:
     _, prometheus = watched
     exprs = [target["expr"] for panel in overview()["panels"] for target in panel.get("targets", [])]
     exprs += [alert.expr for alert in alerts()]
@@ -102,14 +100,14 @@ def test_every_metric_that_is_asked_for_is_there(watched: tuple[RunningNode, Pro
     assert {name for name in asked if not name.startswith("trinity_gpu_")} <= prometheus.names()
 
 
-def test_promtool_finds_nothing_to_say_about_the_metrics(watched: tuple[RunningNode, Prometheus]) -> None:
+def test_promtool_finds_nothing_to_say_about_the_metrics(watched: tuple[Node, Prometheus]) -> None:
     node, _ = watched
     run = promtool("check", "metrics", stdin=node.metrics_text())
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_a_slowdown_makes_a_burn_rate_alert_fire_and_its_end_lets_it_clear(
-    watched: tuple[RunningNode, Prometheus],
+    watched: tuple[Node, Prometheus],
 ) -> None:
     node, prometheus = watched
 

@@ -16,8 +16,9 @@ from runtime import SearchClient
 from runtime.node.config import PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import load_embedder
-from tests.e2e.node import RunningNode, prompts
-from tests.waiting import eventually
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
+from tests.e2e.load import prompts
 
 CHAT = {
     "model": "tiny",
@@ -28,7 +29,7 @@ CHAT = {
 }
 
 
-def test_greedy_tokens_through_the_node_equal_generate_for_50_ragged_prompts(node: RunningNode, model: Path) -> None:
+def test_greedy_tokens_through_the_node_equal_generate_for_50_ragged_prompts(node: Node, model: Path) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
@@ -39,7 +40,7 @@ def test_greedy_tokens_through_the_node_equal_generate_for_50_ragged_prompts(nod
     assert found == [greedy(reference, prompt, 10) for prompt in asked]
 
 
-def test_the_openai_client_works_unchanged(node: RunningNode) -> None:
+def test_the_openai_client_works_unchanged(node: Node) -> None:
     with openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         answer = client.chat.completions.create(
@@ -59,7 +60,7 @@ def test_the_openai_client_works_unchanged(node: RunningNode) -> None:
 
 
 def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_times(
-    node: RunningNode, collection: Path
+    node: Node, collection: Path
 ) -> None:
     status, answer = node.post("/v1/chat/completions", CHAT | {"retrieval": {"collection": "docs", "k": 4}})
     assert status == 200
@@ -82,7 +83,7 @@ def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_t
     assert spans["e2e"] >= spans["ttft"]
 
 
-def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_same_tokens(node: RunningNode) -> None:
+def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_same_tokens(node: Node) -> None:
     body = CHAT | {"max_tokens": 24, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 8}}
     before = node.metric("trinity_decode_probes_total")
     status, answer = node.post("/v1/chat/completions", body)
@@ -98,7 +99,7 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
     assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
 
 
-def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: RunningNode) -> None:
+def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: Node) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 32, "probe_mode": "prefetch", "probe_tokens": 64}
     status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 384, "retrieval": retrieval})
     assert status == 200
@@ -114,7 +115,7 @@ def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(n
     assert sum(probe["stalled_s"] for probe in probes) == pytest.approx(answer["timings"]["probe_stall"])
 
 
-def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: RunningNode) -> None:
+def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Node) -> None:
     body = CHAT | {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 24}
     first, second = (node.post("/v1/chat/completions", body)[1]["choices"][0] for _ in range(2))
     assert first == second
@@ -125,7 +126,7 @@ def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Running
     assert stopped["message"]["content"] == text[: text.index(stop)]
 
 
-def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: RunningNode, collection: Path) -> None:
+def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: Node, collection: Path) -> None:
     with Collection.open(collection) as opened:
         assert opened.documents is not None
         assert opened.embedder is not None
@@ -140,7 +141,7 @@ def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: RunningN
         assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
 
 
-def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode, collection: Path) -> None:
+def test_a_process_of_the_same_user_searches_through_the_ring(node: Node, collection: Path) -> None:
     index = Collection.open(collection).index
     queries = np.random.default_rng(0).normal(size=(20, index.dim)).astype(np.float32)
     expected, _ = index.search(queries, 8, top_m=64, search_width=4)
@@ -150,7 +151,7 @@ def test_a_process_of_the_same_user_searches_through_the_ring(node: RunningNode,
             assert found.ids.tolist() == ids.tolist()
 
 
-def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningNode) -> None:
+def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: Node) -> None:
     cancelled = node.metric("trinity_requests_total", outcome="cancelled")
     body = CHAT | {"max_tokens": 1000, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16}}
     for _ in range(3):
@@ -164,7 +165,7 @@ def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: RunningN
     assert node.metric("trinity_kv_cache_usage_perc") == 0
 
 
-def test_more_requests_than_slots_all_end_once(node: RunningNode) -> None:
+def test_more_requests_than_slots_all_end_once(node: Node) -> None:
     body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "retrieval": {"collection": "docs", "k": 2}}
     bodies = [body | {"prompt": prompt, "ignore_eos": True} for prompt in prompts(40)]
     with ThreadPoolExecutor(20) as threads:
@@ -201,7 +202,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.replace(" ", "-"))
-def test_bad_input_is_refused_in_openai_format_and_the_node_serves_on(node: RunningNode, case: str) -> None:
+def test_bad_input_is_refused_in_openai_format_and_the_node_serves_on(node: Node, case: str) -> None:
     body, status, code, param = BAD[case]
     found, answer = node.post("/v1/chat/completions", body)
     assert (found, answer["error"]["code"], answer["error"]["param"]) == (status, code, param), answer
@@ -209,21 +210,21 @@ def test_bad_input_is_refused_in_openai_format_and_the_node_serves_on(node: Runn
     assert node.post("/v1/chat/completions", CHAT | {"max_tokens": 1})[0] == 200
 
 
-def test_a_token_id_outside_the_vocabulary_is_refused(node: RunningNode) -> None:
+def test_a_token_id_outside_the_vocabulary_is_refused(node: Node) -> None:
     status, answer = node.post("/v1/completions", {"model": "tiny", "prompt": [5, 70_000], "max_tokens": 2})
     assert status == 400
     assert "70000" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("value", [[0.0] * 5, [float("nan")] * 128], ids=["wrong-size", "nan"])
-def test_a_bad_vector_is_refused(node: RunningNode, value: list[float]) -> None:
+def test_a_bad_vector_is_refused(node: Node, value: list[float]) -> None:
     body = json.dumps({"vector": value, "k": 1, "collection": "docs"}).encode()
     status, answer = node.post("/v1/retrieval", body)
     assert status == 400
     assert answer["error"]["param"].startswith("vector")
 
 
-def test_metrics_count_what_was_served(node: RunningNode) -> None:
+def test_metrics_count_what_was_served(node: Node) -> None:
     before = {
         name: node.metric(name)
         for name in ("trinity_generation_tokens_total", "trinity_e2e_request_latency_seconds_count")
@@ -240,7 +241,7 @@ def test_metrics_count_what_was_served(node: RunningNode) -> None:
         assert answer.headers["content-type"].startswith("text/plain")
 
 
-def test_streams_interleave(node: RunningNode) -> None:
+def test_streams_interleave(node: Node) -> None:
     """Two long answers at once: the second begins before the first has ended."""
     order: list[str] = []
     lock = threading.Lock()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runtime.testing.node import Node
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import load, wait_for_more
-from tests.e2e.node import RunningNode
 
 START_S = 300.0
 
@@ -20,7 +20,7 @@ def test_prefill_and_decode_workers_restart_under_load_and_no_request_is_lost(
     config = tmp_path / "node.toml"
     text = CONFIG.format(name="rolls", run_dir=tmp_path / "run", model=model, collection=collection, drain_s=60.0)
     config.write_text(text.replace("[prefill]", "[prefill]\nworkers = 2").replace("[decode]", "[decode]\nworkers = 2"))
-    node = RunningNode(config, tmp_path / "run", start_s=START_S)
+    node = Node(config)
     try:
         with load(node, searchers=0, generators=3) as answers:
             wait_for_more(answers, 5)

@@ -8,7 +8,7 @@ import pytest
 
 from runtime import AsyncSearchClient, SearchClient
 from runtime.retrieval.collections.collection import Collection
-from tests.e2e.node import RunningNode
+from runtime.testing.node import Node
 
 CONFIG = """
 [node]
@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_dies(home: Path) -> None:
     (home / "node.toml").write_text(CONFIG.format(home=home, shards=2))
-    node = RunningNode(home / "node.toml", home / "run")
+    node = Node(home / "node.toml")
     try:
         with SearchClient.connect(node.run_dir) as client:
             for victim in (None, "pool-1"):
@@ -63,5 +63,5 @@ def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_die
 
 def test_a_node_whose_configuration_says_another_number_of_shards_does_not_start(home: Path) -> None:
     (home / "other.toml").write_text(CONFIG.format(home=home, shards=1))
-    with pytest.raises(AssertionError, match=r"shards = 1, but .* was built with 2: say so here"):
-        RunningNode(home / "other.toml", home / "elsewhere")
+    with pytest.raises(RuntimeError, match=r"shards = 1, but .* was built with 2: say so here"):
+        Node(home / "other.toml")

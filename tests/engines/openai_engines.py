@@ -20,8 +20,8 @@ from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
+from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
-from tests.frontend.fakes import Clock
 
 Json = dict[str, Any]
 

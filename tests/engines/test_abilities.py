@@ -14,9 +14,10 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.config import OpenAiSection
+from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.engines.openai_engines import stand, until
-from tests.frontend.fakes import Clock, run
+from tests.frontend.fakes import run
 
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
 

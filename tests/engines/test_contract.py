@@ -13,9 +13,10 @@ from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Message, Retrieval, Retrieved, Role, Sampling, Tokens
+from runtime.testing.clock import Clock
 from tests.engines.fake_openai import Behaviour
 from tests.engines.openai_engines import Stand, stand, until, whole
-from tests.frontend.fakes import Clock, Player, endpoint, run
+from tests.frontend.fakes import Player, endpoint, run
 
 TOKENS = 5
 ROLES: tuple[Role, ...] = ("prefill", "decode")

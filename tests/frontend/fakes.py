@@ -44,6 +44,7 @@ from runtime.serving.messages import (
     decode_to_worker,
     encode,
 )
+from runtime.testing.clock import Clock
 
 WAIT = 60.0  # seconds until a test that hangs fails
 _names = itertools.count(1)
@@ -57,19 +58,6 @@ def endpoint() -> str:
 def run(test: Any) -> Any:
     """Run a coroutine to its end, or fail."""
     return asyncio.run(asyncio.wait_for(test, WAIT))
-
-
-class Clock:
-    """A clock that stands still until it is told to move, in ns."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000
-
-    def __call__(self) -> int:
-        return self.now
-
-    def forward(self, seconds: float) -> None:
-        self.now += int(seconds * 1e9)
 
 
 class Worker:
@@ -267,6 +255,18 @@ class Metrics:
         return "# HELP trinity_up one\ntrinity_up 1\n"
 
 
+class _Server(uvicorn.Server):
+    """uvicorn, which ends at once when it is told to; its own loop looks ten times a second."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._stop.wait()
+
+
 class Cluster:
     """A frontend on a loopback port with `prefills` and `decodes` playing workers, in a thread. Use as a context."""
 
@@ -384,7 +384,7 @@ class Cluster:
         new_id = id_source(77)
         app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
-        server = uvicorn.Server(self._http)
+        server = _Server(self._http, self._stop)
         for role, name in self._cast():
             self.players[name] = Player(self, role, name)
             self._tasks[name] = asyncio.create_task(self.players[name].live())
@@ -392,8 +392,6 @@ class Cluster:
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         noticing = asyncio.create_task(self._notice())
         self._ready.set()
-        await self._stop.wait()
-        server.should_exit = True
         await serving
         others = [noticing, link, *self._tasks.values()]
         for task in others:

@@ -11,7 +11,8 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Role, Sampling
-from tests.frontend.fakes import Clock, Worker, endpoint
+from runtime.testing.clock import Clock
+from tests.frontend.fakes import Worker, endpoint
 
 EPOCH = 77
 LOST_AFTER = 10.0

@@ -11,7 +11,8 @@ from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.traces import MAX_PROBES, Traces
 from runtime.serving.messages import Prefill, Probe, Retrieved, Sampling, Tokens
-from tests.frontend.fakes import Clock, Cluster
+from runtime.testing.clock import Clock
+from tests.frontend.fakes import Cluster
 
 MS = 1_000_000
 

@@ -1,6 +1,5 @@
 """Real second processes for tests: forked from a clean server with `ipc` imported, joined with a timeout, killed."""
 
-import multiprocessing
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -10,18 +9,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from ipc import RingClient, RingServer, new_token, private_endpoint
+from tests.forked import FORKSERVER
 
 JOIN_S = 20.0
-
-_context = multiprocessing.get_context("forkserver")
-_IPC = [f"tests.ipc.test_{name}" for name in ("doorbell", "faults", "handover", "memory", "ring", "session_hostile")]
-_context.set_forkserver_preload([*_IPC, "tests.pool.test_kills"])
 
 
 @contextmanager
 def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
     """A process running `target(*args)`; killed at the end if it has not ended by itself."""
-    process = _context.Process(target=target, args=args, daemon=True)
+    process = FORKSERVER.Process(target=target, args=args, daemon=True)
     process.start()
     try:
         yield process

@@ -1,6 +1,7 @@
 """The arena of query vectors over every kind of memory that it can lie in, and between two processes."""
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -295,6 +296,7 @@ def persistently(act: Callable[[], Any]) -> Any:
     while True:
         with contextlib.suppress(RingFull):
             return act()
+        os.sched_yield()  # the other side may need this core
 
 
 def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
@@ -309,6 +311,7 @@ def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
             for i in range(2000):
                 while not ring.ready(1):
                     assert process.is_alive() or ring.ready(1)
+                    os.sched_yield()  # the other side may need this core
                 place = Place(*words[ring.first].tolist())
                 ring.release(1)
                 assert taken(arena, number, place) == vector(i).tolist()

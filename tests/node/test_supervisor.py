@@ -15,8 +15,8 @@ import pytest
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
+from tests.forked import FORKSERVER
 from tests.node.tiny_node import (
-    FORKSERVER,
     TINY_WORKER,
     serve,
     serve_in_a_terminal,

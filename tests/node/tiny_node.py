@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,8 +16,6 @@ from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.supervisor import Supervisor
 
 TINY_WORKER = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["tests.node.tiny_node"])
 
 
 def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: int = 0) -> None:

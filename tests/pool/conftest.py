@@ -14,7 +14,8 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search import dispatch, pool_session
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.replicas import ReplicaPolicy
-from tests.pool.pools import InProcessPool, Vectors, plan_of
+from runtime.testing.pool import InProcessPool, plan_of
+from tests.pool.pools import Vectors
 
 DIM = 16
 

@@ -14,8 +14,8 @@ from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.retrieval.search.client import SearchClient
-from tests.pool.pools import InProcessPool
-from tests.waiting import until
+from runtime.testing.pool import InProcessPool
+from runtime.testing.waiting import until
 
 DIM = 16
 EMBEDDER = f"hashing-{DIM}"

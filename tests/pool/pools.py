@@ -1,97 +1,14 @@
-"""Pool workers inside the test's process: real rings, real engine, real tables."""
-
-import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+"""What is asked of pools and comes back."""
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu import GraphIndex
-from ipc import RingClient
-from runtime.node.config import parse_config
-from runtime.node.metrics.columns import Metric, metrics_of
-from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import NodePlan, resolve
-from runtime.node.worker import Worker, WorkerSpec
-from runtime.pool.process import Pool
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.results import SearchResult
-from tests.waiting import until
+from runtime.testing.waiting import until
 
 Vectors = npt.NDArray[np.float32]
-
-
-def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, **pool: Any) -> NodePlan:
-    """A plan with the collection `docs`, other collections, and these settings of the pool."""
-    docs = {"name": "docs", "path": str(collection), "shards": shards}
-    return resolve(parse_config({"pool": pool, "collections": [docs, *others]}))
-
-
-class InProcessPool:
-    """One pool worker, driven by `step`, or by a thread between `start` and `close`."""
-
-    def __init__(self, plan: NodePlan, name: str = "pool-0", epoch: int = 1) -> None:
-        self._metrics = metrics_of("pool", plan.config.slo)
-        self.table = WorkerTable.create("pool", name, self._metrics)
-        self.worker = Worker(WorkerSpec(plan, name, epoch, self.table.reference, os.getpid()))
-        self.pool = Pool(self.worker)
-        self.endpoint = plan.endpoint(name)
-        self._turn = threading.RLock()
-        self._wanted = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def step(self) -> None:
-        self.pool.step()
-
-    def start(self) -> "InProcessPool":
-        self._wanted.set()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-        return self
-
-    def _serve(self) -> None:
-        while self._wanted.is_set():
-            with self._turn:
-                if self._wanted.is_set():
-                    self.pool.step()
-            time.sleep(0)  # lets `held` have its turn
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The pool does nothing meanwhile."""
-        with self._turn:
-            yield
-
-    def die(self) -> None:
-        """End every session at once. What the pool has is lost."""
-        with self._turn:
-            self._wanted.clear()
-            self.pool.close()
-
-    def close(self) -> None:
-        self.die()
-        if self._thread is not None:
-            self._thread.join(timeout=60)
-
-    def attach(self, name: str = "test") -> RingClient:
-        """A client; the pool steps until it is attached."""
-        made: list[RingClient] = []
-        thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000.0)))
-        thread.start()
-        while thread.is_alive():
-            self.step()
-        return made[0]
-
-    def metric(self, name: str) -> float:
-        """A counter's or gauge's value, a histogram's count."""
-        metric: Metric = next(metric for metric in self._metrics if metric.name == name)
-        values = self.table.read(metric)
-        return sum(values[:-1]) if metric.kind == "histogram" else values[0]
 
 
 def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:

@@ -14,8 +14,9 @@ from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search import dispatch
+from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.conftest import MakePool
-from tests.pool.pools import InProcessPool, Vectors, plan_of
+from tests.pool.pools import Vectors
 
 Run = Callable[[Callable[[AsyncSearchClient], Awaitable[None]]], None]
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
-from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool import catalogue
 from runtime.retrieval.collections.collection import Collection
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.generations import DIM, build
-from tests.pool.pools import InProcessPool, attached, plan_of
-from tests.waiting import until
+from tests.pool.pools import attached
 
 QUERY = np.zeros(DIM, np.float32)
 
@@ -102,7 +102,7 @@ def test_in_a_node_that_was_ready_even_a_required_one_keeps_no_worker_from_servi
 ) -> None:
     plan = plan_with(both)
     moved(both[0])
-    pool = pool_of(plan, monkeypatch, node_ready=True)
+    pool = pool_of(plan, node_ready=True)
     client = attached(make_client(pool.worker.plan))
     assert len(client.search(QUERY, 3, collection="code").ids) == 3
     with pytest.raises(Unavailable, match="no collection at"):
@@ -110,15 +110,10 @@ def test_in_a_node_that_was_ready_even_a_required_one_keeps_no_worker_from_servi
     pool.close()
 
 
-def pool_of(plan: Any, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> InProcessPool:
+def pool_of(plan: Any, **told: Any) -> InProcessPool:
     """A pool worker that is told this by its supervisor."""
 
-    def worker(plan: Any, name: str, epoch: int, table: Any, pid: int) -> Worker:
-        return Worker(WorkerSpec(plan, name, epoch, table, pid, **spec))
-
-    monkeypatch.setattr("tests.pool.pools.Worker", lambda made: made)
-    monkeypatch.setattr("tests.pool.pools.WorkerSpec", worker)
-    return InProcessPool(plan).start()
+    return InProcessPool(plan, **told).start()
 
 
 def spoil_a_vector(path: Path) -> None:
@@ -194,7 +189,7 @@ def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_an
 ) -> None:
     spoil_a_vector(both[1])
     plan = plan_with(both, verify="never")
-    pool = pool_of(plan, monkeypatch, node_ready=True, last_exit=-signal.SIGBUS)
+    pool = pool_of(plan, node_ready=True, last_exit=-signal.SIGBUS)
     assert [one.name for one in pool.pool._replacing._catalogue.offer.unserved] == ["code"]
     pool.close()
 
@@ -224,7 +219,7 @@ def test_a_pool_without_any_collection_says_why_and_waits(
     plan = plan_of(tmp_path / "docs")
     moved(tmp_path / "docs")
     monkeypatch.setattr(catalogue, "LOOK_NS", 0)
-    pool = pool_of(plan, monkeypatch, node_ready=True)
+    pool = pool_of(plan, node_ready=True)
     client = attached(make_client(plan))
     with pytest.raises(Unavailable, match="no collection at"):
         client.search(QUERY, 3, collection="docs")

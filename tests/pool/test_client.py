@@ -16,9 +16,10 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search import dispatch, pool_session
 from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
-from tests.waiting import until
+from tests.pool.pools import Vectors, attached, collect
 
 
 @pytest.fixture

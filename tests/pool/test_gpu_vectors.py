@@ -20,9 +20,10 @@ from runtime.node.worker import Worker
 from runtime.pool import process
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool, plan_of
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.pool.conftest import DIM, MakeClient, MakePool
-from tests.pool.pools import InProcessPool, Vectors, attached, collect, plan_of
+from tests.pool.pools import Vectors, attached, collect
 from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
 
 Start = Callable[..., tuple[SearchClient, list[InProcessPool]]]

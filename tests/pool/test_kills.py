@@ -19,19 +19,18 @@ import pytest
 
 from gpu import GraphIndex, SearchParams
 from runtime.errors import TrinityError, WorkerLost
-from runtime.node.metrics.columns import metrics_of
-from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
-from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.replicas import ReplicaPolicy
+from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
+from runtime.testing.worker import worker_of
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, plan_of
-from tests.waiting import until
+from tests.pool.pools import Vectors, attached
 
 CLIENT_ROUNDS = 60
 POOL_ROUNDS = 40
@@ -105,8 +104,7 @@ def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queri
 
 
 def _serve(plan: NodePlan, name: str, epoch: int) -> None:
-    table = WorkerTable.create("pool", name, metrics_of("pool", plan.config.slo))
-    pool = Pool(Worker(WorkerSpec(plan, name, epoch, table.reference, os.getpid())))
+    pool = Pool(worker_of(plan, name, epoch))
     while True:
         pool.step()
 

@@ -13,9 +13,10 @@ from gpu import GraphIndex
 from ipc import Draining, Result, RingClient
 from ipc.endpoints import connect
 from runtime.pool import process
+from runtime.testing.pool import InProcessPool
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
-from tests.pool.pools import InProcessPool, Vectors
-from tests.waiting import until
+from tests.pool.pools import Vectors
 
 
 def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Result]:

@@ -11,10 +11,11 @@ import pytest
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections import beside
 from runtime.retrieval.retriever import Found, Retriever
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
 from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
-from tests.pool.pools import InProcessPool, attached, plan_of
-from tests.waiting import until
+from tests.pool.pools import attached
 
 IN_FLIGHT = 6
 

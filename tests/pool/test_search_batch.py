@@ -11,8 +11,9 @@ from gpu import GraphIndex
 from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.retrieval.search import batch as batch_module
 from runtime.retrieval.search import dispatch
+from runtime.testing.pool import plan_of
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect, plan_of
+from tests.pool.pools import Vectors, attached, collect
 
 
 @pytest.mark.parametrize("ring_slots", [2, 3, 256])

@@ -11,9 +11,10 @@ from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, Inval
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search import dispatch
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, Vectors, attached, collect, exact, plan_of
-from tests.waiting import until
+from tests.pool.pools import Vectors, attached, collect, exact
 
 
 def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:

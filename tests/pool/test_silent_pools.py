@@ -9,9 +9,10 @@ from runtime.errors import DeadlineExceeded
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import InProcessPool, Vectors, attached, collect, exact, plan_of
-from tests.waiting import until
+from tests.pool.pools import Vectors, attached, collect, exact
 
 MS = 1_000_000
 SHIPPED = ReplicaPolicy()

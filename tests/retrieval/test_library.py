@@ -15,7 +15,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.library import Library
 from runtime.retrieval.search.results import SearchResult
-from tests.waiting import until
+from runtime.testing.waiting import until
 
 
 def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:

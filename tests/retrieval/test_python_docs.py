@@ -57,7 +57,6 @@ def test_passages_that_follow_each_other_overlap_where_a_block_is_short(document
 
 
 @needs_minilm
-@pytest.mark.slow
 def test_questions_find_the_topic_that_answers_them(documents: list[Document]) -> None:
     # Only the topics that could be mixed up: embedding all of the reference takes half a minute.
     topics = {"with", "context-managers", "try", "raise", "for", "while", "lambda", "global", "truth", "del"}

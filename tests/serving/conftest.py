@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny_model import make_tiny_llama
+from runtime.testing.tiny_model import make_tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from benchmarks.tiny_model import TEMPLATE
 from runtime.errors import ModelError
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
 from runtime.serving.model import smollm
 from runtime.serving.model.prompt import build_prompt, passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
+from runtime.testing.tiny_model import TEMPLATE
 
 MARKERS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<|", "<pad>", "é⟨eos⟩"]
 JOINED = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"

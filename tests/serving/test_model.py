@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks.model_reference import Reference
-from benchmarks.tiny_model import make_tiny_llama
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
 from runtime.serving.kv.transfer import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo, model_identity
+from runtime.testing.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 

@@ -340,7 +340,6 @@ def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_toke
     nothing_is_held(workers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
     start: Start, reference: Reference, order: str

@@ -102,7 +102,7 @@ def test_what_rounds_and_queries_cost_is_told_apart_by_how_many_queries_share_a_
 
 def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its_place(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    from benchmarks.tiny_model import make_tiny_llama
+    from runtime.testing.tiny_model import make_tiny_llama
 
     model = {"name": str(make_tiny_llama(tmp_path)), "context_tokens": 64}
     base = ServiceTimes(link_bytes_s=1.0)

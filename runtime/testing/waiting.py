@@ -1,4 +1,4 @@
-"""Waiting in tests: for what must come. The bounds only end a test that would hang."""
+"""Waiting for what must come. The bounds only end a test that would hang."""
 
 import time
 from collections.abc import Callable

@@ -3,7 +3,6 @@
 Workers step in turns and never sleep, so what happens when is up to the caller, who is their frontend too.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import zmq
 
 from ipc import bind
-from runtime.node.config import Role, parse_config
-from runtime.node.metrics.columns import metrics_of
-from runtime.node.metrics.table import WorkerTable
+from runtime.node.config import parse_config
 from runtime.node.placement.plan import resolve
-from runtime.node.worker import Worker, WorkerSpec
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import Hello, Prefill, Sampling, ToFrontend, Welcome, decode_to_frontend, encode
 from runtime.serving.prefill.process import PrefillWorker
+from runtime.testing.worker import worker_of
 
 _EPOCH = 7
 _WAIT_MS = 20_000  # for a message that has been sent
@@ -48,7 +45,7 @@ class SteppedWorkers:
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(self._worker("prefill-0"), transport)
+        self.prefill = PrefillWorker(worker_of(self.plan, "prefill-0"), transport)
         self.prefill._sleep = lambda: None  # type: ignore[method-assign]
         for number in range(decodes):
             self.start_decode(f"decode-{number}")
@@ -56,14 +53,9 @@ class SteppedWorkers:
             self.round()
 
     def start_decode(self, name: str) -> None:
-        worker = DecodeWorker(self._worker(name), self._transport)
+        worker = DecodeWorker(worker_of(self.plan, name), self._transport)
         worker._sleep = lambda: None  # type: ignore[method-assign]
         self.decodes[name] = worker
-
-    def _worker(self, name: str) -> Worker:
-        role: Role = "prefill" if name.startswith("prefill") else "decode"
-        table = WorkerTable.create(role, name, metrics_of(role, self.plan.config.slo))
-        return Worker(WorkerSpec(self.plan, name, 1, table.reference, os.getpid()))
 
     def submit(
         self,

@@ -1,0 +1,177 @@
+"""A whole node in processes of its own: `trinity serve` with a TOML file, asked over HTTP, stopped at the end."""
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runtime.errors import TrinityError, Unavailable
+from runtime.node.config import load_config
+from runtime.node.placement.plan import default_run_dir
+from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import NodeStatus, node_status
+
+_START_S = 600.0  # bounds a wait that would never end, not a start on a busy machine
+_END_S = 120.0
+
+
+class Node:
+    """A started node. `run_dir` is where it keeps what it has while it runs, `log` what it has said."""
+
+    def __init__(self, config: Path, *arguments: str, look_s: float = 0.02) -> None:
+        """Start it and wait until every worker is ready; raises `RuntimeError` with its log if it ends before.
+
+        `arguments`: of `trinity serve`. `look_s`: how often `wait` looks; who looks more often slows the start down.
+        """
+        self.config, self._look_s = config, look_s
+        self.run_dir = self.run_dir_of(config)
+        self.log = config.with_suffix(".log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *arguments],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.process.kill()
+            self.process.wait(timeout=_END_S)
+            raise
+
+    @staticmethod
+    def run_dir_of(config: Path) -> Path:
+        """Where the node of a TOML file keeps what it has while it runs."""
+        section = load_config(config).node
+        return Path(section.run_dir) if section.run_dir else default_run_dir(section.name)
+
+    # ---- its state
+
+    @functools.cached_property
+    def info(self) -> NodeInfo:
+        """Raises `Unavailable` as long as it has not started."""
+        found = find_node(self.run_dir)
+        if found.pid != self.process.pid:
+            raise Unavailable(f"another node, of process {found.pid}, runs in {self.run_dir}")
+        return found
+
+    def status(self) -> NodeStatus:
+        return node_status(self.info)
+
+    def ready(self) -> bool:
+        """Whether every worker is, and /health says so."""
+        with contextlib.suppress(TrinityError, OSError):
+            status = self.status()
+            return status.ready and self._get(status.info, "/health")[0] == 200
+        return False
+
+    def pids(self) -> dict[str, int]:
+        """Every process by name, the supervisor and standby workers too."""
+        status = self.status()
+        return {"supervisor": self.process.pid} | {w.name: w.pid for w in (*status.workers, *status.spares) if w.pid}
+
+    def pid(self, worker: str) -> int:
+        return next(found.pid for found in self.status().workers if found.name == worker)
+
+    def wait(self, condition: Callable[[], object], within_s: float = _START_S, what: str = "it") -> float:
+        """Seconds until `condition()` held. Raises `TimeoutError`, and `RuntimeError` if the node has ended."""
+        begin = time.monotonic()
+        while not condition():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the node ended:\n{self.log.read_text(errors='replace')[-4000:]}")
+            if time.monotonic() - begin > within_s:
+                raise TimeoutError(f"waited {within_s:.0f} s for {what}; log:\n{self.log.read_text()[-4000:]}")
+            select.select([], [], [], self._look_s)
+        return time.monotonic() - begin
+
+    def wait_ready(self) -> None:
+        self.wait(self.ready, what="the node to be ready")
+
+    def wait_idle(self) -> None:
+        """Until no worker and no frontend has a request."""
+        for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
+            self.wait(lambda gauge=gauge: self.metric(gauge) == 0, 60, f"{gauge} to be 0")  # type: ignore[misc]
+
+    # ---- what is asked of it
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a counter or gauge over all workers, of its series with these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [line for line in self.metrics_text().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted)]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def metrics_text(self) -> str:
+        return self._get(self.info, "/metrics")[1].decode()
+
+    def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a POST; `body` is sent as it is if it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = self._ask(
+            urllib.request.Request(self.info.url + path, data, {"Content-Type": "application/json"}, method="POST")
+        )
+        return status, json.loads(answer)
+
+    def _get(self, info: NodeInfo, path: str) -> tuple[int, bytes]:
+        return self._ask(urllib.request.Request(info.url + path))
+
+    @staticmethod
+    def _ask(request: urllib.request.Request) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(request, timeout=_END_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    # ---- its end
+
+    def kill(self, worker: str) -> None:
+        """kill -9, and wait until the process is gone."""
+        pid = self.pid(worker)
+        os.kill(pid, signal.SIGKILL)
+        self.wait(lambda: not psutil.pid_exists(pid), 60, f"{worker} to be gone")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Drain it; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(timeout=_END_S)
+
+
+@contextlib.contextmanager
+def running(config: Path, *arguments: str) -> Iterator[Node]:
+    """The node of a TOML file, for as long as the block runs."""
+    node = Node(config, *arguments)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def token_of(info: NodeInfo) -> str:
+    """What all endpoints of a node have in common."""
+    return info.control.removeprefix("ipc://@").removesuffix("-control")
+
+
+def leftovers(token: str, pids: Iterable[int], *directories: Path) -> list[str]:
+    """What a node that has ended left behind: processes, abstract sockets, these directories."""
+    found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
+    found += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
+    return found + [f"directory {directory}" for directory in directories if directory.exists()]

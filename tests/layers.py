@@ -1,0 +1,30 @@
+"""Which tests start what: `unit` nothing, `process` processes of their own, `e2e` whole nodes; a layer is a marker."""
+
+from pathlib import PurePosixPath
+
+ORDER = ("e2e", "process", "unit")
+
+PROCESS = {
+    "cuda": ("test_compiled_functions", "test_kernels", "test_launches", "test_launch_bindings", "test_planted"),
+    "dashboards": ("test_live", "test_preview", "test_rules"),
+    "fuzz": ("test_collections",),
+    "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
+    "ipc": (
+        "test_device_arena", "test_doorbell", "test_faults", "test_handover", "test_leaks", "test_ring",
+        "test_session_arena", "test_session_hostile",
+    ),
+    "launchers": ("test_bootstrap", "test_entry", "test_service", "test_workers_commands"),
+    "node": ("test_changes", "test_diagnosis", "test_standby", "test_supervisor"),
+    "pool": ("test_cuda_pool", "test_kills"),
+    "retrieval": ("test_embedder", "test_index_commands"),
+    "serving": ("test_model", "test_smollm"),
+}  # fmt: skip
+
+
+def layer_of(nodeid: str) -> str:
+    """The layer of a test, by its file."""
+    path = PurePosixPath(nodeid.split("::", 1)[0])
+    folder = path.parent.name
+    if folder == "e2e":
+        return "e2e"
+    return "process" if path.stem in PROCESS.get(folder, ()) else "unit"

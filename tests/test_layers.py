@@ -1,0 +1,41 @@
+"""Tests know their layer, and run side by side or in one process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import pytest_xdist_auto_num_workers
+from tests.layers import PROCESS, layer_of
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("test", "layer"),
+    [
+        ("tests/e2e/test_logs.py::test_one", "e2e"),
+        ("tests/pool/test_kills.py::test_one[1-2]", "process"),
+        ("tests/pool/test_loop.py::TestMachine::runTest", "unit"),
+        ("tests/test_readme.py::test_one", "unit"),
+    ],
+)
+def test_a_test_is_in_the_layer_of_its_file(test: str, layer: str) -> None:
+    assert layer_of(test) == layer
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    files = [TESTS / folder / f"{name}.py" for folder, names in PROCESS.items() for name in names]
+    assert [file for file in files if not file.exists()] == []
+
+
+def test_tests_are_marked_with_their_layer(request: pytest.FixtureRequest) -> None:
+    assert [mark.name for mark in request.node.iter_markers() if mark.name in ("unit", "process", "e2e")] == ["unit"]
+
+
+@pytest.mark.parametrize(("debugger", "least"), [(True, 0), (False, 2)])
+def test_with_a_debugger_all_tests_run_in_one_process(debugger: bool, least: int) -> None:
+    config: Any = SimpleNamespace(getoption={"usepdb": debugger}.__getitem__)
+    count = pytest_xdist_auto_num_workers(config)
+    assert count == 0 if debugger else count >= least
