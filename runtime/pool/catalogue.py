@@ -22,7 +22,6 @@ from runtime.pool.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.manifest import read_manifest
 
-LOOK_NS = 5_000_000_000  # how often it is looked whether an unavailable collection's files have changed
 _JOIN_S = 5.0
 
 Signature = tuple[tuple[str, int, int, int], ...]
@@ -69,7 +68,9 @@ class PoolCatalogue:
         strict: bool = False,
         suspicious: bool = False,
         opener: OpenShard = open_shard,
+        look_every_ns: int = 5_000_000_000,
     ) -> None:
+        self._look_every_ns = look_every_ns
         self._worker, self._log, self._open = worker, log, opener
         self._entries = {section.name: _Entry(section) for section in sections}
         self._asked = list(self._entries)  # of the last reload; the start is one of all
@@ -197,7 +198,7 @@ class PoolCatalogue:
 
     def _look(self, entry: _Entry, now_ns: int) -> None:
         """See whether what lies in the collection's directory is another build, or whole again."""
-        entry.look_ns = now_ns + LOOK_NS
+        entry.look_ns = now_ns + self._look_every_ns
         section, bad = entry.section, None if entry.wanted else entry.signature
         identity = "" if entry.shard is None else entry.shard.served.identity
         tried = entry.tried = []

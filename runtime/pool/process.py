@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
@@ -19,8 +20,6 @@ from runtime.pool.settings import policy_of
 from runtime.pool.shard import key_of, open_shard
 from runtime.pool.sizing import Measured, fewest_slots, measure
 
-_CONTROL_NS = 2_000_000  # how often the loop returns to Python
-_IDLE_MS = 100.0  # the longest sleep: the heartbeat is written in between
 _SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
 AUTO_SLOTS = {"cpu": 32}
@@ -30,10 +29,21 @@ SLOTS_UNMEASURED = 4
 """As long as there is no collection to measure with."""
 
 
+@dataclass(frozen=True)
+class Timing:
+    """`control_ns`: how often the loop returns to Python. `idle_ms`: its longest sleep; the heartbeat is written in
+    between. `look_ns`: how often it is looked whether an unavailable collection's files have changed."""
+
+    control_ns: int = 2_000_000
+    idle_ms: float = 100.0
+    look_ns: int = 5_000_000_000
+
+
 class Pool:
     """One pool worker: rings → loop → rings."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, timing: Timing | None = None) -> None:
+        self._timing = timing or Timing()
         config = worker.plan.config
         limits = config.pool
         self._worker, self._table = worker, worker.table
@@ -44,6 +54,7 @@ class Pool:
             strict=not worker.node_ready,
             suspicious=worker.faulted,
             opener=open_shard,
+            look_every_ns=self._timing.look_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served}
         worker.start.part("collections")
@@ -106,7 +117,7 @@ class Pool:
         stopped = self._loop.run(self._control_ns, self._spin.ns)
         now = time.monotonic_ns()
         if stopped == IDLE or now >= self._control_ns:
-            self._control_ns = now + _CONTROL_NS
+            self._control_ns = now + self._timing.control_ns
             self._control(now)
         if stopped == IDLE and not self._server.late:
             self._rest(now)
@@ -148,7 +159,7 @@ class Pool:
         now = time.monotonic_ns()
         until = self._loop.held_until(now)
         if until > now:
-            self._server.wait(min((until - now) / 1e6, _IDLE_MS))
+            self._server.wait(min((until - now) / 1e6, self._timing.idle_ms))
             self._spin.learn(time.monotonic_ns() - begin)
 
     def drain(self) -> None:

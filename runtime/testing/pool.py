@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ipc import RingClient
+from gpu import Engine
+from ipc import RingClient, SessionServer
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Metric, metrics_of
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
-from runtime.pool.process import Pool
+from runtime.pool.process import Pool, Timing
 from runtime.testing.worker import worker_of
 
 
@@ -25,16 +26,26 @@ def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, **pool: 
 class InProcessPool:
     """One pool worker, driven by `step`, or by a thread between `start` and `close`."""
 
-    def __init__(self, plan: NodePlan, name: str = "pool-0", epoch: int = 1, **told: Any) -> None:
+    def __init__(
+        self, plan: NodePlan, name: str = "pool-0", epoch: int = 1, timing: Timing | None = None, **told: Any
+    ) -> None:
         """`told`: what else its supervisor says, of `WorkerSpec`."""
         self._metrics = metrics_of("pool", plan.config.slo)
         self.table = WorkerTable.create("pool", name, self._metrics)
         self.worker = worker_of(plan, name, epoch, self.table, **told)
-        self.pool = Pool(self.worker)
+        self.pool = Pool(self.worker, timing)
         self.endpoint = plan.endpoint(name)
         self._turn = threading.RLock()
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.pool._engine
+
+    @property
+    def server(self) -> SessionServer:
+        return self.pool._server
 
     def step(self) -> None:
         self.pool.step()

@@ -131,13 +131,10 @@ def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(sta
     assert disk.events == ["5 log lines were lost here: No space left on device", "room again"]
 
 
-def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(
-    start: StartLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.node.logs.log._CLOSE_S", 0.05)
+def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(start: StartLog) -> None:
     disk = Disk()
     disk.stuck.clear()
-    log, handler = start(disk.write, queue_lines=1)
+    log, handler = start(disk.write, queue_lines=1, close_s=0.05)
     for number in range(10):
         log.info("%d", number)
     handler.close()

@@ -1,6 +1,7 @@
 """A small collection of bare vectors, and pools over it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.node.placement.plan import NodePlan
-from runtime.pool import process
+from runtime.pool.process import Timing
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.search import dispatch, pool_session
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.limits import Limits
 from runtime.retrieval.search.replicas import ReplicaPolicy
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.pools import Vectors
@@ -48,22 +49,22 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakePool = Callable[..., InProcessPool]
+BUSY = Timing(control_ns=0, idle_ms=1.0)
+PATIENT = Limits(retry_ns=10_000_000, wait_ns=60 * 10**9)
 NEVER_STUCK = ReplicaPolicy(stuck_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]
 
 
 @pytest.fixture
-def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
+def make_client() -> Iterator[MakeClient]:
     """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process.
 
     Nor do they take a pool for stuck that only waits for a core, unless a test hands them a policy that does.
     """
-    monkeypatch.setattr(pool_session, "RETRY_NS", 10_000_000)
-    monkeypatch.setattr(dispatch, "_WAIT_NS", 60 * 10**9)
     made: list[SearchClient] = []
 
-    def make(plan: NodePlan, policy: ReplicaPolicy = NEVER_STUCK) -> SearchClient:
-        made.append(SearchClient.of_plan(plan, "test", policy))
+    def make(plan: NodePlan, policy: ReplicaPolicy = NEVER_STUCK, **limits: int) -> SearchClient:
+        made.append(SearchClient.of_plan(plan, "test", policy, replace(PATIENT, **limits)))
         return made[-1]
 
     yield make
@@ -72,14 +73,14 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
 
 
 @pytest.fixture
-def make_pool(collection: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
+def make_pool(collection: Path) -> Iterator[MakePool]:
     """Pools that are closed after the test, never sleep for long, and look around after every extend."""
-    monkeypatch.setattr(process, "_IDLE_MS", 1.0)
-    monkeypatch.setattr(process, "_CONTROL_NS", 0)
     made: list[InProcessPool] = []
 
-    def make(plan: Any = None, name: str = "pool-0", epoch: int = 1, **pool: Any) -> InProcessPool:
-        made.append(InProcessPool(plan or plan_of(collection, **pool), name, epoch))
+    def make(
+        plan: Any = None, name: str = "pool-0", epoch: int = 1, timing: Timing = BUSY, **pool: Any
+    ) -> InProcessPool:
+        made.append(InProcessPool(plan or plan_of(collection, **pool), name, epoch, timing))
         return made[-1]
 
     yield make

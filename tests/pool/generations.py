@@ -1,6 +1,7 @@
 """Collections that are rebuilt while they are served: every text says of which build it is."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,9 +42,9 @@ def generation_of(passages: tuple[Passage, ...]) -> int:
 
 
 @contextmanager
-def retriever(plan: NodePlan) -> Iterator[Retriever]:
+def retriever(plan: NodePlan, clock: Callable[[], int] = time.monotonic_ns) -> Iterator[Retriever]:
     """A worker's, with a library of its own."""
-    made = Retriever(Library(plan), SearchClient.of_plan(plan, "test"))
+    made = Retriever(Library(plan, clock=clock), SearchClient.of_plan(plan, "test"))
     yield made
     made.close()
 

@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval.search import dispatch
+from runtime.retrieval.search.limits import Limits
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.conftest import MakePool
 from tests.pool.pools import Vectors
@@ -173,19 +173,18 @@ def test_what_is_asked_after_the_client_was_closed_is_unavailable_at_once(run: R
     run(body)
 
 
-def test_more_searches_at_once_than_the_rings_hold_wait_for_room(
-    run: Run, queries: Vectors, index: GraphIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_searches_at_once_than_the_rings_hold_wait_for_room(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
+    limit = Limits().parked
+    many = [*queries] * (limit // len(queries) + 2)
 
     async def body(client: AsyncSearchClient) -> None:
         searches = (client.search(query, 4, top_m=32, search_width=2) for query in queries)
         assert [result.ids.tolist() for result in await asyncio.gather(*searches)] == expected
-        monkeypatch.setattr(dispatch, "_MAX_PARKED", 3)
-        ends = await asyncio.gather(*(client.search(query, 4) for query in queries), return_exceptions=True)
+        ends = await asyncio.gather(*(client.search(query, 4) for query in many), return_exceptions=True)
         refused = [end for end in ends if isinstance(end, Overloaded)]
-        assert len(refused) == len(queries) - 2 * 8 - 3
-        assert all("the limit is 3" in str(end) for end in refused)
+        assert len(refused) == len(many) - 2 * 8 - limit
+        assert all(f"the limit is {limit}" in str(end) for end in refused)
 
     run(body)
 

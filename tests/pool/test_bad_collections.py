@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
 from runtime.pool import catalogue
+from runtime.pool.process import Timing
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import BUSY, MakeClient, MakePool
 from tests.pool.generations import DIM, build
 from tests.pool.pools import attached
 
@@ -195,13 +197,12 @@ def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_an
 
 
 def test_a_collection_that_is_put_back_is_served_again(
-    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
-    monkeypatch.setattr(catalogue, "LOOK_NS", 0)
     plan = plan_with(both)
     shutil.copytree(both[1], both[1].with_name("kept"))
     truncated(both[1])
-    pool = make_pool(plan).start()
+    pool = make_pool(plan, timing=replace(BUSY, look_ns=0)).start()
     client = attached(make_client(plan))
     with pytest.raises(Unavailable):
         client.search(QUERY, 3, collection="code")
@@ -212,14 +213,11 @@ def test_a_collection_that_is_put_back_is_served_again(
     assert pool.metric("trinity_pool_collections_unavailable") == 0
 
 
-def test_a_pool_without_any_collection_says_why_and_waits(
-    tmp_path: Path, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_without_any_collection_says_why_and_waits(tmp_path: Path, make_client: MakeClient) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     moved(tmp_path / "docs")
-    monkeypatch.setattr(catalogue, "LOOK_NS", 0)
-    pool = pool_of(plan, node_ready=True)
+    pool = pool_of(plan, timing=Timing(look_ns=0), node_ready=True)
     client = attached(make_client(plan))
     with pytest.raises(Unavailable, match="no collection at"):
         client.search(QUERY, 3, collection="docs")

@@ -14,7 +14,7 @@ from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval.search import dispatch, pool_session
+from runtime.retrieval.search import pool_session
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -144,10 +144,9 @@ def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
 
 
 def test_no_more_queries_wait_for_a_pool_than_the_limit(
-    collection: Path, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+    collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
-    monkeypatch.setattr(dispatch, "_MAX_PARKED", 3)
-    client = make_client(plan_of(collection))
+    client = make_client(plan_of(collection), parked=3)
     for query in queries[:3]:
         client.submit(query, 3, collection="docs")
     with pytest.raises(Overloaded, match="3 queries wait for a pool to take them, the limit is 3"):
@@ -243,10 +242,9 @@ def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path:
 
 
 def test_a_query_without_a_deadline_that_no_pool_takes_is_unavailable(
-    collection: Path, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+    collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
-    client = make_client(plan_of(collection))
-    monkeypatch.setattr(dispatch, "_WAIT_NS", 1_000_000)
+    client = make_client(plan_of(collection), wait_ns=1_000_000)
     with pytest.raises(Unavailable, match="no pool with 'docs' is up"):
         client.search(queries[0], 3)
 

@@ -8,7 +8,7 @@ import pytest
 
 from runtime import SearchClient
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval.search import dispatch
+from runtime.retrieval.search.limits import Limits
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_a_vector_that_is_none_is_refused_with_what_it_has(vector: Any, words: s
     assert refused.value.param == "vector"
 
 
-def test_integers_of_numpy_are_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_WAIT_NS", 0)
+def test_integers_of_numpy_are_integers() -> None:
     numbers: dict[str, Any] = {
         "k": np.int64(3), "top_m": np.uint16(8), "search_width": np.int32(2), "patience": np.int8(1)
     }  # fmt: skip
-    with SearchClient([], "test") as client, pytest.raises(Unavailable):  # asked, but there is no pool
+    at_once = Limits(wait_ns=0)
+    with SearchClient([], "test", limits=at_once) as client, pytest.raises(Unavailable):  # asked, but there is no pool
         client.search(np.array([1, 0], np.uint8), deadline_ms=None, **numbers)
 
 

@@ -68,17 +68,17 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
     rng = random.Random(3)
     made = make_pool(slots=4, ring_slots=16)
     steady = made.attach()
-    free = made.pool._engine.free_slots
+    free = made.engine.free_slots
     # Until then the collection's files are open.
     until(lambda: made.metric("trinity_pool_checksums_compared_ratio") == 1 and not made.table.note, made.step)
     before = descriptors()
     for _ in range(CLIENT_ROUNDS):
-        lost = made.pool._server.statistics().lost
+        lost = made.server.statistics().lost
         received = made.metric("trinity_pool_queries_decode_total") + rng.randrange(40)
         with child(_flood, made.endpoint) as process:
             until(lambda: made.metric("trinity_pool_queries_decode_total") > received, made.step)  # noqa: B023
             process.kill()
-            until(lambda: made.pool._server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
+            until(lambda: made.server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
         assert taken_slots(made.pool, free) == 0
         steady.submit(queries[0], collection="docs", stage="prefill", k=1)
         until(lambda: bool(steady._session.watch.look(0) >= 0), made.step)
@@ -90,16 +90,16 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
 def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queries: Vectors) -> None:
     made = make_pool()
     client = made.attach()
-    free = made.pool._engine.free_slots
+    free = made.engine.free_slots
     client.submit(queries[0], collection="docs", stage="prefill", k=1)
     until(lambda: made.pool.busy, made.step)
     assert taken_slots(made.pool, free) == 2
     until(lambda: not made.pool.busy, made.step)
     assert taken_slots(made.pool, free) == 0
-    (name,) = made.pool._engine.dims
-    slot = made.pool._engine.admit(queries[0], SearchParams(1), name)  # and never released
+    (name,) = made.engine.dims
+    slot = made.engine.admit(queries[0], SearchParams(1), name)  # and never released
     assert taken_slots(made.pool, free) == 1
-    made.pool._engine.release(slot)
+    made.engine.release(slot)
     client.close()
 
 

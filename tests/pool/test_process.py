@@ -121,7 +121,7 @@ def test_a_query_that_cannot_be_is_refused_and_the_next_one_answered(
         bad, good = ask(client, vector, **BAD[case]), ask(client, queries[1])
         found = collect(pool, client, 2)
     assert (found[bad].status, found[good].status) == ("invalid_request", "ok")
-    assert pool.pool._engine.free_slots == 2
+    assert pool.engine.free_slots == 2
 
 
 def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
@@ -137,7 +137,7 @@ def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
     request_id = ask(stays, queries[0], k=3)
     assert collect(pool, stays, 1)[request_id].ids.tolist() == index.search(queries[:1], 3, top_m=32)[0][0].tolist()
     until(lambda: not pool.pool.busy and pool.metric("trinity_pool_clients") == 1, pool.step)
-    assert pool.pool._engine.free_slots == 8
+    assert pool.engine.free_slots == 8
     assert pool.pool._loop.active == pool.pool._loop.paused == 0
     stays.close()
 
@@ -186,11 +186,11 @@ def test_the_process_ends_when_told_to_with_all_it_had_answered(
 def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool()
     with pool.attach() as client:
-        assert not pool.pool._server.has_news()
+        assert not pool.server.has_news()
         number = ask(client, queries[0])
-        assert pool.pool._server.has_news()
+        assert pool.server.has_news()
         assert collect(pool, client, 1)[number].status == "ok"
-        assert not pool.pool._server.has_news()
+        assert not pool.server.has_news()
 
 
 def test_messages_that_are_none_are_counted_in_a_metric(make_pool: MakePool) -> None:

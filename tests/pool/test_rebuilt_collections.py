@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CollectionReplaced, Unavailable
-from runtime.retrieval import library
+from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
@@ -47,15 +47,13 @@ def test_pools_of_a_build_whose_documents_are_gone_are_not_asked_and_the_library
         assert list(asking.library.troubles) == ["docs"]
 
 
-def test_documents_that_come_back_are_used_again(
-    tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "_RETRY_NS", 0)
+def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: MakePool) -> None:
+    clock = Clock()
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     make_pool(plan).start()
     (tmp_path / "docs").rename(tmp_path / "moved")
-    with retriever(plan) as asking:
+    with retriever(plan, clock) as asking:
         attached(asking.client)
         with pytest.raises(Unavailable, match="no collection at"):
             ask(asking)
@@ -63,6 +61,7 @@ def test_documents_that_come_back_are_used_again(
         found = []
 
         def ask_again() -> None:
+            clock.forward(1.0)  # it is looked again
             with suppress(Unavailable):  # the documents are compared with their checksum beside, and used after that
                 found.append(ask(asking))
 

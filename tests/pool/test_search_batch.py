@@ -12,7 +12,7 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.retrieval.search import batch as batch_module
 from runtime.retrieval.search import dispatch
 from runtime.testing.pool import plan_of
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import PATIENT, MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect
 
 
@@ -130,8 +130,8 @@ def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
         batch.send()
         client.sleep((), 1)
         if any([batch.take(result) for result in client.poll()]):
-            clock.ahead_ns += dispatch._WAIT_NS // 2
-    assert clock.ahead_ns > 2 * dispatch._WAIT_NS
+            clock.ahead_ns += PATIENT.wait_ns // 2
+    assert clock.ahead_ns > 2 * PATIENT.wait_ns
     assert not batch.result().errors
 
 
@@ -144,7 +144,7 @@ def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
     with pool.held():
         batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
         batch.send()
-        clock.ahead_ns += dispatch._WAIT_NS
+        clock.ahead_ns += PATIENT.wait_ns
         batch.send()
     for result in collect(client, 4).values():
         batch.take(result)

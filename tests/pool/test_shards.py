@@ -10,7 +10,6 @@ from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.search import dispatch
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
@@ -108,17 +107,15 @@ def test_without_one_shard_a_query_ends_with_an_error_and_never_with_a_part_of_t
 
 
 def test_a_shard_that_nobody_has_is_named(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
     pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+    client = attached(make_client(plan, wait_ns=1_000_000, parked=4))
     pools[1].die()
-    monkeypatch.setattr(dispatch, "_WAIT_NS", 1_000_000)
     until(lambda: client.statistics().pools[1].state == "lost", client.poll)
     with pytest.raises(Unavailable, match="no pool with shard 1 of 'docs' is up"):
         client.search(queries[0], 3)
-    monkeypatch.setattr(dispatch, "_MAX_PARKED", 4)
     batch = client.search_batch(queries, 3)
     assert len(batch.errors) == len(queries)
     assert all("shard 1 of 'docs'" in str(error) for error in batch.errors.values())

@@ -212,9 +212,8 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
     thread.close()
 
 
-def test_an_embedder_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.embedding.embed_thread._END_S", 0.01)
-    embedder, thread = Embedder(), EmbedThread()
+def test_an_embedder_that_hangs_does_not_hold_up_the_end() -> None:
+    embedder, thread = Embedder(), EmbedThread(end_s=0.01)
     thread.put(0, embedder, "hangs")
     thread.close()
     embedder.gate.set()

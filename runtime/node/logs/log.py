@@ -20,7 +20,6 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import LOGS
 
 QUEUE_LINES = 2_000
-_CLOSE_S = 2.0  # that the end of a process waits for its last lines
 
 Write = Callable[[bytes], None]
 
@@ -78,13 +77,17 @@ def to_stderr(line: bytes) -> None:
 
 
 class QueuedHandler(logging.Handler):
-    """Hands lines to a thread that gives them to `write`. `on_lost` is told by that thread how many more were lost."""
+    """Hands lines to a thread that gives them to `write`. `on_lost` is told by that thread how many more were lost.
+
+    The end of a process waits `close_s` for room for its last lines, and as long until they are written.
+    """
 
     def __init__(
         self, write: Write, formatter: Formatter, on_lost: Callable[[int], None] = lambda lines: None,
-        queue_lines: int = QUEUE_LINES,
+        queue_lines: int = QUEUE_LINES, close_s: float = 2.0,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._close_s = close_s
         self.setFormatter(formatter)
         self._write, self._on_lost = write, on_lost
         self._queue: queue.Queue[bytes | None] = queue.Queue(queue_lines)
@@ -109,8 +112,8 @@ class QueuedHandler(logging.Handler):
     def close(self) -> None:
         """Write what waits, for a while at most: a standard error that nobody reads must not keep a process alive."""
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_CLOSE_S)
-            self._thread.join(timeout=_CLOSE_S)
+            self._queue.put(None, timeout=self._close_s)
+            self._thread.join(timeout=self._close_s)
         super().close()
 
     def _run(self) -> None:

@@ -19,7 +19,6 @@ from runtime.errors import ModelError, Overloaded, TrinityError
 from runtime.retrieval.embedding.embedder import Embedder
 
 MAX_WAITING = 1024
-_END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,14 @@ class _Text:
 class EmbedThread:
     """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds those behind it up.
 
-    `fileno` becomes readable when there is something to poll. At most `limit` texts wait.
+    `fileno` becomes readable when there is something to poll. At most `limit` texts wait; the end waits `end_s` for the
+    one that is being embedded.
     """
 
-    def __init__(self, *, limit: int = MAX_WAITING, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, *, limit: int = MAX_WAITING, clock: Callable[[], int] = time.monotonic_ns, end_s: float = 1.0
+    ) -> None:
+        self._end_s = end_s
         self._clock = clock
         self._limit = limit
         self._waiting: queue.Queue[_Text | None] = queue.Queue(limit)
@@ -95,7 +98,7 @@ class EmbedThread:
         self._ended = True
         with contextlib.suppress(queue.Full):  # then it looks at `_ended`, after the text that it has
             self._waiting.put_nowait(None)
-        self._thread.join(_END_S)
+        self._thread.join(self._end_s)
         if not self._thread.is_alive():
             os.close(self._bell)
 

@@ -21,6 +21,7 @@ from runtime.node.run_dir import find_node
 from runtime.retrieval.search.arguments import Wanted, check_finite, deadline_of, wanted
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
+from runtime.retrieval.search.limits import Limits
 from runtime.retrieval.search.pool_session import Accept, Question
 from runtime.retrieval.search.replicas import ReplicaPolicy
 from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
@@ -45,19 +46,22 @@ class SearchClient:
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
         collections: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> None:
         self._defaults = defaults or PoolSection()
         self._collections = tuple(collections)  # the node's own; empty: as its pools tell
-        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find)
+        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find, limits)
         self._tickets = itertools.count(1)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
-    def of_plan(cls, plan: NodePlan, name: str, policy: ReplicaPolicy | None = None) -> Self:
+    def of_plan(
+        cls, plan: NodePlan, name: str, policy: ReplicaPolicy | None = None, limits: Limits | None = None
+    ) -> Self:
         """The client of one of the node's own workers; pools are attached as they come up."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
-        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy)
+        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits)
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:

@@ -28,18 +28,17 @@ from runtime.errors import (
 )
 from runtime.retrieval.search.arguments import check_finite
 from runtime.retrieval.search.gather import Gather
-from runtime.retrieval.search.pool_session import RETRY_NS, PoolSession, Question
+from runtime.retrieval.search.limits import Limits
+from runtime.retrieval.search.pool_session import PoolSession, Question
 from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.search.results import SearchResult, SearchStatistics, failed
 from runtime.retrieval.search.routes import Routes
 from runtime.retrieval.vectors.device import Vectors, on_host
 
-_MAX_PARKED = 1024
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
 _ELSEWHERE = (*_AGAIN, "overloaded")  # of no weight while another pool has the query too
 _RESCUE_NS = 50_000_000  # how often the questions of silent pools are looked through
-_WAIT_NS = 10_000_000_000  # a query without a deadline waits for a pool, while none of its collection is answered
 TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
 
 
@@ -53,9 +52,11 @@ class Dispatcher:
         top_m: int,
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
-        self.pools = [PoolSession(endpoint, name, top_m) for endpoint in endpoints]
+        self._limits = limits or Limits()
+        self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
         self._replicas = Replicas(len(self.pools), policy)
@@ -67,6 +68,9 @@ class Dispatcher:
         self._open = True
 
     # ---- pools
+
+    def _session(self, endpoint: str) -> PoolSession:
+        return PoolSession(endpoint, self._name, self._top_m, self._limits.retry_ns)
 
     def look_after(self, now_ns: int) -> bool:
         """Have sessions with as many pools as can be had. Whether there is one with any."""
@@ -80,7 +84,7 @@ class Dispatcher:
         """All pools are lost: a node that was started again has others, where its run directory says."""
         if self._find is None or now_ns < self._find_ns or any(pool.asks for pool in self.pools):
             return
-        self._find_ns = now_ns + RETRY_NS
+        self._find_ns = now_ns + self._limits.retry_ns
         try:
             endpoints = list(self._find())
         except TrinityError:  # the node is not up
@@ -92,7 +96,7 @@ class Dispatcher:
         for pool in self.pools[len(endpoints) :]:
             pool.close()
         kept = self.pools[: len(endpoints)]
-        new = [PoolSession(endpoint, self._name, self._top_m) for endpoint in endpoints[len(kept) :]]
+        new = [self._session(endpoint) for endpoint in endpoints[len(kept) :]]
         self.pools = [*kept, *new]
         self._up = [0] * len(self.pools)
         self._replicas = Replicas(len(self.pools), self._policy)
@@ -163,8 +167,8 @@ class Dispatcher:
             raise Unavailable("the search client was closed")
 
     def _check_room(self) -> None:
-        if len(self._parked) >= _MAX_PARKED:
-            raise Overloaded(f"{len(self._parked)} queries wait for a pool to take them, the limit is {_MAX_PARKED}")
+        if (count := len(self._parked)) >= self._limits.parked:
+            raise Overloaded(f"{count} queries wait for a pool to take them, the limit is {self._limits.parked}")
 
     def _park(self, question: Question) -> None:
         question.parked_ns = question.parked_ns or time.monotonic_ns()
@@ -338,7 +342,7 @@ class Dispatcher:
         if question.wanted.deadline_ns:
             late = now_ns >= question.wanted.deadline_ns
             return DeadlineExceeded("no pool took the query before its deadline") if late else None
-        if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + _WAIT_NS:
+        if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + self._limits.wait_ns:
             return None
         collection = question.wanted.collection
         try:
@@ -354,7 +358,7 @@ class Dispatcher:
         for shard in (shard for shard, there in up.items() if not there):
             of = f"shard {shard} of " if shards > 1 else ""
             return Unavailable(f"no pool with {of}{collection!r} is up")
-        return Unavailable(f"no pool with {collection!r} had room for {_WAIT_NS / 1e9:g} s")
+        return Unavailable(f"no pool with {collection!r} had room for {self._limits.wait_ns / 1e9:g} s")
 
     def _end(self, question: Question, result: Result, now: int) -> None:
         gather = question.gather

@@ -31,8 +31,7 @@ from runtime.retrieval.search.gather import Gather
 from runtime.retrieval.search.results import PoolState, PoolStatistics
 from runtime.retrieval.vectors.device import DeviceVectors, Vectors, on_host
 
-RETRY_NS = 500_000_000  # a lost pool is tried again this often …
-_RETRY_MS = (400.0, 1600.0)  # … for so long at first, and at most; a pool whose loop runs answers in about one
+_RETRY_MS = (400.0, 1600.0)  # an attempt's, at first and at most; a pool whose loop runs answers in about one
 _ROUND_TRIPS = 1024
 
 Accept = Callable[[str], bool]
@@ -71,8 +70,9 @@ class _Session:
 class PoolSession:
     """The session with the pool at `endpoint`. What it loses comes back from `poll` with status 'lost'."""
 
-    def __init__(self, endpoint: str, name: str, top_m: int) -> None:
+    def __init__(self, endpoint: str, name: str, top_m: int, retry_every_ns: int) -> None:
         self.endpoint = endpoint
+        self._retry_every_ns = retry_every_ns
         self._name = name
         self._top_m = top_m  # of questions that name none
         self._retry_ns = 0
@@ -117,7 +117,7 @@ class PoolSession:
             return True
         if self._seeker is None:
             if now_ns >= self._retry_ns:
-                self._retry_ns = now_ns + RETRY_NS
+                self._retry_ns = now_ns + self._retry_every_ns
                 self._seeker = threading.Thread(target=self._seek, daemon=True)
                 self._seeker.start()
         elif not self.seeking and (live or not self.asks):  # what was lost must have been read first
