@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from ipc import Stage
 from runtime.errors import CollectionReplaced
-from runtime.retrieval.embedding.embedder import Vectors
-from runtime.retrieval.library import Library
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.library import About, Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -79,6 +79,24 @@ class AsyncSearch:
         embedder = self.library.embedder(collection)
         loop = asyncio.get_running_loop()
         return embedder.name, (await loop.run_in_executor(self._embedding, embedder.embed, [text]))[0]
+
+    # ---- the collections and their embedders
+
+    def about(self, collection: str) -> About:
+        """What a collection is. Raises `UnknownCollection`."""
+        return self.library.about(collection)
+
+    def embedders(self) -> Mapping[str, Embedder]:
+        """Those of the collections, by the names that requests use."""
+        return self.library.embedders()
+
+    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        """The texts' vectors [n, dim], and how many tokens they have; queries of searches take turns with them."""
+
+        def embed() -> tuple[Vectors, int]:
+            return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
+
+        return await asyncio.get_running_loop().run_in_executor(self._embedding, embed)
 
     def unavailable(self) -> dict[str, str]:
         """The collections that cannot be searched, and why."""

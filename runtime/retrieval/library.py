@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import Document, DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, Manifest
+from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import Embedder, TextKind
 from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder, place_of
@@ -46,6 +47,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class About:
+    """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
+    or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
+    """
+
+    here: bool = False
+    size: int = 0
+    files: int = 0
+    document_bytes: int = 0
+    created_at: int = 0
+    dim: int = 0
+    metric: str = ""
+    embedder: str = ""
+
+
+@dataclass(frozen=True)
 class _Build:
     """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with.
 
@@ -57,6 +74,7 @@ class _Build:
     documents: DocumentStore | None
     embedder: EmbedderSpec | None
     dim: int
+    about: About
     file: tuple[int, ...]
     check: Beside[None] | None
     first_checked: bool
@@ -77,6 +95,13 @@ def _file_of(directory: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def _built_at(directory: Path) -> int:
+    try:
+        return int(os.stat(directory / MANIFEST).st_mtime)
+    except OSError:
+        return 0
+
+
 def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
     """The build that lies in a directory now. Raises `CollectionError`."""
 
@@ -95,7 +120,17 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
                     raise
                 check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
         waits = first_checked and check is not None
-        return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, file, check, waits)
+        about = About(
+            here=True,
+            size=manifest.size,
+            files=(documents.file_count if documents else 0) or manifest.size,
+            document_bytes=facts.bytes if facts else 0,
+            created_at=_built_at(directory),
+            dim=manifest.dim,
+            metric=manifest.metric,
+            embedder="" if manifest.embedder is None else name_of(manifest.embedder),
+        )
+        return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
 
     return open_unchanged(directory, opened, _Build.close)
 
@@ -314,6 +349,21 @@ class Library:
         if spec is None:
             raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
         return self._embedders.setdefault((spec, place), _LazyEmbedder(spec, place, self._threads))
+
+    def about(self, collection: str) -> About:
+        """What a collection is. Raises `UnknownCollection`."""
+        current = self._shelf(collection).current
+        return About() if current is None else current.about
+
+    def embedders(self) -> dict[str, Embedder]:
+        """Those of the collections, by a short name where no two have it (see `specs.name_of`)."""
+        found = {}
+        for name, shelf in self._shelves.items():
+            if shelf.current is not None and shelf.current.embedder is not None:
+                embedder = self.embedder(name)
+                found[embedder.name] = embedder
+        short = Counter(name.partition("@")[0] for name in found)
+        return {name.partition("@")[0] if short[name.partition("@")[0]] == 1 else name: e for name, e in found.items()}
 
     def warm_up(self) -> None:
         """Use every embedder once. A server that does not answer may do so later: that is logged."""

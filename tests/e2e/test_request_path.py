@@ -59,6 +59,22 @@ def test_the_openai_client_works_unchanged(node: Node) -> None:
         assert [piece.choices[0].finish_reason for piece in pieces][-1] in ("length", "stop")
 
 
+def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: RunningNode) -> None:
+    question = "What is a decorator?"
+    with openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none") as client:
+        (store,) = client.vector_stores.list()
+        assert (store.id, store.status, store.file_counts.total) == ("docs", "completed", 200)
+        assert store.metadata == {"embedder": "hashing-128", "dimensions": "128", "metric": "cosine"}
+        found = client.vector_stores.search("docs", query=question, max_num_results=3).data
+        (embedded,) = client.embeddings.create(model="hashing-128", input=question).data
+    body = {"collection": "docs", "vector": embedded.embedding, "k": 3}
+    passages = node.post("/v1/retrieval", body)[1]["passages"]
+    assert [result.file_id for result in found] == [passage["id"] for passage in passages]
+    for result, passage in zip(found, passages, strict=True):
+        assert result.score == pytest.approx(1 - passage["distance"], abs=1e-4)
+        assert result.content[0].text == passage["text"]
+
+
 def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_times(
     node: Node, collection: Path
 ) -> None:

@@ -23,11 +23,13 @@ import zmq.asyncio
 
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.catalogue import Catalogue
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.http import Service, Settings, create_app
 from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import (
     Cancel,
@@ -278,14 +280,17 @@ class Cluster:
         max_in_flight: int = 64,
         settings: Settings | None = None,
         answers: PromptAnswers | None = None,
+        search: SearchSource | None = None,
+        catalogue: Catalogue | None = None,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
+        self._catalogue = catalogue
         self.limits = limits
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
-        self.search = Search()
+        self.search: Any = search or Search()
         self.players: dict[str, Player] = {}
         self.ended: list[Ended] = []
         self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
@@ -382,7 +387,9 @@ class Cluster:
         router = Router(max_in_flight=self._max_in_flight)
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
-        app = create_app(Service(self.link, self.search, Metrics(), self._answers), self.settings, new_id)
+        app = create_app(
+            Service(self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue), self.settings, new_id
+        )
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
         server = _Server(self._http, self._stop)
         for role, name in self._cast():

@@ -10,7 +10,14 @@ import pytest
 
 from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
-from runtime.retrieval.embedding.server import BATCH_CHARACTERS, BATCH_TEXTS, ServerEmbedder
+from runtime.retrieval.embedding.server import (
+    BATCH_CHARACTERS,
+    BATCH_TEXTS,
+    FOR_A_BUILD,
+    FOR_A_REQUEST,
+    Patience,
+    ServerEmbedder,
+)
 from runtime.retrieval.embedding.specs import ServerSpec
 from tests.retrieval.embedding_server import EmbeddingServer, embedding_server
 
@@ -24,10 +31,10 @@ def server() -> Iterator[EmbeddingServer]:
 class Slept:
     """An embedder whose waits are noted."""
 
-    def __init__(self, server: EmbeddingServer, **spec: Any) -> None:
+    def __init__(self, server: EmbeddingServer, patience: Patience = FOR_A_BUILD, **spec: Any) -> None:
         self.waits: list[float] = []
         described = ServerSpec(name="words", dim=spec.pop("dim", 4), url=server.url, **spec)
-        self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1))
+        self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1), patience=patience)
 
 
 def test_texts_are_sent_in_batches_and_their_vectors_come_in_their_order(server: EmbeddingServer) -> None:
@@ -66,11 +73,11 @@ def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingSer
     assert len(server.asked) == 4
 
 
-@pytest.mark.parametrize(("kind", "attempts"), [("query", 2), ("passage", 6)])
-def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, kind: Any, attempts: int) -> None:
+@pytest.mark.parametrize(("patience", "attempts"), [(FOR_A_REQUEST, 2), (FOR_A_BUILD, 6)])
+def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, patience: Patience, attempts: int) -> None:
     server.script = [(503, {}, {"error": {"message": "too many texts"}})] * 9
     with pytest.raises(EmbedderUnreachable, match="answers with 503: too many texts"):
-        Slept(server).embedder.embed(["cat"], kind)
+        Slept(server, patience).embedder.embed(["cat"])
     assert len(server.asked) == attempts
 
 

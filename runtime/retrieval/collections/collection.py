@@ -254,7 +254,8 @@ class Collection:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
-                model = model or load_embedder(embedder, threads=threads)  # first: it may be missing, and reading slow
+                # First: it may be missing, and reading may take long.
+                model = model or load_embedder(embedder, threads=threads, for_a_build=True)
                 read = _documents(source, progress)
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)

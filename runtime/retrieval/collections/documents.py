@@ -66,6 +66,7 @@ class DocumentStore:
         """Use `create` or `open`."""
         self.path = path
         self.size = size
+        self.file_count = 0  # of `sources`
         self._lock = threading.Lock()  # a row takes microseconds: a connection a thread would save nothing
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
@@ -116,6 +117,8 @@ class DocumentStore:
             if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
                 raise CollectionError(f"{path} is damaged: its tables are not those that were made")
             store._version = version
+            if version > 1:
+                (store.file_count,) = connection.execute("SELECT count(*) FROM files").fetchone()
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
             return -1 if last is None else int(last)
 

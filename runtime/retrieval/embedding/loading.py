@@ -37,12 +37,15 @@ def place_of(collection: CollectionSection) -> EmbedderPlace:
     return EmbedderPlace(collection.embedder, collection.embedder_key_file)
 
 
-def load_embedder(spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace = HERE) -> Embedder:
+def load_embedder(
+    spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace = HERE, for_a_build: bool = False
+) -> Embedder:
     """The embedder of a collection, or of a name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
 
-    `threads` bounds the cores that one `embed` may use, or the requests to a server at once (hashing uses one). Raises
-    `ModelError` for an unknown name, for a model whose package or files are missing (with the command that installs
-    it), or are not those that the collection was built with; `ConfigError` for a key's file. A server is not asked.
+    `threads` bounds the cores that one `embed` may use, or the requests to a server at once (hashing uses one). A
+    server is waited for longer if it is `for_a_build`; it is not asked here. Raises `ModelError` for an unknown name,
+    for a model whose package or files are missing (with the command that installs it), or are not those that the
+    collection was built with; `ConfigError` for a key's file.
     """
     if threads < 1:
         raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
@@ -50,9 +53,10 @@ def load_embedder(spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace 
         dim = embedder_dim(spec)
         return load_minilm(threads=threads) if spec == MINILM else Hashing(dim)
     if isinstance(spec, ServerSpec):
-        from runtime.retrieval.embedding.server import ServerEmbedder  # HTTP, which no other embedder needs
+        from runtime.retrieval.embedding.server import FOR_A_BUILD, FOR_A_REQUEST, ServerEmbedder  # and an HTTP client
 
-        return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at)
+        patience = FOR_A_BUILD if for_a_build else FOR_A_REQUEST
+        return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at, patience=patience)
     found = _directory(spec, place)
     if found.sha256() != spec.sha256:
         raise ModelError(
@@ -144,7 +148,7 @@ def choose_embedder(
 def _choose_server(
     url: str, model: str, key_file: str, prefixes: dict[str, str], threads: int
 ) -> tuple[EmbedderSpec, Embedder]:
-    from runtime.retrieval.embedding.server import ServerEmbedder
+    from runtime.retrieval.embedding.server import FOR_A_BUILD, ServerEmbedder
 
     parts = urlsplit(url)
     if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
@@ -155,7 +159,7 @@ def _choose_server(
     spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
-    return spec, ServerEmbedder(spec, key=key, threads=threads)
+    return spec, ServerEmbedder(spec, key=key, threads=threads, patience=FOR_A_BUILD)
 
 
 def read_key(path: str) -> str:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 
 import httpx
@@ -20,13 +21,23 @@ from runtime.retrieval.embedding.specs import MAX_DIM, ServerSpec, name_of
 BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
 MAX_TOKENS = 8192
 MAX_IN_FLIGHT = 8
-_ATTEMPTS = {"query": 2, "passage": 6}  # somebody waits for a query
-_TIMEOUT_S = {"query": 5.0, "passage": 120.0}
-_MOST_WAIT_S = {"query": 2.0, "passage": 120.0}
 _CONNECT_S = 5.0
 _NUMBER_BYTES = 32  # the most that a number of a vector takes as text
 _BEYOND = 1e18  # its square is still a float32
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request is sent at most, how long each may take, and how long the next is waited for at most."""
+
+    attempts: int
+    timeout_s: float
+    most_wait_s: float
+
+
+FOR_A_REQUEST = Patience(2, 5.0, 2.0)  # somebody waits for it
+FOR_A_BUILD = Patience(6, 120.0, 120.0)
 
 
 class _Vector(msgspec.Struct):
@@ -56,6 +67,7 @@ class ServerEmbedder:
         key: str = "",
         threads: int = 1,
         url: str = "",
+        patience: Patience = FOR_A_REQUEST,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
     ) -> None:
@@ -65,6 +77,7 @@ class ServerEmbedder:
         self._spec = spec
         self._url = (url or spec.url).rstrip("/")
         self._in_flight = min(threads, MAX_IN_FLIGHT)
+        self._patience = patience
         self._sleep, self._jitter = sleep, jitter or random.Random()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(None, connect=_CONNECT_S))
@@ -79,32 +92,33 @@ class ServerEmbedder:
         prefix = self._spec.query_prefix if kind == "query" else self._spec.passage_prefix
         batches = _batches([prefix + readable(text) or " " for text in texts])  # an empty text is refused by many
         if self._in_flight == 1 or len(batches) == 1:
-            found = [self._embedded(batch, kind) for batch in batches]
+            found = [self._embedded(batch) for batch in batches]
         else:
             with ThreadPoolExecutor(self._in_flight) as pool:
-                found = list(pool.map(lambda batch: self._embedded(batch, kind), batches))
+                found = list(pool.map(self._embedded, batches))
         return np.concatenate(found) if found else np.empty((0, self.dim), np.float32)
 
-    def _embedded(self, texts: list[str], kind: TextKind) -> Vectors:
+    def _embedded(self, texts: list[str]) -> Vectors:
         """One batch's, asked for until it is answered or there is no use in that."""
-        for attempt in range(1, _ATTEMPTS[kind] + 1):
+        patience = self._patience
+        for attempt in range(1, patience.attempts + 1):
             try:
-                return self._asked(texts, kind)
+                return self._asked(texts)
             except _TryAgain as trouble:
                 wait_s = trouble.after_s
                 if wait_s is None:
                     wait_s = 0.5 * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5)
-                if attempt == _ATTEMPTS[kind] or wait_s > _MOST_WAIT_S[kind]:
+                if attempt == patience.attempts or wait_s > patience.most_wait_s:
                     raise trouble.error from trouble
             self._sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
-    def _asked(self, texts: list[str], kind: TextKind) -> Vectors:
+    def _asked(self, texts: list[str]) -> Vectors:
         """One request. Raises `_TryAgain`, or `EmbedderFailed` for what would be answered alike again."""
         body = {"model": self._spec.name, "input": texts, "encoding_format": "float"}
         limit = len(texts) * ((self.dim or MAX_DIM) * _NUMBER_BYTES + 1024) + (1 << 16)
         try:
-            timeout = httpx.Timeout(_TIMEOUT_S[kind], connect=_CONNECT_S)
+            timeout = httpx.Timeout(self._patience.timeout_s, connect=_CONNECT_S)
             with self._client.stream("POST", f"{self._url}/embeddings", json=body, timeout=timeout) as response:
                 content = bytearray()
                 for part in response.iter_bytes():

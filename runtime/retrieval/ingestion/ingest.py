@@ -92,7 +92,7 @@ def add(
     with _alone(out), Collection.open(out) as old:
         if old.embedder is None or old.documents is None:
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
-        embedder = load(old.embedder, threads=threads, place=place or EmbedderPlace())
+        embedder = load(old.embedder, threads=threads, place=place or EmbedderPlace(), for_a_build=True)
         before = old.documents.sources()
         root = Path(before.root) if before else root_of(paths)
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)

@@ -88,7 +88,8 @@ def _json_name(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong(message: str) -> PydanticCustomError:
+    """For validators: an error with a message of our own."""
     # The message is a template to pydantic: braces of the caller's own must not be taken for its fields.
     return PydanticCustomError(_OURS, "{message}", {"message": message})
 
@@ -99,28 +100,28 @@ def _wrong(message: str) -> PydanticCustomError:
 def _stops(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _wrong("stop must be a string or an array of strings")
+        raise wrong("stop must be a string or an array of strings")
     if len(stops) > MAX_STOPS:
-        raise _wrong(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}")
+        raise wrong(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise _wrong(f"a stop string has {len(stop)} characters, allowed are 1 to {MAX_STOP_CHARS}")
+            raise wrong(f"a stop string has {len(stop)} characters, allowed are 1 to {MAX_STOP_CHARS}")
     return stops
 
 
 def _prompt(value: object) -> object:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            raise _wrong(f"prompt has {len(value)} prompts, the limit is 1 a request")
+            raise wrong(f"prompt has {len(value)} prompts, the limit is 1 a request")
         value = value[0]
     if isinstance(value, list):
         for token in value:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
-                raise _wrong(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
+                raise wrong(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
     elif not isinstance(value, str):
-        raise _wrong(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
+        raise wrong(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
     if not value:
-        raise _wrong("prompt is empty")
+        raise wrong("prompt is empty")
     return value
 
 
@@ -128,14 +129,14 @@ def _content(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _wrong(f"content must be a string or an array of text parts, not {_json_name(value)}")
+        raise wrong(f"content must be a string or an array of text parts, not {_json_name(value)}")
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _wrong('content parts must be {"type": "text", "text": ...}; others are not supported')
+            raise wrong('content parts must be {"type": "text", "text": ...}; others are not supported')
         for name in part.keys() - {"type", "text"}:
             if f"messages[].content[].{name}" not in openai_fields.HINTS:
-                raise _wrong(f"content parts with {name[:64]!r} are not supported")
+                raise wrong(f"content parts with {name[:64]!r} are not supported")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -144,30 +145,30 @@ def _role(value: object) -> object:
     if value == "developer":  # OpenAI's newer word for it
         return "system"
     if value not in ("system", "user", "assistant"):
-        raise _wrong(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
+        raise wrong(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
     return value
 
 
 def chat_message(value: object) -> object:
     """A turn with what Trinity reads of it; what would change the answer is refused."""
     if not isinstance(value, dict):
-        raise _wrong(f"a message must be an object, not {_json_name(value)}")
+        raise wrong(f"a message must be an object, not {_json_name(value)}")
     for name, entry in value.items():
         if name not in ("role", "content", "name") and entry not in (None, [], {}, ""):
-            raise _wrong(f"messages with {name[:64]!r} are not supported")
+            raise wrong(f"messages with {name[:64]!r} are not supported")
     return {name: entry for name, entry in value.items() if name in ("role", "content")}
 
 
 def _stream_options(value: object) -> object:
     if not isinstance(value, dict):
-        raise _wrong(f"stream_options must be an object, not {_json_name(value)}")
+        raise wrong(f"stream_options must be an object, not {_json_name(value)}")
     for name in value.keys() - StreamOptions.model_fields:
         try:
             known = value[name] is None or openai_fields.check(f"stream_options.{name}", value[name])
         except InvalidRequest as error:
-            raise _wrong(error.message) from None
+            raise wrong(error.message) from None
         if not known:
-            raise _wrong(f"stream_options: {_unknown(name, StreamOptions.model_fields)}")
+            raise wrong(f"stream_options: {_unknown(name, StreamOptions.model_fields)}")
     return value
 
 
@@ -175,24 +176,24 @@ def _retrieval(value: object) -> object:
     if value is False:
         return None
     if not isinstance(value, dict):
-        raise _wrong(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
+        raise wrong(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
     for name in value:
         if name not in RetrievalOptions.model_fields:
             near = difflib.get_close_matches(name, RetrievalOptions.model_fields, n=1)
-            raise _wrong(f"retrieval has no field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise wrong(f"retrieval has no field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return value
 
 
 def _vector(value: object) -> object:
     if not isinstance(value, list):
-        raise _wrong(f"vector must be an array of numbers, not {_json_name(value)}")
+        raise wrong(f"vector must be an array of numbers, not {_json_name(value)}")
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise _wrong(f"vector[{index}] must be a number, not {_json_name(number)}")
+            raise wrong(f"vector[{index}] must be a number, not {_json_name(number)}")
         if abs(number) > FLOAT32_MAX:  # first: an integer may be beyond any float
-            raise _wrong(f"vector[{index}] is beyond float32")
+            raise wrong(f"vector[{index}] is beyond float32")
         if math.isnan(number):
-            raise _wrong(f"vector[{index}] is not a number (NaN)")
+            raise wrong(f"vector[{index}] is not a number (NaN)")
     return value
 
 

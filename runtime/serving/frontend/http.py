@@ -46,6 +46,8 @@ from runtime.serving.frontend.api_types import (
     RetrievalBody,
     parse,
 )
+from runtime.serving.frontend.catalogue import Catalogue, NoCatalogue
+from runtime.serving.frontend.embeddings import EmbeddingsRoute
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.frontend.guard import Encoded, Guard, error_response, read_body
@@ -55,6 +57,7 @@ from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.frontend.searches import Searches, SearchSource
 from runtime.serving.frontend.streams import EventStream, events, first_tokens
 from runtime.serving.frontend.tokenize import TokenizeBody, Tokens
+from runtime.serving.frontend.vector_stores import StoreRoutes
 from runtime.serving.messages import Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Service:
     metrics: MetricsSource
     answers: PromptAnswers | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
+    catalogue: Catalogue | None = None  # None on a node without collections
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ def create_app(
         ("/metrics", routes.metrics),
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD with it
+    routes.add_catalogue(app)
     return app
 
 
@@ -300,6 +305,16 @@ class _Routes:
         passages = await self._searches.run(body, collection, request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         return _json({"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found})
+
+    def add_catalogue(self, app: Starlette) -> None:
+        """Add the routes of collections and their embedders."""
+        settings, catalogue = self._settings, self._service.catalogue or NoCatalogue()
+        StoreRoutes(
+            catalogue, self._searches, self._read_bytes, settings.collections,
+            max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
+        ).add_to(app)  # fmt: skip
+        limit, timeout_s = settings.max_searches, settings.request_timeout_s
+        EmbeddingsRoute(catalogue, self._read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
 
     # ---- the node
 

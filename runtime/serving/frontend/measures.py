@@ -4,6 +4,7 @@ An SLO counts over the requests that were sent: one that failed or was refused b
 client went away, and those that asked for what cannot be.
 """
 
+import re
 import time
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ _TIMES = {
     "tpot": TPOT_TIME,
     "e2e": E2E_TIME,
 }
-_SEARCH_PATH = "/v1/retrieval"
+_SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
 
 
 class Measures:
@@ -76,7 +77,7 @@ class Measures:
         """An HTTP answer is out."""
         if status // 100 in _STATUS:
             self._table.add(f"trinity_http_responses_{_STATUS[status // 100]}_total")
-        if path != _SEARCH_PATH:
+        if not _SEARCH_PATH.fullmatch(path):
             return
         if status == 200:
             self._table.observe(SEARCH_TIME, seconds)

@@ -119,7 +119,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     supervisor = SupervisorMetrics(plan.endpoint("control"))
     new_id = id_source(worker.epoch)
     tokens = Tokens(partial(_tokenizer, own.name)) if own else None
-    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens)
+    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens, search)
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(

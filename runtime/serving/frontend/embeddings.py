@@ -1,0 +1,107 @@
+"""POST /v1/embeddings: vectors of texts, by the embedders of the node's collections."""
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
+from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.serving.frontend.answers import Json, to_json
+from runtime.serving.frontend.api_types import MAX_TOKENS, StrictModel, parse, wrong
+from runtime.serving.frontend.catalogue import Catalogue
+from runtime.serving.frontend.requests import ClientGone
+
+MAX_INPUTS = 2048
+_AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
+
+ReadBody = Callable[[Request], Awaitable[bytes]]
+
+
+def _input(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong("input must be a string or an array of strings; token ids are not supported")
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise wrong(f"input has {len(texts)} texts, allowed are 1 to {MAX_INPUTS}")
+    if not all(texts):
+        raise wrong("input has an empty text")
+    return texts
+
+
+class EmbeddingsBody(StrictModel):
+    """POST /v1/embeddings. `input_type`: what prefix the texts get, where the model has any."""
+
+    model: str
+    input: Annotated[list[str], BeforeValidator(_input)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    input_type: Literal["query", "passage"] = "query"
+
+
+class EmbeddingsRoute:
+    """The route. At most `limit` requests are embedded at once, each for `timeout_s` at most."""
+
+    def __init__(self, source: Catalogue, read: ReadBody, *, limit: int, timeout_s: float) -> None:
+        self._source, self._read = source, read
+        self._limit, self._timeout_s = limit, timeout_s
+        self._running = 0
+
+    def add_to(self, app: Starlette) -> None:
+        """Serve it."""
+        app.add_route("/v1/embeddings", self.embed, methods=["POST"])
+
+    async def embed(self, http: Request) -> Response:
+        body = parse(EmbeddingsBody, await self._read(http))
+        known = self._source.embedders()
+        if body.model not in known:
+            there = ", ".join(known) or "none"
+            raise UnknownModel(f"no collection here is embedded by {body.model[:128]!r}; there are: {there}", "model")
+        embedder = known[body.model]
+        if body.dimensions not in (None, embedder.dim):
+            raise InvalidRequest(
+                f"dimensions is {body.dimensions}, vectors of {body.model} have {embedder.dim}", "dimensions"
+            )
+        if self._running >= self._limit:
+            raise Overloaded(f"{self._running} requests are being embedded, the limit is {self._limit}")
+        self._running += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                vectors, tokens = await self._embedded(http, embedder, body)
+        except TimeoutError:
+            raise DeadlineExceeded(f"embedding took longer than its limit of {self._timeout_s:g} s") from None
+        finally:
+            self._running -= 1
+        content: Json = {
+            "object": "list",
+            "model": body.model,
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        return Response(to_json(content), media_type="application/json")
+
+    async def _embedded(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
+        parts, tokens = [], 0
+        for begin in range(0, len(body.input), _AT_ONCE):
+            if await http.is_disconnected():
+                raise ClientGone("the client closed the connection while its texts were embedded")
+            some = body.input[begin : begin + _AT_ONCE]
+            vectors, counted = await self._source.embedded(embedder, some, body.input_type)
+            parts.append(vectors)
+            tokens += counted
+        return np.concatenate(parts), tokens
+
+
+def _written(vector: Vectors, encoding: str) -> object:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

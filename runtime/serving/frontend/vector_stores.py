@@ -1,0 +1,215 @@
+"""GET /v1/vector_stores, POST /v1/vector_stores/{name}/search: the node's collections as OpenAI's client knows them.
+
+A collection is a store, its name is the store's id. A result is a passage; its file is the one that it was read from,
+or, where there are no files, the document itself.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import InvalidRequest, UnknownCollection
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.answers import Json, to_json
+from runtime.serving.frontend.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wrong
+from runtime.serving.frontend.catalogue import Catalogue
+from runtime.serving.frontend.request_ids import request_id, sent_id
+from runtime.serving.frontend.searches import Searches
+
+MAX_QUERIES = 16
+MAX_LISTED = 100
+_DEFAULT_LISTED = 20
+_RANKERS = ("auto", "none")
+
+ReadBody = Callable[[Request], Awaitable[bytes]]
+
+
+def _query(value: object) -> object:
+    queries = [value] if isinstance(value, str) else value
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise wrong("query must be a string or an array of strings")
+    if not 1 <= len(queries) <= MAX_QUERIES:
+        raise wrong(f"query has {len(queries)} strings, allowed are 1 to {MAX_QUERIES}")
+    if not all(queries):
+        raise wrong("query is empty")
+    return queries
+
+
+def _no_filters(value: object) -> object:
+    raise wrong("filters are not supported: passages are found by their texts alone")
+
+
+def _ranking(value: object) -> object:
+    if not isinstance(value, dict):
+        raise wrong("ranking_options must be an object")
+    for name, given in value.items():
+        if name not in RankingOptions.model_fields and given is not None:
+            raise wrong(f"ranking_options: {name[:64]!r} is not supported")
+    if value.get("ranker", "auto") not in _RANKERS:
+        raise wrong(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; there is no ranker but {_RANKERS}")
+    return {name: given for name, given in value.items() if name in RankingOptions.model_fields and given is not None}
+
+
+def _no_rewriting(value: object) -> object:
+    if value is not False:
+        raise wrong("rewrite_query is not supported other than false: a query is searched for as it is")
+    return value
+
+
+class RankingOptions(StrictModel):
+    """Results with a lower score than `score_threshold` are left out."""
+
+    ranker: str = "auto"
+    score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
+
+
+class StoreSearchBody(StrictModel):
+    """POST /v1/vector_stores/{name}/search."""
+
+    query: Annotated[list[str], BeforeValidator(_query)]
+    max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
+    ranking_options: Annotated[RankingOptions | None, BeforeValidator(_ranking)] = None
+    rewrite_query: Annotated[bool, BeforeValidator(_no_rewriting)] = False
+    filters: Annotated[object, BeforeValidator(_no_filters)] = None
+
+
+class StoreRoutes:
+    """The routes. `collections` are the names, `read` reads a request's body."""
+
+    def __init__(
+        self,
+        stores: Catalogue,
+        searches: Searches,
+        read: ReadBody,
+        collections: Mapping[str, int],
+        *,
+        max_k: int,
+        max_prompt_bytes: int,
+    ) -> None:
+        self._stores, self._searches, self._read = stores, searches, read
+        self._collections = collections
+        self._max_k, self._max_prompt_bytes = max_k, max_prompt_bytes
+
+    def add_to(self, app: Starlette) -> None:
+        """Serve them."""
+        app.add_route("/v1/vector_stores", self.listed, methods=["GET"])
+        app.add_route("/v1/vector_stores/{name}", self.one, methods=["GET"])
+        app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
+
+    async def listed(self, http: Request) -> Response:
+        names = _page(list(self._collections), http.query_params)
+        data = [self._store(name) for name in names.found]
+        ends = {"first_id": names.found[0] if data else None, "last_id": names.found[-1] if data else None}
+        return _json({"object": "list", "data": data, **ends, "has_more": names.more})
+
+    async def one(self, http: Request) -> Response:
+        return _json(self._store(self._name(http)))
+
+    async def search(self, http: Request) -> Response:
+        name = self._name(http)
+        body = parse(StoreSearchBody, await self._read(http))
+        if body.max_num_results > self._max_k:
+            raise InvalidRequest(
+                f"max_num_results is {body.max_num_results}, the limit is {self._max_k}", "max_num_results"
+            )
+        size = sum(len(query.encode(errors="replace")) for query in body.query)
+        if size > self._max_prompt_bytes:
+            raise InvalidRequest(f"query has {size} bytes, the limit is {self._max_prompt_bytes}", "query")
+        metric = self._stores.about(name).metric
+        best: dict[str, tuple[float, Passage]] = {}
+        for number, query in enumerate(body.query):
+            asked = RetrievalBody(query=query, k=body.max_num_results)
+            own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
+            for passage in await self._searches.run(asked, name, *own):
+                score = score_of(passage.distance, metric)
+                if passage.id not in best or score > best[passage.id][0]:
+                    best[passage.id] = score, passage
+        least = body.ranking_options.score_threshold if body.ranking_options else -math.inf
+        found = sorted(best.values(), key=lambda scored: -scored[0])[: body.max_num_results]
+        return _json({
+            "object": "vector_store.search_results.page",
+            "search_query": body.query,
+            "data": [_result(score, passage) for score, passage in found if score >= least],
+            "has_more": False,
+            "next_page": None,
+        })  # fmt: skip
+
+    def _name(self, http: Request) -> str:
+        name = str(http.path_params["name"])
+        if name not in self._collections:
+            loaded = ", ".join(self._collections) or "none"
+            raise UnknownCollection(f"no vector store {name[:128]!r} is loaded; loaded: {loaded}", "vector_store_id")
+        return name
+
+    def _store(self, name: str) -> Json:
+        about = self._stores.about(name)
+        counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
+        return {
+            "id": name,
+            "object": "vector_store",
+            "name": name,
+            "created_at": about.created_at,
+            "last_active_at": None,
+            "status": "completed" if about.here else "in_progress",
+            "usage_bytes": about.document_bytes,
+            "file_counts": counts | {"completed": about.files, "total": about.files},
+            "metadata": {"embedder": about.embedder, "dimensions": str(about.dim), "metric": about.metric},
+        }
+
+
+class _Page:
+    def __init__(self, found: Sequence[str], more: bool) -> None:
+        self.found, self.more = found, more
+
+
+def _page(names: list[str], asked: Mapping[str, str]) -> _Page:
+    """OpenAI's paging: `limit`, `order`, and the name `after` or `before` which it goes on. Raises InvalidRequest."""
+    limit, order = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc")
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        raise InvalidRequest(f"limit is {limit[:32]!r}, allowed are 1 to {MAX_LISTED}", "limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order[:32]!r}, allowed are asc and desc", "order")
+    for edge in ("after", "before"):
+        if edge in asked and asked[edge] not in names:
+            raise InvalidRequest(f"{edge} is {asked[edge][:128]!r}, and no vector store has that id", edge)
+    if order == "asc":
+        names = names[::-1]
+    if "after" in asked:
+        names = names[names.index(asked["after"]) + 1 :]
+    if "before" in asked:
+        names = names[: names.index(asked["before"])] if asked["before"] in names else []
+        return _Page(names[-int(limit) :], len(names) > int(limit))
+    return _Page(names[: int(limit)], len(names) > int(limit))
+
+
+def score_of(distance: float, metric: str) -> float:
+    """Higher is nearer: the cosine, the dot product, or for l2 1 / (1 + the squared distance)."""
+    if not math.isfinite(distance):
+        return 0.0
+    if metric == "l2":
+        return 1.0 / (1.0 + max(distance, 0.0))
+    return 1.0 - distance if metric == "cosine" else -distance
+
+
+def _result(score: float, passage: Passage) -> dict[str, Any]:
+    source = passage.attributes.get("source")
+    file = source if isinstance(source, str) else passage.id
+    return {
+        "file_id": file,
+        "filename": PurePosixPath(file).name or file,
+        "score": score,
+        "attributes": passage.attributes,
+        "content": [{"type": "text", "text": passage.text}],
+        "id": passage.id,  # what OpenAI does not have: which passage of the file it is
+        "title": passage.title,
+    }
+
+
+def _json(value: Json) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,247 @@
+"""OpenAI's client lists the node's collections, searches them and has texts embedded, unchanged."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from runtime.errors import EmbedderFailed, UnknownCollection
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.library import About
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.http import Settings
+from runtime.serving.frontend.vector_stores import score_of
+from tests.frontend.fakes import Cluster
+
+FOUND = {
+    "leave": [
+        Passage("leave.pdf#7", "Leave", 0.25, "Twelve weeks.", {"source": "hr/leave.pdf", "heading": "A", "page": 3}),
+        Passage("plain", "Plain", 0.5, "No file."),
+    ],
+    "pay": [
+        Passage("plain", "Plain", 0.125, "No file."),
+        Passage("far", "Far", 0.75, "Far away."),
+    ],
+}
+HASHING = Hashing(64)
+
+
+class Stand:
+    """Two collections, the one embedded by hashing, and searches that answer by their words."""
+
+    def __init__(self) -> None:
+        self.kinds: list[TextKind] = []
+        self.asked: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+
+    def about(self, collection: str) -> About:
+        if collection == "bare":
+            return About(metric="l2")
+        if collection != "docs":
+            raise UnknownCollection(collection)
+        return About(True, 900, 30, 12_345, 1_700_000_000, 64, "cosine", "hashing-64")
+
+    def embedders(self) -> dict[str, Embedder]:
+        return {"hashing-64": HASHING}
+
+    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        self.kinds.append(kind)
+        if self.error is not None:
+            raise self.error
+        return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        self.asked.append(call)
+        return FOUND[call["query"]][: call["k"]]
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    stand = Stand()
+    settings = Settings(model="tiny", collections={"docs": 64, "bare": 0}, max_k=20, max_prompt_bytes=100)
+    with Cluster(settings=settings, search=stand, catalogue=stand) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def stand(cluster: Cluster) -> Iterator[Stand]:
+    assert isinstance(cluster.search, Stand)
+    yield cluster.search
+    cluster.search.error = None
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
+
+
+@pytest.fixture
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with cluster.http() as http:
+        yield http
+
+
+def test_collections_are_listed_as_vector_stores(client: openai.OpenAI) -> None:
+    docs, bare = client.vector_stores.list()
+    assert (docs.id, docs.name, docs.object, docs.status) == ("docs", "docs", "vector_store", "completed")
+    assert (docs.created_at, docs.usage_bytes, docs.file_counts.total) == (1_700_000_000, 12_345, 30)
+    assert docs.metadata == {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}
+    assert (bare.id, bare.status) == ("bare", "in_progress")
+    assert client.vector_stores.retrieve("docs") == docs
+
+
+def test_a_list_is_given_page_by_page(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [store.id for store in client.vector_stores.list(limit=1)] == ["docs", "bare"]
+    assert [store.id for store in client.vector_stores.list(order="asc")] == ["bare", "docs"]
+    page = http.get("/v1/vector_stores?limit=1").json()
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (True, "docs", "docs")
+    assert [store.id for store in client.vector_stores.list(before="bare").data] == ["docs"]
+    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=none", "after")):
+        refused = http.get(f"/v1/vector_stores?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_a_search_gives_files_scores_and_attributes(client: openai.OpenAI, stand: Stand) -> None:
+    page = client.vector_stores.search("docs", query="leave", max_num_results=2)
+    assert (page.object, page.model_extra) == (
+        "vector_store.search_results.page", {"search_query": ["leave"], "has_more": False, "next_page": None},
+    )  # fmt: skip
+    first, second = page.data
+    assert (first.file_id, first.filename, first.score) == ("hr/leave.pdf", "leave.pdf", 0.75)
+    assert first.attributes == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
+    assert [(part.type, part.text) for part in first.content] == [("text", "Twelve weeks.")]
+    assert (second.file_id, second.filename, second.attributes) == ("plain", "plain", {})
+    assert (stand.asked[-1]["collection"], stand.asked[-1]["k"]) == ("docs", 2)
+
+
+def test_several_queries_give_each_passage_once_the_nearest_first(client: openai.OpenAI) -> None:
+    page = client.vector_stores.search("docs", query=["leave", "pay"], max_num_results=2)
+    assert [(found.file_id, found.score) for found in page] == [("plain", 0.875), ("hr/leave.pdf", 0.75)]
+
+
+def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
+    page = client.vector_stores.search("docs", query="pay", ranking_options={"ranker": "auto", "score_threshold": 0.5})
+    assert [found.file_id for found in page] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "query", "query is missing"),
+        ({"query": []}, "query", "0 strings, allowed are 1 to 16"),
+        ({"query": ["a"] * 17}, "query", "17 strings, allowed are 1 to 16"),
+        ({"query": ["a", ""]}, "query", "query is empty"),
+        ({"query": "x" * 101}, "query", "query has 101 bytes, the limit is 100"),
+        ({"query": "leave", "max_num_results": 21}, "max_num_results", "is 21, the limit is 20"),
+        ({"query": "leave", "max_num_results": 0}, "max_num_results", "greater than or equal to 1"),
+        ({"query": "leave", "filters": {"type": "eq", "key": "page", "value": 3}}, "filters", "filters are not supp"),
+        ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
+        ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options", "ranker is 'x'"),
+        (
+            {"query": "leave", "ranking_options": {"hybrid_search": {}}},
+            "ranking_options",
+            "'hybrid_search' is not",
+        ),
+        ({"query": "leave", "max_results": 3}, "max_results", "unknown field 'max_results'; did you mean 'max_num_r"),
+    ],
+)
+def test_what_a_search_cannot_do_is_refused_by_its_name(
+    http: httpx.Client, fields: dict[str, object], param: str, message: str
+) -> None:
+    refused = http.post("/v1/vector_stores/docs/search", json=fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert message in refused.json()["error"]["message"]
+
+
+def test_a_store_that_is_not_there_is_not_found(client: openai.OpenAI) -> None:
+    for ask in (lambda: client.vector_stores.retrieve("none"), lambda: client.vector_stores.search("none", query="a")):
+        with pytest.raises(openai.NotFoundError, match="no vector store 'none' is loaded; loaded: docs, bare"):
+            ask()
+
+
+@pytest.mark.parametrize(("metric", "score"), [("cosine", 0.75), ("ip", -0.25), ("l2", 0.8)])
+def test_a_score_is_higher_the_nearer_it_is(metric: str, score: float) -> None:
+    assert score_of(0.25, metric) == pytest.approx(score)
+    assert score_of(0.1, metric) > score_of(0.25, metric)
+
+
+def test_texts_are_embedded_in_both_encodings(client: openai.OpenAI, http: httpx.Client, stand: Stand) -> None:
+    texts = [f"word {number}" for number in range(40)]
+    answer = client.embeddings.create(model="hashing-64", input=texts)  # which asks for base64
+    found = np.array([one.embedding for one in answer.data])
+    np.testing.assert_allclose(found, HASHING.embed(texts), atol=1e-6)
+    assert [one.index for one in answer.data] == list(range(40))
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (80, 80)
+    assert set(stand.kinds) == {"query"}
+    assert http.post("/v1/embeddings", json={"model": "hashing-64", "input": "word 0"}).json()["data"][0][
+        "embedding"
+    ] == pytest.approx(found[0].tolist(), abs=1e-6)
+    packed = http.post(
+        "/v1/embeddings", json={"model": "hashing-64", "input": "word 0", "encoding_format": "base64", "user": "u"}
+    ).json()
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), found[0])
+
+
+def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stand) -> None:
+    client.embeddings.create(model="hashing-64", input="a", dimensions=64, extra_body={"input_type": "passage"})
+    assert stand.kinds[-1] == "passage"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "message"),
+    [
+        ({"model": "other"}, 404, "model", "embedded by 'other'; there are: hashing-64"),
+        ({"input": [1, 2, 3]}, 400, "input", "token ids are not supported"),
+        ({"input": []}, 400, "input", "0 texts, allowed are 1 to 2048"),
+        ({"input": ["a"] * 2049}, 400, "input", "2049 texts"),
+        ({"input": ["a", ""]}, 400, "input", "an empty text"),
+        ({"dimensions": 32}, 400, "dimensions", "dimensions is 32, vectors of hashing-64 have 64"),
+        ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
+        ({"truncate": True}, 400, "truncate", "unknown field"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_by_its_name(
+    http: httpx.Client, fields: dict[str, object], status: int, param: str, message: str
+) -> None:
+    refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"} | fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert message in refused.json()["error"]["message"]
+
+
+def test_an_embedder_that_fails_is_the_requests_error_and_holds_no_place(http: httpx.Client, stand: Stand) -> None:
+    stand.error = EmbedderFailed("no vectors")
+    for _ in range(70):  # more than may be embedded at once
+        refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, "embedder_failed")
+
+
+def test_the_routes_want_a_key_and_the_machines_own_name() -> None:
+    with Cluster(settings=Settings(collections={"docs": 64}, api_keys=("k",))) as cluster, cluster.http() as http:
+        for path in ("/v1/vector_stores", "/v1/vector_stores/docs"):
+            assert http.get(path).status_code == 401
+        for path in ("/v1/vector_stores/docs/search", "/v1/embeddings"):
+            assert http.post(path, json={}).status_code == 401
+    with Cluster(settings=Settings()) as cluster, cluster.http() as http:
+        assert http.get("/v1/vector_stores", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/v1/vector_stores").json()["data"] == []
+        refused = http.post("/v1/embeddings", json={"model": "m", "input": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_passages_of_an_answer_have_their_attributes(cluster: Cluster, http: httpx.Client) -> None:
+    found = http.post("/v1/retrieval", json={"collection": "docs", "query": "leave", "k": 2}).json()["passages"]
+    assert found[0]["attributes"] == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
+    assert "attributes" not in found[1]
