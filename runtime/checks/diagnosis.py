@@ -19,12 +19,15 @@ from typing import Literal
 from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight
 from runtime.engines.openai.reach import reach
-from runtime.errors import ConfigError, TrinityError
+from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
 from runtime.node.config import KvHolder, NodeConfig, OpenAiSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.listen import listen
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.loading import load_embedder, place_of
+from runtime.retrieval.embedding.specs import ServerSpec
 from runtime.serving.model.packages import torch_cuda
 
 Level = Literal["ok", "warning", "error"]
@@ -77,6 +80,7 @@ def diagnose(
             yield from _torch(config, machine, torch_probe or torch_works)
         if isinstance(config.model, OpenAiSection):
             yield from _engine(config.model)
+        yield from _embedders(config)
         yield from _port(config)
         yield _files(config, machine)
         for line in preflight.not_compared(config):
@@ -246,6 +250,26 @@ def _engine(section: OpenAiSection) -> Iterator[Finding]:
                 yield Finding(
                     "warning", what, missing, "nothing to do if nobody needs it; docs/engines.md has the rest"
                 )
+
+
+def _embedders(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the servers that embed the collections' queries answer, with vectors of the right length."""
+    for collection in config.collections:
+        try:
+            embedder = Collection.info(Path(collection.path)).embedder
+        except TrinityError:
+            continue  # told by those who look at collections
+        if not isinstance(embedder, ServerSpec):
+            continue
+        what, place = f"embedder of {collection.name}", place_of(collection)
+        try:
+            load_embedder(embedder, place=place).embed(["a first text"])
+        except EmbedderUnreachable as error:
+            yield Finding("warning", what, error.message, "start it; until it answers queries must be vectors")
+        except TrinityError as error:
+            yield Finding("error", what, error.message, "mend the server, or `embedder` and its key of the collection")
+        else:
+            yield Finding("ok", what, f"{embedder.name} at {place.at or embedder.url}")
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:

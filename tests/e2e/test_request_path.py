@@ -59,7 +59,7 @@ def test_the_openai_client_works_unchanged(node: Node) -> None:
         assert [piece.choices[0].finish_reason for piece in pieces][-1] in ("length", "stop")
 
 
-def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: RunningNode) -> None:
+def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: Node) -> None:
     question = "What is a decorator?"
     with openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none") as client:
         (store,) = client.vector_stores.list()

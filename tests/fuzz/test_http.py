@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from runtime.serving.frontend.api_types import ChatBody, CompletionBody, RetrievalBody
+from runtime.serving.frontend.embeddings import EmbeddingsBody
 from runtime.serving.frontend.http import Settings
+from runtime.serving.frontend.vector_stores import StoreSearchBody
 from tests.frontend.fakes import WAIT, Cluster
+from tests.frontend.test_vector_stores import Stand
 from tests.fuzz.budget import fuzzed
 
 SETTINGS = Settings(
@@ -26,17 +29,25 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 SEARCH: dict[str, Any] = {"collection": "docs", "query": "with"}
 SOON = 0.1  # seconds without an answer after which the client says that no more will come
-PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/retrieval": SEARCH}
+PATHS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/retrieval": SEARCH,
+    "/v1/vector_stores/docs/search": {"query": "with"},
+    "/v1/embeddings": {"model": "hashing-64", "input": "with"},
+}
 MODELS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/retrieval": RetrievalBody,
+    "/v1/vector_stores/docs/search": StoreSearchBody,
+    "/v1/embeddings": EmbeddingsBody,
 }
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(settings=SETTINGS) as cluster:
+    with Cluster(settings=SETTINGS, catalogue=Stand()) as cluster:
         yield cluster
 
 
@@ -75,6 +86,9 @@ ODD: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "prompt": TEXT | st.lists(st.integers(0, 2**31), max_size=4),
     "query": TEXT,
+    "input": TEXT | st.lists(TEXT, max_size=4),
+    "encoding_format": st.sampled_from(["float", "base64", "int8"]),
+    "ranking_options": st.fixed_dictionaries({}, optional={"score_threshold": NUMBERS, "ranker": TEXT}),
     "vector": st.lists(st.floats(-1e3, 1e3) | st.floats(), min_size=3, max_size=5),
     "k": st.integers(0, 9),
     "retrieval": st.just(False) | st.fixed_dictionaries(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from launchers.main import main
+from runtime.checks.diagnosis import diagnose
 from runtime.checks.needs import host_bytes
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
@@ -25,6 +26,12 @@ DOCUMENTS = [Document(str(n), "", text) for n, text in enumerate(["cat sleeps", 
 def plan_of(home: Path, *lines: str) -> NodePlan:
     (home / "node.toml").write_text("\n".join(["[[collections]]", 'name = "docs"', 'path = "docs"', *lines]))
     return resolve(load_config(home / "node.toml"))
+
+
+def diagnosed(home: Path) -> tuple[str, str]:
+    """What the doctor says of the collection's embedder."""
+    (found,) = (one for one in diagnose(load_config(home / "node.toml")) if one.what == "embedder of docs")
+    return found.level, found.text
 
 
 def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -> None:
@@ -63,10 +70,14 @@ def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_doe
         assert server.texts[1:] == [f"passage: {document.text}" for document in DOCUMENTS]
         Library.warm(plan_of(tmp_path))
         assert server.texts[-1] == "query: a first text"
+        assert diagnosed(tmp_path) == ("ok", f"words at {server.url}")
+        server.dim = 5
+        assert diagnosed(tmp_path)[0] == "error"
     with pytest.raises(ConfigError, match=r"collection docs: the embedder's key cannot be read"):
         check_without_start(plan_of(tmp_path, 'embedder_key_file = "key"'))
     gone = plan_of(tmp_path, 'embedder = "http://127.0.0.1:9/v1"')
     check_without_start(gone)
+    assert diagnosed(tmp_path)[0] == "warning"
     library = Library.warm(gone)
     assert "http://127.0.0.1:9/v1 does not answer" in caplog.text
     assert library.embedder("docs").dim == 4
