@@ -6,10 +6,11 @@ All of it is simulated: production's scheduler, router and control law on a virt
 the simulator itself, and the same seed gives the same figures on any machine.
 
 1. Policies. A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs
-   `--fixed` s plus so much a slot that the pool is busy all the time at 100% load, and the next resource at 80%. With
+   `--fixed` s (each of them: how many slots a pool has depends on that) plus so much a slot that the pool is busy all
+   the time at 100% load, and the next resource at 80%. With
    an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
    case that policies are for: searches that are hard for the pool they have. The pool's settings are those that are
-   shipped, with the trace's SLOs as the promise; `adaptive` is `policy = "trinity"` with the control law.
+   shipped, with the trace's SLOs as the promise; `adaptive` is the same with the control law.
 2. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
    of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
 3. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
@@ -27,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as moved
 from functools import cache
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -34,7 +36,7 @@ from msgspec.structs import replace
 
 from benchmarks.machine import machine
 from benchmarks.policy_report import draw_goodput, draw_plans, markdown
-from benchmarks.policy_rows import FIXED, OTHERS, Day, Planned, Report, Row
+from benchmarks.policy_rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
@@ -66,6 +68,7 @@ class Job(msgspec.Struct, frozen=True):
 
     trace: str
     window: int
+    fixed_s: float
     load: float
     policy: str
 
@@ -82,11 +85,17 @@ class Bench:
         found = load_trace(self.options.data / file, begin + self.options.requests)[begin:]
         return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
 
+    @cache  # noqa: B019
+    def setup(self, trace: str, begin: int, fixed_s: float) -> Setup:
+        """The first table's node, with a pool that is its scarcest resource for this window."""
+        slos = TRACES[trace][1]
+        made = Setup(config=node(slos), slos=slos, seed=self.options.seed)
+        return scarce_pool(made, self.window(trace, begin), fixed_s)
+
     def run(self, job: Job) -> tuple[Result, list[bool]]:
         """The result, and which requests met both SLOs, in the order of their arrival."""
         slos, arrivals = TRACES[job.trace][1], self.window(job.trace, job.window)
-        setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=self.options.seed), arrivals, self.options.fixed)
-        setup = replace(setup, policy=PolicyChoice.parse(job.policy))
+        setup = replace(self.setup(job.trace, job.window, job.fixed_s), policy=PolicyChoice.parse(job.policy))
         simulation = Simulation(setup, at_rate(arrivals, job.load * capacity(setup, arrivals)))
         result = simulation.run()
         return result, [request.met(slos.ttft_s, slos.tpot_s) for request in simulation.requests]
@@ -121,16 +130,18 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
 
 def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
     options = bench.options
-    names = ("adaptive", *OTHERS, *FIXED)
-    for trace in options.traces.split(","):
+    names = (SHIPPED, ADAPTIVE, *OTHERS, *FIXED)
+    for trace, fixed_s in product(options.traces.split(","), options.fixed):
+        setups = [bench.setup(trace, window, fixed_s) for window in options.windows]
+        slots = [slots_of(setup.config.pool, setup.times) for setup in setups]
         for load in options.loads:
-            jobs = [Job(trace, window, load, name) for name in names for window in options.windows]
+            jobs = [Job(trace, window, fixed_s, load, name) for name in names for window in options.windows]
             found = list(pool.map(bench.run, jobs))
             runs = {name: [run for job, run in zip(jobs, found, strict=True) if job.policy == name] for name in names}
-            row = Row.of(trace, load, runs)
+            row = Row.of(trace, fixed_s, slots, load, runs)
             print(row.line(), file=sys.stderr, flush=True)
-            if load == 1.0:
-                shown = [runs["adaptive"][0][0], runs["fifo"][0][0]]
+            if load == 1.0 and fixed_s == options.fixed[0]:
+                shown = [runs[SHIPPED][0][0], runs["fifo"][0][0]]
                 draw(shown, options.out / f"policy-{trace}.png")
             yield row
 
@@ -155,9 +166,9 @@ def day(bench: Bench) -> Day:
     hour = load_trace(bench.options.data / TRACES["azure"][0])
     arrivals = [moved(arrival, at_s=arrival.at_s + 3600.0 * n) for n in range(HOURS) for arrival in hour]
     slos = TRACES["azure"][1]
-    began = time.monotonic()
+    began = time.process_time()
     result = simulate(Setup(config=node(slos), slos=slos, seed=bench.options.seed), arrivals)
-    return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.monotonic() - began)
+    return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.process_time() - began)
 
 
 def main() -> None:
@@ -165,11 +176,6 @@ def main() -> None:
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    slot_s = {}
-    for trace in options.traces.split(","):
-        slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
-        setup = scarce_pool(Setup(config=node(slos), slos=slos), arrivals, options.fixed)
-        slot_s[trace] = setup.times.extend_slot_s
     with ProcessPoolExecutor(options.processes) as pool:
         rows = list(policies(bench, pool))
     report = Report(
@@ -178,8 +184,6 @@ def main() -> None:
         requests=options.requests,
         windows=options.windows,
         seed=options.seed,
-        fixed_s=options.fixed,
-        slot_s=slot_s,
         slos={name: slos for name, (_, slos) in TRACES.items()},
         rows=rows,
         placements=list(placements(bench)) if not options.quick else [],
@@ -210,7 +214,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=1200, help="of each window")
     parser.add_argument("--windows", type=int, nargs="+", default=[1200, 3600], help="first requests")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.9, 1.0, 1.1, 1.2])
-    parser.add_argument("--fixed", type=float, default=20e-6, help="the fixed part of an extend, in s")
+    parser.add_argument("--fixed", type=float, nargs="+", default=[20e-6, 300e-6], help="s, see above")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="the first table only")

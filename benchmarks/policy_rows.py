@@ -8,19 +8,23 @@ from runtime.simulator.plan import Plan
 from runtime.simulator.result import Result
 from runtime.simulator.workload import Slos
 
+SHIPPED, ADAPTIVE = "configured", "adaptive"
 OTHERS = ("paper", "fifo", "static")
 FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
 Runs = dict[str, list[tuple[Result, list[bool]]]]  # by policy, a window each: the result, and which requests were good
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One trace at one load, over all windows: goodput by policy in requests/s.
+    """One trace at one load and one kind of pool, over all windows: goodput by policy in requests/s.
 
-    `error`: a standard error of adaptive's goodput less the best other policy's, from the requests that only one of the
-    two served within its SLOs. (Requests of one trace are not independent: it is rather too small.)
+    `fixed_s`: the fixed part of an extend; `slots`: N, by window.
+    `error`: a standard error of the shipped policy's goodput less the best other one's, from the requests that only one
+    of the two served within its SLOs. (Requests of one trace are not independent: it is rather too small.)
     """
 
     trace: str
+    fixed_s: float
+    slots: list[int]
     load: float
     sent_per_s: float
     goodput: dict[str, float]
@@ -30,19 +34,21 @@ class Row(msgspec.Struct, kw_only=True):
     reserve: tuple[float, float]
 
     @classmethod
-    def of(cls, trace: str, load: float, runs: Runs) -> "Row":
+    def of(cls, trace: str, fixed_s: float, slots: list[int], load: float, runs: Runs) -> "Row":
         goodput = {name: statistics.mean(result.goodput for result, _ in found) for name, found in runs.items()}
         best = max(OTHERS, key=lambda name: goodput[name])
         pairs = [
             pair
-            for (_, ours), (_, theirs) in zip(runs["adaptive"], runs[best], strict=True)
+            for (_, ours), (_, theirs) in zip(runs[SHIPPED], runs[best], strict=True)
             for pair in zip(ours, theirs, strict=True)
         ]
         differing = sum(one != other for one, other in pairs)
-        sent_per_s = statistics.mean(result.sent_per_s for result, _ in runs["adaptive"])
-        reserves = [sample.reserve for result, _ in runs["adaptive"] for sample in result.samples]
+        sent_per_s = statistics.mean(result.sent_per_s for result, _ in runs[SHIPPED])
+        reserves = [sample.reserve for result, _ in runs[ADAPTIVE] for sample in result.samples]
         return cls(
             trace=trace,
+            fixed_s=fixed_s,
+            slots=slots,
             load=load,
             sent_per_s=sent_per_s,
             goodput=goodput,
@@ -50,7 +56,7 @@ class Row(msgspec.Struct, kw_only=True):
                 name: statistics.mean(result.attainment for result, _ in found) for name, found in runs.items()
             },
             error=differing**0.5 / len(pairs) * sent_per_s,
-            changes=statistics.mean(result.use["changes"] for result, _ in runs["adaptive"]),
+            changes=statistics.mean(result.use["changes"] for result, _ in runs[ADAPTIVE]),
             reserve=(min(reserves), max(reserves)),
         )
 
@@ -63,14 +69,19 @@ class Row(msgspec.Struct, kw_only=True):
         return max(FIXED, key=lambda name: self.goodput[name])
 
     @property
+    def against_all(self) -> float:
+        """Over the best of all the others, every fixed reserve among them."""
+        return self.goodput[SHIPPED] / max(self.best_other, self.goodput[self.best_fixed], 1e-9)
+
+    @property
     def standing(self) -> str:
         """Against the best of the others: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
-        behind = self.best_other - self.goodput["adaptive"]
+        behind = self.best_other - self.goodput[SHIPPED]
         return "ahead" if behind <= 1e-9 else "even" if behind <= 2 * self.error else "behind"
 
     def line(self) -> str:
         shown = ", ".join(f"{name} {share:.3f}" for name, share in self.attainment.items())
-        return f"{self.trace} {self.load:.0%}: {shown}; {self.standing}"
+        return f"{self.trace} {self.fixed_s * 1e6:.0f} µs {self.load:.0%}: {shown}; {self.standing}"
 
 
 class Planned(msgspec.Struct, kw_only=True):
@@ -93,8 +104,6 @@ class Report(msgspec.Struct, kw_only=True):
     requests: int
     windows: list[int]
     seed: int
-    fixed_s: float
-    slot_s: dict[str, float]
     slos: dict[str, Slos]
     rows: list[Row]
     placements: list[Planned]

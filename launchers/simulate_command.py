@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def simulate_node(
     config: Annotated[Path, typer.Option(help="The node's TOML file.")],
     trace: Annotated[Path, typer.Option(help="Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
-    policy: Annotated[str, typer.Option(help="adaptive, fixed:r, fifo, prefill-first or decode-first.")] = "adaptive",
+    policy: Annotated[str, typer.Option(help="configured, adaptive, fixed:r, paper, fifo, static …")] = "configured",
     placement: Annotated[
         Literal["pool", "with-prefill", "coupled"], typer.Option(help="Where the index lies.")
     ] = "pool",

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.serve import agreement, changes, goodput, handover, probes, step, tpot, ttft
+from benchmarks.serve import agreement, changes, control, goodput, handover, probes, step, tpot, ttft
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Section, about, markdown, write
 
@@ -28,6 +28,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "probes": probes.run,
     "goodput": goodput.run,
     "changes": changes.run,
+    "control": control.run,
     "agreement": agreement.run,
 }
 

@@ -111,6 +111,11 @@ class Stand:
             if metric.name == name
         )
 
+    @property
+    def reserve(self) -> float:
+        """r, as the control loop wants it now."""
+        return self._control.law.reserve
+
     def _start(self, module: str, *workers: str) -> None:
         fd = self._listener.fileno() if workers == ("frontend-0",) else -1
         process = subprocess.Popen(

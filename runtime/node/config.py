@@ -243,13 +243,14 @@ class HandoverSection(_Section, frozen=True):
 
 
 class ControlSection(_Section, frozen=True):
-    """The control loop (`control_law.py`): every `interval_s` it may move the pool's reserve by at most `step`.
+    """The control loop (docs/scheduler.md), off unless `enabled`: no load was found under which it serves more
+    requests in time than a reserve that stays. Every `interval_s` it may move the pool's reserve by at most `step`.
 
     Targets: prefill's P95 wait for a pool slot, the stalled share of decode rows' time, the KV link's use. When nobody
     waits any more the reserve goes back to `[pool] reserve`.
     """
 
-    enabled: bool = True
+    enabled: bool = False
     interval_s: Annotated[float, Meta(ge=0.2, le=0.5)] = 0.25
     prefill_wait_target_s: Annotated[float, Meta(gt=0, le=60)] = 0.01
     decode_stall_target: Annotated[float, Meta(gt=0, le=1)] = 0.25

@@ -110,7 +110,7 @@ class Simulation:
         if self._arrivals:
             self._plan_arrival(0)
             self._sample()
-            if self._setup.policy.kind == "adaptive" and self._setup.config.control.enabled:
+            if self._setup.policy.controlled(self._setup.config):
                 self._set_knobs()
                 self._control()
             self.events.run()
@@ -201,7 +201,7 @@ class Simulation:
         self._samples.append(
             Sample(
                 at_s=self.events.now_ns / 1e9,
-                reserve=self._law.reserve if self._setup.policy.kind == "adaptive" else self._setup.policy.reserve,
+                reserve=self.pools[0].scheduler.reserve,
                 flush_prefill_s=self._law.flush_prefill_s,
                 pool_prefill=sum(pool.scheduler.waiting["prefill"] for pool in self.pools),
                 pool_decode=sum(pool.scheduler.waiting["decode"] for pool in self.pools),

@@ -1,5 +1,5 @@
-"""The policies to try: production's with the control loop or a fixed reserve, those it ships to compare with, and the
-naive ones."""
+"""The policies to try: as the file has it, with the control law, with a fixed reserve; those that production ships to
+compare with, and the naive ones."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,12 +9,13 @@ from runtime.node.config import NodeConfig
 from runtime.pool.settings import RULE_NAMES, policy_of
 from runtime.simulator.stages.pool import PoolRules
 
-Kind = Literal["adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
+Kind = Literal["configured", "adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """`reserve` is r of a fixed one. prefill-first and decode-first: one queue in which one stage goes before."""
+    """configured: as the file says; adaptive: with the control law; fixed: with r = `reserve`; prefill-first and
+    decode-first: one queue in which one stage goes before."""
 
     kind: Kind
     reserve: float = 0.0
@@ -35,8 +36,13 @@ class PolicyChoice:
             if text == known:
                 return cls(known)
         raise ConfigError(
-            f"policy {text!r}: known are adaptive, fixed:r, paper, fifo, static, prefill-first and decode-first"
+            f"policy {text!r}: known are configured, adaptive, fixed:r, paper, fifo, static, prefill-first and "
+            "decode-first"
         )
+
+    def controlled(self, config: NodeConfig) -> bool:
+        """Whether the control law moves the reserve."""
+        return self.kind == "adaptive" or (self.kind == "configured" and config.control.enabled)
 
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind

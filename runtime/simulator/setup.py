@@ -20,7 +20,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     times: ServiceTimes = ServiceTimes()
     workload: Workload = Workload()
     slos: Slos = Slos()
-    policy: PolicyChoice = PolicyChoice("adaptive")
+    policy: PolicyChoice = PolicyChoice("configured")
     placement: PlacementKind = "pool"
     seed: int = 0
     sample_s: float = 1.0

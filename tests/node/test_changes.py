@@ -278,7 +278,7 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
 
 def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
     tables = {name: WorkerTable.create("pool", name, METRICS["pool"]) for name in ("pool-0", "pool-1")}
-    loop = ControlLoop(ControlSection(), PoolSection(reserve=0.4), tables)
+    loop = ControlLoop(ControlSection(enabled=True), PoolSection(reserve=0.4), tables)
     for table in tables.values():
         table.observe(POOL_WAIT_PREFILL, 0.01)
     before = loop._readings()

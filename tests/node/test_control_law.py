@@ -15,7 +15,7 @@ from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL
 from runtime.node.metrics.table import WorkerTable
 
-SETTINGS = ControlSection()
+SETTINGS = ControlSection(enabled=True)
 CALM = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.0)
 PREFILL_WAITS = Signals(link_use=0.5, prefill_wait_p95_s=0.1, decode_stall=0.0)
 DECODE_STALLS = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.9)
@@ -305,3 +305,13 @@ def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTabl
         tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
         loop.step(i * 0.25)
     assert tables["pool-0"].knob("reserve") == 0.7
+
+
+def test_as_shipped_the_reserve_stays_where_it_is_configured(tables: dict[str, WorkerTable]) -> None:
+    loop = ControlLoop(ControlSection(), PoolSection(reserve=0.05), tables)
+    for i in range(40):
+        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        loop.step(i * 0.25)
+    figures = {family.name: family.samples[0].value for family in loop.families()}
+    assert figures["trinity_control_reserve"] == 0.05
+    assert figures["trinity_control_changes"] == 0

@@ -10,7 +10,7 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 
-POLICIES = ("adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
+POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
 
 
 def config(*, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000) -> NodeConfig:
@@ -22,7 +22,7 @@ def config(*, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8,
     )
 
 
-def setup(policy: str = "adaptive", *, slot_s: float = 1e-7, seed: int = 0, node: NodeConfig | None = None) -> Setup:
+def setup(policy: str = "configured", *, slot_s: float = 1e-7, seed: int = 0, node: NodeConfig | None = None) -> Setup:
     """`slot_s`: what a slot adds to an extend; about 35 extends a query."""
     times = ServiceTimes(extend_s=1e-5, extend_slot_s=slot_s)
     return Setup(config=node or config(), times=times, policy=PolicyChoice.parse(policy), seed=seed)

@@ -18,6 +18,7 @@ class ControlLoop:
 
     def __init__(self, settings: ControlSection, pool: PoolSection, tables: Mapping[str, WorkerTable]) -> None:
         self._settings = settings
+        self._reserve = pool.reserve
         self._pools = [table for table in tables.values() if table.role == "pool"]
         self._decodes = [table for table in tables.values() if table.role == "decode"]
         self._meter = SignalMeter(len(self._decodes), settings.interval_s)
@@ -68,7 +69,7 @@ class ControlLoop:
     def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """What the loop wants now, and how often it has changed its mind, for Prometheus."""
         reserve = GaugeMetricFamily("trinity_control_reserve", "Share of pool slots owed to prefill queries")
-        reserve.add_metric([], self.law.reserve)
+        reserve.add_metric([], self.law.reserve if self._settings.enabled else self._reserve)
         flush = GaugeMetricFamily(
             "trinity_control_flush_prefill_seconds", "Bound on a prefill query's wait for company"
         )

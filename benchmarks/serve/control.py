@@ -1,0 +1,199 @@
+"""What the reserve and the control law do on a running node whose pool has more to do than it can.
+
+Beside the node's own requests two clients flood the pool, one with prefill queries, one with decode queries, of the
+costliest kind: whose turn it is then depends on r alone.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serve.bench import Bench
+from benchmarks.serve.client import Body, Outcome, at_once, offer
+from benchmarks.serve.report import Measure, Section, percentile
+from benchmarks.serve.stand import Stand
+from ipc import RingClient
+from runtime.node.config import PoolSection
+
+_COSTLY = {"top_m": 512, "search_width": 1}
+_EVERY = 4  # tokens between probes
+_RATE, _SECONDS = 2.0, 10.0  # of requests, for each reserve
+_PATIENCE_S = 10.0  # who has waited so long for an answer hangs up
+_WINDOW = 8  # queries that each flood has outstanding
+_LINK_WINDOW, _OUTSTANDING = 32, 6  # the same where the link is watched, and the requests
+_LINK_S, _LOOK_S = 24.0, 1.0
+_LINK_PROMPT = 512
+_LINK_SLOTS = 10  # so that r has steps
+
+
+def run(bench: Bench) -> Section:
+    """Both claims, one after the other."""
+    section = Section(
+        "control",
+        "A pool that is asked for more than it can do, by requests with retrieval and probes and by two floods of "
+        f"{_WINDOW} queries each. r = 0 is “always decode”, r = 1 “always prefill”. Then a link that is used less than "
+        f"its target: the law starts at r = 0.1 with {_LINK_SLOTS} slots and has u_kv alone to go by.",
+    )
+    _orders(bench, section)
+    _link(bench, section)
+    return section
+
+
+def _orders(bench: Bench, section: Section) -> None:
+    shipped = PoolSection().reserve
+    found: dict[float, dict[str, float]] = {}
+    for reserve in (0.0, shipped, 1.0):
+        fixed: dict[str, Any] = {"control": {"enabled": False}, "pool": _COSTLY | {"reserve": reserve}}
+        with bench.stand("node", **fixed) as stand, flooded(stand, bench.seed, _WINDOW):
+            before = _stalls(stand)
+            timed = bench.load(_RATE, bench.seconds(_SECONDS), bench.seed, retrieval=_retrieval())
+            outcomes = offer(stand.url, timed, _PATIENCE_S)
+            stalled, rows = (after - then for after, then in zip(_stalls(stand), before, strict=True))
+            found[reserve] = _told(outcomes) | {"decode stalled": stalled / max(rows, 1e-9)}
+    for reserve, told in found.items():
+        named = f"r = {reserve:g}" + (" (shipped)" if reserve == shipped else "")
+        section.measures += [
+            Measure(f"{named}: answered", told["answered"]),
+            Measure(f"{named}: TTFT p50", told["ttft"] * 1e3, "ms"),
+            Measure(f"{named}: TPOT p50", told["tpot"] * 1e3, "ms"),
+            Measure(f"{named}: decode stalled", told["decode stalled"]),
+        ]
+    ours = found[shipped]
+    section.measures += [
+        Measure("always decode breaks TTFT: against shipped", found[0.0]["ttft"] / ours["ttft"], "×", "≥", 3),
+        Measure("always prefill idles decode: TPOT, against shipped", found[1.0]["tpot"] / ours["tpot"], "×", "≥", 3),
+    ]
+    section.details["orders"] = {f"{reserve:g}": told for reserve, told in found.items()}
+
+
+def _told(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Medians over the requests that were sent: one without an answer has waited for as long as its client did."""
+    return {
+        "answered": sum(outcome.whole for outcome in outcomes) / len(outcomes),
+        "ttft": percentile([o.timings["ttft"] if o.whole else _PATIENCE_S for o in outcomes], 50),
+        "tpot": percentile([o.timings["tpot"] if o.whole else _PATIENCE_S for o in outcomes], 50),
+    }
+
+
+def _stalls(stand: Stand) -> tuple[float, float]:
+    names = ("trinity_decode_stall_seconds_total", "trinity_decode_row_seconds_total")
+    stall, rows = (stand.counter("decode", name) for name in names)
+    return stall, rows
+
+
+def _retrieval() -> dict[str, Any]:
+    return {"collection": "docs", "k": 2, "every_tokens": _EVERY}
+
+
+# ---- the link
+
+
+def _link(bench: Bench, section: Section) -> None:
+    uses = {}
+    for reserve in (0.1, 0.9):
+        fixed: dict[str, Any] = {
+            "control": {"enabled": False}, "pool": _COSTLY | {"reserve": reserve, "slots": _LINK_SLOTS}
+        }  # fmt: skip
+        uses[reserve] = fmean(use for _, use, _ in _watched(bench, bench.seconds(_LINK_S) / 3, fixed))
+    target = (uses[0.1] + uses[0.9]) / 2
+    tuned: dict[str, Any] = {
+        # Waits of over a tenth of their target say that prefill has work; neither they nor stalls move r here.
+        "control": {
+            "enabled": True, "link_target": target, "prefill_wait_target_s": 1.0, "decode_stall_target": 1.0,
+            "dwell_s": 0.5, "hysteresis": 0.1,
+        },
+        "pool": _COSTLY | {"reserve": 0.1, "slots": _LINK_SLOTS},
+    }  # fmt: skip
+    looks = _watched(bench, bench.seconds(_LINK_S), tuned)
+    reached = next((at for at, use, _ in looks if use >= target), float("nan"))
+    half = looks[len(looks) // 2 :]
+    reserves = [reserve for _, _, reserve in looks]
+    moves = [after - before for before, after in pairwise(reserves) if after != before]
+    turns = sum(one * other < 0 for one, other in pairwise(moves))
+    section.measures += [
+        Measure("link in use at r = 0.1", uses[0.1] * 100, "%"),
+        Measure("link in use at r = 0.9", uses[0.9] * 100, "%"),
+        Measure("its target, between the two", target * 100, "%"),
+        Measure("seconds until it is reached, from r = 0.1", reached, "s"),
+        Measure("second half: link in use / target", fmean(use for _, use, _ in half) / target, "×", "≥", 0.8),
+        Measure("second half: standard deviation of r", pstdev(reserve for _, _, reserve in half), "", "≤", 0.1),
+        Measure("changes of direction of r", turns, "", "≤", 2),
+        Measure("r at the end", reserves[-1]),
+    ]
+    section.curves["the link under the control law: s, share"] = {
+        "link in use": [(at, use) for at, use, _ in looks],
+        "its target": [(at, target) for at, _, _ in looks],
+        "r / 10": [(at, reserve / 10) for at, _, reserve in looks],
+    }
+
+
+def _watched(bench: Bench, seconds: float, more: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """(s, link use since the last look, r), with `_OUTSTANDING` long prompts under way all the time."""
+    random = np.random.default_rng(bench.seed)
+    retrieval = {"collection": "docs", "k": 2}
+    with bench.stand("node", **more) as stand, flooded(stand, bench.seed, _LINK_WINDOW):
+        ended = threading.Event()
+
+        def bodies() -> Iterator[Body]:
+            while not ended.is_set():
+                yield bench.body(random, _LINK_PROMPT, 2, retrieval=retrieval)
+
+        def ask() -> None:
+            for body in bodies():
+                at_once(stand.url, [body], 1)
+
+        threads = [threading.Thread(target=ask) for _ in range(_OUTSTANDING)]
+        for thread in threads:
+            thread.start()
+        looks, begin, busy = [], time.monotonic(), _busy(stand)
+        last = begin
+        while last - begin < seconds:
+            ended.wait(_LOOK_S)
+            now, used = time.monotonic(), _busy(stand)
+            looks.append((now - begin, (used - busy) / (now - last), stand.reserve))
+            last, busy = now, used
+        ended.set()
+        for thread in threads:
+            thread.join()
+    return looks
+
+
+def _busy(stand: Stand) -> float:
+    return stand.counter("decode", "trinity_kv_link_busy_seconds_total")
+
+
+# ---- floods
+
+
+@contextmanager
+def flooded(stand: Stand, seed: int, window: int) -> Iterator[None]:
+    """A client a stage keeps `window` queries in the pool."""
+    ended = threading.Event()
+    endpoint = stand.plan.endpoint(stand.plan.of_role("pool")[0].name)
+    vectors = np.random.default_rng(seed).standard_normal((64, 256)).astype(np.float32)
+
+    def flood(stage: str) -> None:
+        with RingClient(endpoint, f"flood-{stage}") as client:
+            sent = answered = 0
+            while not ended.is_set():
+                while sent - answered < window:
+                    client.submit(vectors[sent % len(vectors)], collection="docs", stage=stage, k=2, **_COSTLY)
+                    sent += 1
+                client.wait(50.0)
+                answered += len(client.poll())
+
+    threads = [threading.Thread(target=flood, args=(stage,)) for stage in ("prefill", "decode")]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
