@@ -15,7 +15,8 @@ Throughputs are per second of CPU time that the pool's (or the engine's) process
 - mixed: both clients ask decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
   65% of what *static batches* can do; the same times for both pools.
 - idle: one client asks one query at a time, from its own submit to its own poll, less the engine's time for it: 20 a
-  second, so that the pool sleeps before each, and one right after the other, so that it spins.
+  second, so that the pool sleeps before each, and one right after the other, so that it spins. Under the former
+  stands the floor: what waking any process takes here (`benchmarks/wake.py`), measured in the same round.
 """
 
 import argparse
@@ -33,13 +34,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import machine
-from benchmarks.pool_processes import Bench, Load, Outcome, Vectors
+from benchmarks.pool_processes import IDLE_PER_S, Bench, Load, Outcome, Vectors
 from runtime.node.config import NodeConfig
 from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring
-_IDLE_PER_S = 20.0
 _SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
 
 Found = dict[str, float]
@@ -97,9 +97,13 @@ def _mixed(bench: Bench, seconds: float, seed: int) -> Found:
 
 
 def _idle(bench: Bench, seconds: float, seed: int) -> Found:
-    (asleep,) = bench.ask("trinity", Load("decode", seconds, (bench.usual,), rate=_IDLE_PER_S, seed=seed))
+    (asleep,) = bench.ask("trinity", Load("decode", seconds, (bench.usual,), rate=IDLE_PER_S, seed=seed))
     (spinning,) = bench.ask("trinity", Load("decode", seconds, (bench.usual,), window=1, seed=seed))
-    return {"idle_asleep_us": asleep.beside_us(), "idle_spinning_us": spinning.beside_us()}
+    return {
+        "idle_asleep_us": asleep.beside_us(),
+        "idle_spinning_us": spinning.beside_us(),
+        "idle_floor_us": bench.wake_us(),
+    }
 
 
 def _per_second(outcomes: list[Outcome]) -> float:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc import MemoryReference, RingClient, RingFull
+from benchmarks.wake import wake_main
+from ipc import MemoryReference, RingClient, RingFull, SearchSpec, Stage
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.table import WorkerTable
@@ -31,13 +32,14 @@ from runtime.retrieval.collections.collection import Collection
 Vectors = NDArray[np.float32]
 _context = multiprocessing.get_context("spawn")
 POOLS = ("trinity", "fifo", "static")
+IDLE_PER_S = 20.0  # queries, when the pool is to sleep before each
 STATIC_SLOTS = 32  # of a static batch
 
 
 class Load(NamedTuple):
     """What one client asks for `seconds`: `rate` a second at random times, or as fast as `window` outstanding allow."""
 
-    stage: str
+    stage: Stage
     seconds: float
     kinds: tuple[tuple[float, int, int, int], ...]  # part of the queries, k, top_m, search_width
     rate: float = 0.0
@@ -114,10 +116,8 @@ def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> O
         _, k, top_m, width = load.kinds[kind]
         count += 1
         try:
-            request = client.submit(
-                queries[count * 7919 % len(queries)],
-                collection="docs", stage=load.stage, k=k, top_m=top_m, search_width=width,
-            )  # fmt: skip
+            spec = SearchSpec("docs", k, load.stage, top_m, width)
+            request = client.submit(queries[count * 7919 % len(queries)], spec)
         except RingFull:
             dropped += 1
             return False
@@ -228,6 +228,12 @@ class Bench:
         load = Load("decode", options.seconds, (self.usual,))
         self._engine = stack.enter_context(process(_engine_main, collection, queries, load, pool_core))
         self._engine.recv()
+        self._wake = stack.enter_context(process(wake_main, IDLE_PER_S, options.seconds, pool_core, client_core))
+
+    def wake_us(self) -> float:
+        """What waking a process takes on these cores, without anything of ours (`benchmarks/wake.py`)."""
+        self._wake.send("go")
+        return float(self._wake.recv())
 
     def engine(self) -> float:
         """Queries a CPU second of the engine alone."""

@@ -17,6 +17,7 @@ from ipc import (
     RingLayout,
     RingProducer,
     RingServer,
+    SearchSpec,
     SharedMemory,
     bind,
     connect,
@@ -196,7 +197,7 @@ def session_round_trips(busy: int, idle: int) -> tuple[Nanoseconds, Nanoseconds]
     with _session_pair() as client:
 
         def trip() -> None:
-            client.submit(vector, collection="docs", stage="prefill", k=K)
+            client.submit(vector, SearchSpec("docs", K, "prefill"))
             while not (client.wait(1000) and client.poll()):
                 pass
 
@@ -212,7 +213,7 @@ def session_searches_per_second(count: int) -> float:
         while answered < count:
             room = min(count - submitted, 200 - client.outstanding, len(vectors))
             if room >= TOGETHER or room == count - submitted > 0:
-                submitted += len(client.submit_many(vectors[:room], collection="docs", stage="prefill", k=K))
+                submitted += len(client.submit_many(vectors[:room], SearchSpec("docs", K, "prefill")))
             found = len(client.poll())
             answered += found
             if not found:

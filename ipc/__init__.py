@@ -21,7 +21,7 @@ from ipc.errors import (
 )
 from ipc.memo import Memo
 from ipc.memory.shared import MemoryReference, SharedMemory
-from ipc.ring.descriptors import STAGES, STATUSES, Cancel, Parameters, Request, Result, Stage
+from ipc.ring.descriptors import STAGES, STATUSES, Cancel, Request, Result, SearchSpec, Stage
 from ipc.session.statistics import ClientStatistics, ServerStatistics
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ __all__ = [
     "MemoryRefused",
     "Offer",
     "Outcome",
-    "Parameters",
     "PeerLost",
     "ProtocolViolation",
     "Request",
@@ -86,6 +85,7 @@ __all__ = [
     "RingLayout",
     "RingProducer",
     "RingServer",
+    "SearchSpec",
     "Served",
     "ServerStatistics",
     "SessionServer",

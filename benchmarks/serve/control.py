@@ -18,7 +18,7 @@ from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, at_once, offer
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
-from ipc import RingClient
+from ipc import STAGES, RingClient, SearchSpec, Stage
 from runtime.node.config import PoolSection
 
 _COSTLY = {"top_m": 512, "search_width": 1}
@@ -178,17 +178,18 @@ def flooded(stand: Stand, seed: int, window: int) -> Iterator[None]:
     endpoint = stand.plan.endpoint(stand.plan.of_role("pool")[0].name)
     vectors = np.random.default_rng(seed).standard_normal((64, 256)).astype(np.float32)
 
-    def flood(stage: str) -> None:
+    def flood(stage: Stage) -> None:
+        spec = SearchSpec("docs", 2, stage, **_COSTLY)
         with RingClient(endpoint, f"flood-{stage}") as client:
             sent = answered = 0
             while not ended.is_set():
                 while sent - answered < window:
-                    client.submit(vectors[sent % len(vectors)], collection="docs", stage=stage, k=2, **_COSTLY)
+                    client.submit(vectors[sent % len(vectors)], spec)
                     sent += 1
                 client.wait(50.0)
                 answered += len(client.poll())
 
-    threads = [threading.Thread(target=flood, args=(stage,)) for stage in ("prefill", "decode")]
+    threads = [threading.Thread(target=flood, args=(stage,)) for stage in STAGES]
     for thread in threads:
         thread.start()
     try:

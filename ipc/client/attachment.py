@@ -25,7 +25,7 @@ from ipc.session.messages import (
 )
 
 MAX_SESSION_BYTES = 1 << 32
-SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
+SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
 
 
 class Attachment:
@@ -61,6 +61,8 @@ class Attachment:
             undo.callback(os.close, self.pidfd)
             self._map(answer)
             undo.callback(self.memory.close)
+            if isinstance(self.ringer, EventfdBell):
+                self.requests.ring_with(self.ringer.fileno())
             self._epoll = select.epoll()
             self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
             self._epoll.register(self.pidfd, select.EPOLLIN)
@@ -108,8 +110,10 @@ class Attachment:
         self.watch.disarm()
         return False
 
-    def sleep(self, at_most_ns: int) -> None:
-        self._epoll.poll(min(at_most_ns / 1e9, SLEEP_MS / 1e3))
+    def sleep(self, at_most_ns: int) -> bool:
+        """Until a result comes, the pool dies, or the time is over. Whether there is a result."""
+        self.sleeper.silence()
+        return self.watch.sleep(self.fileno(), min(at_most_ns, SLEEP_NS))
 
     def disarm(self) -> None:
         self.watch.disarm()

@@ -3,13 +3,15 @@
 import time
 from typing import NoReturn
 
+import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ipc.client.session import ClientSession
 from ipc.errors import Draining, InvalidArgument, MemoryRefused, PeerLost, ProtocolViolation, RingFull
 from ipc.memory.device import DeviceSpan
-from ipc.ring.descriptors import Float32s, Result
-from ipc.ring.payloads import as_float32
+from ipc.ring.descriptors import Float32s, Result, SearchSpec
+from ipc.ring.payloads import FLOAT32, as_float32
 from ipc.session.parameters import check_deadline
 from ipc.session.statistics import ClientStatistics
 
@@ -21,8 +23,10 @@ class RingClient(ClientSession):
 
     Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
     `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
-    the ring, at most, before it sleeps (`SpinBudget` learns how long it is worth). `arena`: ask for slots of the pool's
+    the ring, at most, before it sleeps: longer than most queries take, because being woken takes as long again, and
+    yielding the core all the while (`SpinBudget` learns whether it is worth it). `arena`: ask for slots of the pool's
     arena, into which `submit` then puts the vectors that lie in the same kind of memory; all others go into the ring.
+    `top_m` is that of specs that name none.
 
     Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
     was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
@@ -34,41 +38,35 @@ class RingClient(ClientSession):
 
     # ---- requests
 
-    def submit(
-        self,
-        vector: npt.ArrayLike | DeviceSpan,
-        *,
-        collection: str,
-        stage: str,
-        k: int,
-        top_m: int = 64,
-        search_width: int = 1,
-        patience: int | None = None,
-        deadline_ns: int = 0,
-        block_ms: float = 0.0,
-    ) -> int:
-        """Ask for the `k` nearest of `vector` [dim] (copied as float32); returns the request id, rising from 1.
+    def submit(self, vector: npt.ArrayLike | DeviceSpan, spec: SearchSpec, block_ms: float = 0.0) -> int:
+        """Ask for what is nearest to `vector` [dim] (copied as float32); returns the request id, rising from 1.
 
-        A `DeviceSpan` is dim float32 in a GPU's memory; it must stay as it is until the request has ended.
-        `stage` 'prefill' or 'decode'; `deadline_ns` in `time.monotonic_ns()`, 0 for none. When as many requests are
-        outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`; nothing was
-        accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range), `Draining`,
-        `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot go into the pool's arena now: copy it to the host.
+        A `DeviceSpan` is dim float32 in a GPU's memory; it must stay as it is until the request has ended. When as many
+        requests are outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`;
+        nothing was accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range),
+        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot go into the pool's arena now: copy it to
+        the host.
         """
-        choice = (collection, stage, k, top_m, search_width, patience)
-        words, dim = self._packed[choice]
+        deadline_ns = spec.deadline_ns
+        asked = replace(spec, deadline_ns=0) if deadline_ns else spec
+        words, dim = self._packed[asked]
         row: DeviceSpan | Float32s
-        row, on_gpu = (vector, True) if isinstance(vector, DeviceSpan) else (as_float32(vector), False)
+        on_gpu = isinstance(vector, DeviceSpan)
+        if on_gpu or (type(vector) is np.ndarray and vector.dtype is FLOAT32 and vector.flags.carray):
+            row = vector  # type: ignore[assignment]
+        else:
+            row = as_float32(vector)
         if row.shape != (dim,):
-            raise InvalidArgument(f"a vector of {collection!r} has shape ({dim},), got {row.shape}")
-        check_deadline(deadline_ns)
+            raise InvalidArgument(f"a vector of {spec.collection!r} has shape ({dim},), got {row.shape}")
+        if deadline_ns:
+            check_deadline(deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
         ring, outstanding, arena = self._session.requests, self._outstanding, self._arena
-        if outstanding.unsent or len(outstanding) >= self.slots or ring.room <= 0:
+        if outstanding.unsent or len(outstanding) >= self.slots or ring.room() <= 0:
             self._make_room(block_ms)
         if arena is not None and arena.on_gpu is on_gpu and (place := arena.place(row)) is not None:
-            words, row = self._places[choice].words, place
+            words, row = self._packed_in_arena[asked].words, place
         elif on_gpu:
             why = "this client has none" if arena is None else arena.refusal or "it is in host memory"
             raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {why}")
@@ -84,28 +82,16 @@ class RingClient(ClientSession):
             self._follow_up(sent, range(request_id, request_id + 1))
         return request_id
 
-    def submit_many(
-        self,
-        vectors: npt.ArrayLike,
-        *,
-        collection: str,
-        stage: str,
-        k: int,
-        top_m: int = 64,
-        search_width: int = 1,
-        patience: int | None = None,
-        deadline_ns: int = 0,
-    ) -> range:
+    def submit_many(self, vectors: npt.ArrayLike, spec: SearchSpec) -> range:
         """`submit` for as many of `vectors` [n, dim] as there is room for, from the first on, published together.
 
         Returns their request ids. Raises as `submit` does; `RingFull` only if there is no room for the first.
         """
-        choice = (collection, stage, k, top_m, search_width, patience)
-        words, dim = self._packed[choice]
+        words, dim = self._packed[replace(spec, deadline_ns=0)]
         rows = as_float32(vectors)
         if rows.ndim != 2 or rows.shape[1] != dim:
-            raise InvalidArgument(f"vectors of {collection!r} have shape (n, {dim}), got {rows.shape}")
-        check_deadline(deadline_ns)
+            raise InvalidArgument(f"vectors of {spec.collection!r} have shape (n, {dim}), got {rows.shape}")
+        check_deadline(spec.deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
         if len(rows):
@@ -117,7 +103,7 @@ class RingClient(ClientSession):
         self._outstanding.next_id = first + count
         self._outstanding.update(dict.fromkeys(ids, now))
         try:
-            sent = ring.send_rows(rows[:count], first, deadline_ns, now, *words)
+            sent = ring.send_rows(rows[:count], first, spec.deadline_ns, now, *words)
         except BaseException:
             self._outstanding.withdraw(ids)
             raise
@@ -126,11 +112,10 @@ class RingClient(ClientSession):
         return ids
 
     def _follow_up(self, sent: int, ids: range) -> None:
-        """Ring the pool, which sleeps; or say why nothing was sent."""
+        """Ring the pool, whose doorbell is not an eventfd; or say why nothing was sent."""
         if sent < 0:
             self._outstanding.withdraw(ids)
             self._refuse(sent)
-        self._counts["rung"] += 1
         self._session.ringer.ring()
 
     def cancel(self, request_id: int) -> bool:
@@ -148,9 +133,7 @@ class RingClient(ClientSession):
     def _send_cancellations(self) -> None:
         if self._lost is not None:
             return
-        bells = self._outstanding.send_cancellations(self._session.requests, self.epoch)
-        if bells:
-            self._counts["rung"] += bells
+        if self._outstanding.send_cancellations(self._session.requests, self.epoch):
             self._session.ringer.ring()
 
     def _make_room(self, block_ms: float) -> None:
@@ -229,5 +212,6 @@ class RingClient(ClientSession):
         outstanding = self._outstanding
         changing = {
             "submitted": outstanding.next_id - 1, "returned": self._returned, "outstanding": len(outstanding),
+            "rung": self._counts["rung"] + (0 if self._lost is not None else self._session.requests.rung),
         }  # fmt: skip
         return ClientStatistics(**{**self._counts, **changing})

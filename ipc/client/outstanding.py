@@ -29,9 +29,9 @@ class Outstanding(dict[int, int]):
             del self[request_id]
         self.next_id = ids.start
 
-    def send_cancellations(self, ring: RingProducer, epoch: int) -> int:
-        """As many of those unsent as there is room for; how often the pool must be rung."""
-        bells = 0
+    def send_cancellations(self, ring: RingProducer, epoch: int) -> bool:
+        """As many of those unsent as there is room for; whether the pool must be rung."""
+        ring_it = False
         while self.unsent:
             request_id = self.unsent[0]
             if request_id in self:
@@ -39,9 +39,9 @@ class Outstanding(dict[int, int]):
                     break
                 offset = ring.header_offsets[ring.loan()]
                 REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, pack_cancel(epoch))
-                bells += ring.send()
+                ring_it |= ring.send()
             self.unsent.popleft()
-        return bells
+        return ring_it
 
     def lose(self) -> int:
         """All of them end with status 'lost'; how many."""

@@ -9,12 +9,12 @@ from ipc.client.attachment import Attachment
 from ipc.client.outstanding import Outstanding
 from ipc.errors import InvalidArgument, IpcError, PeerLost, ProtocolViolation, StaleEpoch
 from ipc.memo import Memo
-from ipc.ring.descriptors import SEARCH_ARENA
+from ipc.ring.descriptors import SEARCH, SEARCH_ARENA, SearchSpec
 from ipc.ring.payloads import read_results
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.ring.spin import SpinBudget
 from ipc.session.messages import DOORBELLS, EVENTFD
-from ipc.session.parameters import Choice, Limits, Packed, pack
+from ipc.session.parameters import Limits, Packed, pack
 from ipc.session.statistics import ClientStatistics
 
 _ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this client: it broke the protocol"}
@@ -29,9 +29,10 @@ class ClientSession:
         name: str,
         *,
         doorbell: str = EVENTFD,
-        spin_us: float = 200.0,
+        spin_us: float = 1000.0,
         timeout_ms: float = 5000.0,
         arena: bool = False,
+        top_m: int = 64,
     ) -> None:
         if doorbell not in DOORBELLS:
             raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
@@ -39,6 +40,7 @@ class ClientSession:
         self.name = name
         self._doorbell = doorbell
         self._wants_arena = arena
+        self._top_m = top_m
         self._spin = SpinBudget(int(spin_us * 1000))
         self._outstanding = Outstanding()
         self._lost: str | None = None
@@ -56,9 +58,12 @@ class ClientSession:
         self.max_k = answer.max_k
         self.max_top_m = answer.max_top_m
         limits = Limits(self.catalogue, self.max_k, self.max_top_m)
-        self._packed: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits))
         self.slots = answer.results.slots
-        self._places: Memo[Choice, Packed] = Memo(lambda choice: pack(choice, answer.epoch, limits, SEARCH_ARENA))
+
+        def packed(kind: int) -> Memo[SearchSpec, Packed]:
+            return Memo(lambda spec: pack(spec, answer.epoch, limits, self._top_m, kind))
+
+        self._packed, self._packed_in_arena = packed(SEARCH), packed(SEARCH_ARENA)
         fits = self._session.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
         self._arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
         self._lost = None
@@ -95,6 +100,7 @@ class ClientSession:
         if self._lost is not None:
             return
         self._lost = reason
+        self._counts["rung"] += self._session.requests.rung
         self._counts["lost"] += self._outstanding.lose()
         self._session.ignore_death()
 
@@ -105,11 +111,10 @@ class ClientSession:
         if self._session.watch.spin(min(self._spin.ns, left_ns)) >= 0:
             return True
         begin = time.monotonic_ns() - self._spin.ns
-        if self.arm():
-            self._session.sleep(left_ns)
-        self.disarm()
+        self._check_peer()
+        news = not self._outstanding.ended and self._session.sleep(left_ns)
         self._spin.learn(time.monotonic_ns() - begin)
-        return self._session.watch.look(0) >= 0
+        return news
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""

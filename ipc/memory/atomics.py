@@ -7,8 +7,9 @@ The loops read a *watch table*, int64 [rings, 5], one row per ring that a proces
 address of slot 0, stride in bytes, slots, position (slots consumed so far), address of the sleeping word.
 A row whose `slots` is 0 is skipped.
 
-What sends works on a *producer's end*, int64 [6], in private memory too: address of slot 0, stride in bytes, slots,
-address of the ring, position (slots sent so far), and the reader position that was seen last.
+What sends works on a *producer's end*, int64 [8], in private memory too: address of slot 0, stride in bytes, slots,
+address of the ring, position (slots sent so far), the reader position that was seen last, the eventfd that wakes the
+consumer (-1: only Python can wake it), and how often it was woken.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ _ROW_BYTES = 8 * WATCH_COLUMNS
 WRITER, READER, SLEEPING, CONSUMER_STATE = 64, 128, 192, 256
 """Where a ring has these words, from its first byte on: see `ring.py`."""
 
-END_COLUMNS = 6
-END_BASE, END_STRIDE, END_SLOTS, END_WORDS, END_POSITION, END_READER = range(END_COLUMNS)
+END_COLUMNS = 8
+END_BASE, END_STRIDE, END_SLOTS, END_WORDS, END_POSITION, END_READER, END_BELL, END_RUNG = range(END_COLUMNS)
 FULL, NOT_OPEN, TOO_LARGE, IMPOSSIBLE_READER = -1, -2, -3, -4
 _LOOKS_PER_YIELD = 32
 
@@ -63,7 +64,15 @@ def fence() -> None:
 
 
 @_helper
-def publish_slots(base: int, stride: int, slots: int, words: int, position: int, count: int) -> int:
+def publish_slots(end: Any, count: int) -> int:
+    """Make the next `count` slots visible, and ring a consumer that sleeps. 1: it must be rung, which Python alone can.
+
+    The sleeping word is taken back here, so only one of many sends rings.
+    """
+    base, stride, slots, words, position = (
+        end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_WORDS], end[END_POSITION],
+    )  # fmt: skip
+    end[END_POSITION] = position + count
     for i in range(position, position + count):
         # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_news`.
         instructions.store_release(base + (i % slots) * stride, i + 1)
@@ -71,20 +80,25 @@ def publish_slots(base: int, stride: int, slots: int, words: int, position: int,
     # SYNC POINT: sleeping. Publish, fence, look at the flag; `arm` sets the flag, fences, looks at the slot. Without
     # both fences each side may miss the other and the consumer sleeps over a full slot.
     instructions.fence()
-    if instructions.load_acquire(words + SLEEPING) == 0:
+    if instructions.load_acquire(words + SLEEPING) == 0 or instructions.exchange(words + SLEEPING, 0) == 0:
         return 0
-    return instructions.exchange(words + SLEEPING, 0)
+    end[END_RUNG] += 1
+    if end[END_BELL] < 0:
+        return 1
+    instructions.write_word(end[END_BELL], 1)  # if the counter is full, it rings already
+    return 0
+
+
+@entry_point("int64(int64[::1])")
+def room(end: Any) -> int:
+    """At least so many slots are free, by the reader position that was seen last."""
+    return int(end[END_SLOTS] - end[END_POSITION] + end[END_READER])
 
 
 @entry_point("int64(int64[::1], int64)")
 def publish(end: Any, count: int) -> int:
-    """Make the next `count` slots, filled by the caller, visible in order. 1: the consumer sleeps and must be rung.
-
-    The sleeping word is taken back here, so only one of many sends rings.
-    """
-    position = end[END_POSITION]
-    end[END_POSITION] = position + count
-    return publish_slots(end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_WORDS], position, count)
+    """Make the next `count` slots, filled by the caller, visible in order. 1: see `publish_slots`."""
+    return publish_slots(end, count)
 
 
 @_helper
@@ -119,8 +133,7 @@ def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int)
         return refusal
     base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
     _fill(base + (position % slots) * stride, a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
-    end[END_POSITION] = position + 1
-    return publish_slots(base, stride, slots, end[END_WORDS], position, 1)
+    return publish_slots(end, 1)
 
 
 @entry_point(f"int64(int64[::1], float32[:, ::1], {'int64, ' * 5}int64)")
@@ -134,34 +147,15 @@ def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: in
     for i in range(count):
         slot = base + ((position + i) % slots) * stride
         _fill(slot, a + i, b, c, d, e, f, rows.ctypes.data + i * row_bytes, row_bytes)
-    end[END_POSITION] = position + count
-    return publish_slots(base, stride, slots, end[END_WORDS], position, count)
-
-
-@entry_point(f"int64(int64[::1], int64, int64[::1], float32[::1], {'int64, ' * 4}int64)")
-def send_pairs(end: Any, most: int, ids: Any, values: Any, a: int, b: int, c: int, d: int, e: int) -> int:
-    """As `send_row`, with two payloads: `ids` and, from byte 8·most on, `values`, of one length up to `most`.
-
-    The low half of word c becomes that length, the sixth word the time.
-    """
-    count = len(ids)
-    if count != len(values) or count > most:
-        return TOO_LARGE
-    refusal = refusal_of(end, 1, 12 * most)
-    if refusal < 0:
-        return refusal
-    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
-    slot = base + (position % slots) * stride
-    now = instructions.monotonic_ns()
-    _fill(slot, a, b, c | count, d, e, now, ids.ctypes.data, 8 * count)
-    instructions.copy(slot + 64 + 8 * most, values.ctypes.data, 4 * count)
-    end[END_POSITION] = position + 1
-    return publish_slots(base, stride, slots, end[END_WORDS], position, 1)
+    return publish_slots(end, count)
 
 
 @entry_point("void(int64, int64, int64, int64, int64[::1], float32[::1])")
 def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: Any) -> None:
-    """Copy what `send_pairs` put into `slot` as far as `ids` and `values`, of one length up to `most`, have room."""
+    """Copy the ids and, from byte 8·most of its payload on, the values out of `slot`.
+
+    As many as `ids` and `values`, of one length up to `most`, have room for.
+    """
     payload = base + slot * stride + 64
     instructions.copy(ids.ctypes.data, payload, 8 * len(ids))
     instructions.copy(values.ctypes.data, payload + 8 * most, 4 * len(ids))
@@ -190,14 +184,19 @@ def has_news(row: int) -> bool:
     return instructions.load_acquire(slot) == position + 1
 
 
-@entry_point("int64(int64, int64, int64)")
-def look(table: int, rows: int, start: int) -> int:
-    """The first watched ring with news, from row `start` on and around, or -1."""
+@_helper
+def _first_news(table: int, rows: int, start: int) -> int:
     for i in range(rows):
         row = (start + i) % rows
         if has_news(table + row * _ROW_BYTES):
             return row
     return -1
+
+
+@entry_point("int64(int64, int64, int64)")
+def look(table: int, rows: int, start: int) -> int:
+    """The first watched ring with news, from row `start` on and around, or -1."""
+    return _first_news(table, rows, start)
 
 
 @entry_point("int64(int64, int64, int64)", nogil=True)
@@ -218,23 +217,48 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
         instructions.sched_yield()
 
 
-@entry_point("int64(int64, int64)")
-def arm(table: int, rows: int) -> int:
-    """Announce sleep on all watched rings, then look once more: a row with news, or -1 when sleep is safe."""
+@_helper
+def _arm(table: int, rows: int) -> int:
     for row in range(rows):
         if instructions.load_acquire(table + row * _ROW_BYTES + 16) != 0:
             instructions.store_release(instructions.load_acquire(table + row * _ROW_BYTES + 32), 1)
     # SYNC POINT: sleeping, see `publish`.
     instructions.fence()
+    return _first_news(table, rows, 0)
+
+
+@_helper
+def _disarm(table: int, rows: int) -> None:
     for row in range(rows):
-        if has_news(table + row * _ROW_BYTES):
-            return row
-    return -1
+        if instructions.load_acquire(table + row * _ROW_BYTES + 16) != 0:
+            instructions.store_release(instructions.load_acquire(table + row * _ROW_BYTES + 32), 0)
+
+
+@entry_point("int64(int64, int64)")
+def arm(table: int, rows: int) -> int:
+    """Announce sleep on all watched rings, then look once more: a row with news, or -1 when sleep is safe."""
+    return _arm(table, rows)
 
 
 @entry_point("void(int64, int64)")
 def disarm(table: int, rows: int) -> None:
     """Awake again: no need to ring."""
-    for row in range(rows):
-        if instructions.load_acquire(table + row * _ROW_BYTES + 16) != 0:
-            instructions.store_release(instructions.load_acquire(table + row * _ROW_BYTES + 32), 0)
+    _disarm(table, rows)
+
+
+@_helper
+def sleep_on(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
+    """Sleep until a watched ring has news, or `descriptor`, which its producer makes readable, or the time is over.
+
+    The first ring with news, or -1; also after a signal, so that Python can look at it.
+    """
+    if _arm(table, rows) < 0:
+        instructions.wait_readable(descriptor, timeout_ms)
+    _disarm(table, rows)
+    return _first_news(table, rows, 0)
+
+
+@entry_point("int64(int64, int64, int64, int64)", nogil=True)
+def sleep(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
+    """See `sleep_on`. One call, so that whoever is woken has no Python between the doorbell and the news."""
+    return sleep_on(table, rows, descriptor, timeout_ms)

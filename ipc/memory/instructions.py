@@ -1,4 +1,4 @@
-"""What compiled functions are built of: words at an address, fences, the clock, libc's `write`, calls by address.
+"""What compiled functions are built of: words at an address, fences, the clock, libc's `write` and `poll`, calls.
 
 Each is an intrinsic of numba: used in compiled functions alone, where it becomes one instruction or one call. Addresses
 and words are int64. The atomic ones come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64
@@ -138,6 +138,22 @@ def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
         place = numba.core.cgutils.alloca_once(builder, _I64)
         builder.store(args[1], place)
         return builder.call(function, [builder.trunc(args[0], _I32), place, ir.Constant(_I64, 8)])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
+    """libc's `poll` of one descriptor for reading. What it returns: 1, 0 when the time is over, -1 after a signal."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [_I64.as_pointer(), _I64, _I32])
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "poll")
+        place = numba.core.cgutils.alloca_once(builder, _I64)
+        descriptor = builder.and_(args[0], ir.Constant(_I64, 0xFFFFFFFF))
+        builder.store(builder.or_(descriptor, ir.Constant(_I64, 1 << 32)), place)  # struct pollfd; 1: POLLIN
+        found = builder.call(function, [place, ir.Constant(_I64, 1), builder.trunc(args[1], _I32)])
+        return builder.sext(found, _I64)
 
     return types.int64(types.int64, types.int64), generate
 

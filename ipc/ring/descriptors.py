@@ -7,7 +7,7 @@ parameters  I epoch | B kind | B stage | H collection | I k | I top_m | H search
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
-A client sends the same few parameters again and again, so both sides keep them packed and checked: `parameters.py`.
+A client asks with the same few specs again and again, so it keeps them packed and checked: `session/parameters.py`.
 """
 
 import struct
@@ -44,33 +44,33 @@ Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 
-class Parameters(msgspec.Struct, frozen=True, eq=False):
-    """What a search asks for, besides its vector. `patience` None means the index's own stopping rule.
+class SearchSpec(msgspec.Struct, frozen=True):
+    """What a search asks for, besides its vector: the one form of it from the caller to the pool.
 
-    A server hands out the same object for the same parameters (until it forgets them), so that what follows from them
-    can be kept by the object. `identity` is that of the collection in the session that the request came through: it is
-    to be answered from this content and no other.
+    The `k` nearest of `collection`, for a `stage`, with a `top_m` of so many (None: as many as the client usually asks
+    for), a `search_width`, a `patience` (None: the index's own stopping rule), by `deadline_ns`, monotonic (0: none).
     """
 
     collection: str
-    stage: Stage
     k: int
-    top_m: int
-    search_width: int
-    patience: int | None
-    identity: str = ""
+    stage: Stage = "prefill"
+    top_m: int | None = None
+    search_width: int = 1
+    patience: int | None = None
+    deadline_ns: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
     """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
 
-    (`client`, `request_id`) names it; `deadline_ns` 0 means none.
+    (`client`, `request_id`) names it. `identity` is that of the collection in the session that it came through: it is
+    to be answered from this content and no other.
     """
 
     client: int
     request_id: int
-    parameters: Parameters
-    deadline_ns: int
+    spec: SearchSpec
+    identity: str
     enqueue_ns: int
     receive_ns: int
     vector: Float32s

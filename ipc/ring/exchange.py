@@ -40,7 +40,7 @@ from ipc.ring.descriptors import CANCEL as CANCEL_KIND
 from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES
 
 # A desk. EPOCH … MAX_TOP_M: limits; ROWS: clients' rows in use, CLIENTS and WATCH: addresses of the tables; TURN: whose
-# requests are read next; INVALID, STALE, RUNG: counters; BELLS: clients that only Python can ring.
+# requests are read next; INVALID, STALE: counters; BELLS: clients that only Python can ring.
 (
     EPOCH,
     MAX_K,
@@ -51,21 +51,20 @@ from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, S
     TURN,
     INVALID,
     STALE,
-    RUNG,
     BELLS,
     FOUND,
-) = range(12)
+) = range(11)
 # The request found: whose it is, its words, its vector's address, and its slot in the ring.
 (ROW, REQUEST_ID, DEADLINE, ENQUEUE, STAGE, CODE, NUMBER, K, TOP_M, WIDTH, PATIENCE, DIM, VECTOR, SLOT) = range(
-    FOUND, 25
+    FOUND, 24
 )
-DESK_WORDS = 25
+DESK_WORDS = 24
 
 # A client row. END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its requests;
 # COLLECTIONS: address of int64 [CODES, 2], for each code of a collection the server's own number for it and its
-# dimension; BELL: an eventfd, or -1 where only Python can ring, which TO_RING then asks for.
-(HANDLE, END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, BELL, TO_RING) = range(9)
-CLIENT_WORDS = 9
+# dimension; TO_RING: it is to be rung, which only Python can do.
+(HANDLE, END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, TO_RING) = range(8)
+CLIENT_WORDS = 8
 
 NONE, ACCEPTED, CANCEL, ARENA, REFUSED, EVICT = range(6)
 
@@ -120,8 +119,7 @@ def answer(
     refusal = atomics.refusal_of(end, 1, 12 * desk[MAX_K])
     if refusal < 0:
         return refusal
-    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
-    header = instructions.words(base + (position % slots) * stride + _HEADER, 6)
+    header = instructions.words(end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE] + _HEADER, 6)
     header[0] = request_id
     header[1] = desk[EPOCH] | (status << 32)
     header[2] = (min(extends, _MAX_EXTENDS) << 32) | count
@@ -129,15 +127,9 @@ def answer(
     header[4] = begin_ns
     header[5] = instructions.monotonic_ns()
     client[OUTSTANDING] -= 1
-    end[END_POSITION] = position + 1
-    if atomics.publish_slots(base, stride, slots, end[END_WORDS], position, 1) == 0:
-        return 0
-    desk[RUNG] += 1
-    if client[BELL] < 0:
+    if atomics.publish_slots(end, 1):
         client[TO_RING] = 1
         desk[BELLS] += 1
-        return 0
-    instructions.write_word(client[BELL], 1)  # if the counter is full, it rings already
     return 0
 
 
@@ -249,6 +241,12 @@ def anything_new(desk: Any) -> Any:
         if atomics.has_news(desk[WATCH] + row * 8 * WATCH_COLUMNS):
             return True
     return False
+
+
+@compiled
+def sleep(desk: Any, descriptor: int, timeout_ms: int) -> Any:
+    """Sleep until a client rings, which makes `descriptor` readable, or the time is over. Whether there is news."""
+    return atomics.sleep_on(desk[WATCH], desk[ROWS], descriptor, timeout_ms) >= 0
 
 
 @entry_point("int64(int64)")

@@ -7,15 +7,15 @@ from ipc.errors import ProtocolViolation, StaleEpoch
 from ipc.ring.descriptors import LOST, RESULT_HEADER, STATUS_CODES, STATUSES, Float32s, Result
 from ipc.ring.ring import RingConsumer
 
-_FLOAT32 = np.dtype(np.float32)
+FLOAT32 = np.dtype(np.float32)
 _LOST_CODE = STATUS_CODES[LOST]
 
 
 def as_float32(vectors: npt.ArrayLike) -> Float32s:
     """As a ring takes them: float32, C-contiguous, aligned; a copy only if they are not so already."""
-    if type(vectors) is np.ndarray and vectors.dtype is _FLOAT32 and vectors.flags.carray:
+    if type(vectors) is np.ndarray and vectors.dtype is FLOAT32 and vectors.flags.carray:
         return vectors
-    return np.require(vectors, _FLOAT32, ["C", "A"])
+    return np.require(vectors, FLOAT32, ["C", "A"])
 
 
 def read_results(ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[int, int], ended: list[Result]) -> None:

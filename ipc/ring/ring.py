@@ -158,29 +158,37 @@ class RingProducer(_End):
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
         self._full = 0
-        self._rung = 0
         end = np.zeros(atomics.END_COLUMNS, np.int64)
         self.end_address = int(end.ctypes.data)
         """Of the end that compiled functions work on (`atomics.py`)."""
         self._end = end.data
         for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
             self._end[i] = word
+        self.ring_with(-1)
         # Bound once: looking attributes up costs more than the call.
         self._publish = partial(atomics.publish, end)
+        self.room: Callable[[], int] = partial(atomics.room, end)
+        """room(): at least so many slots are free, by the reader position seen last. Cheap; `free` looks again."""
         self.send_row: Callable[..., int] = partial(atomics.send_row, end)
         """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
-        payload with a C-contiguous float32 array, and send it. 1: the consumer must be rung; below 0: see `refused`."""
+        payload with a C-contiguous float32 array, and send it. 1: as `send` says True; below 0: see `refused`."""
         self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
         """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
         from slot to slot."""
-        self.send_pairs: Callable[..., int] = partial(atomics.send_pairs, end, layout.payload_bytes // _PAIR_BYTES)
-        """send_pairs(ids, values, a, b, c, d, e): as `send_row`, with int64 and float32 arrays of one length for the
-        payload (12 bytes a pair); that length goes into the low half of c, the monotonic time into the sixth word."""
+
+    def ring_with(self, eventfd: int) -> None:
+        """Wake the consumer by writing to this from now on; -1: its doorbell is the caller's to ring."""
+        self._end[atomics.END_BELL] = eventfd
 
     @property
     def position(self) -> int:
         """Slots sent so far."""
         return self._end[_POSITION]
+
+    @property
+    def rung(self) -> int:
+        """How often the consumer slept and was woken."""
+        return self._end[atomics.END_RUNG]
 
     def free(self) -> int:
         """Slots that can be loaned now."""
@@ -190,27 +198,21 @@ class RingProducer(_End):
         if not self._end[_READER_SEEN] <= reader <= self.position:
             raise self.refused(atomics.IMPOSSIBLE_READER)
         self._end[_READER_SEEN] = reader
-        return self.room
-
-    @property
-    def room(self) -> int:
-        """At least so many slots are free, by the reader position that was seen last. Cheap; `free` looks again."""
-        end = self._end
-        return self._slots - end[_POSITION] + end[_READER_SEEN]
+        return self.room()
 
     def loan(self) -> int:
         """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
-        if self.room <= 0 and self.free() <= 0:
+        if self.room() <= 0 and self.free() <= 0:
             self._full += 1
             raise self.refused(atomics.FULL)
         return self.position % self._slots
 
     def send(self, count: int = 1) -> bool:
-        """Publish the loaned slot (or `count` slots from it on, within `free()`). True: the consumer must be rung."""
-        if self._publish(count) == 0:
-            return False
-        self._rung += 1
-        return True
+        """Publish the loaned slot (or `count` slots from it on, within `free()`), and wake the consumer if it sleeps.
+
+        True: the caller must ring its doorbell, see `ring_with`.
+        """
+        return self._publish(count) != 0
 
     def refused(self, code: int) -> IpcError:
         """What a `send_…` that returned less than 0 says. Nothing was sent."""
@@ -236,7 +238,7 @@ class RingProducer(_End):
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap."""
-        return RingStatistics(self._slots, self.position, self._slots - self.room, self._full, self._rung)
+        return RingStatistics(self._slots, self.position, self._slots - self.room(), self._full, self.rung)
 
 
 class RingConsumer(_End):
@@ -253,7 +255,7 @@ class RingConsumer(_End):
         self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
             atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
         )
-        """take_pairs(slot, ids, values): copy from a ready slot what `RingProducer.send_pairs` put there, as much as
+        """take_pairs(slot, ids, values): copy from a ready slot the results of a query, as much as
         the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
         self._tell_reader = partial(atomics.store_release, self._address + _READER)
 
@@ -331,6 +333,10 @@ class Watch:
     def arm(self) -> bool:
         """Ask the producers to ring. False: there is news already, do not sleep."""
         return atomics.arm(self._address, self._rows) < 0
+
+    def sleep(self, descriptor: int, timeout_ns: int) -> bool:
+        """Arm, sleep until `descriptor` can be read, disarm. Whether there is news. Without the GIL; a signal wakes."""
+        return atomics.sleep(self._address, self._rows, descriptor, -(-timeout_ns // 1_000_000)) >= 0
 
     def disarm(self) -> None:
         """Awake: no need to ring any more."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ipc.memory.shared import SharedMemory
 from ipc.ring.doorbell import EventfdBell, Ringer
-from ipc.ring.exchange import BELL, CLIENT_WORDS, CODES, COLLECTIONS, END, HANDLE, OUTSTANDING, RECEIVED
+from ipc.ring.exchange import CLIENT_WORDS, CODES, COLLECTIONS, END, HANDLE, OUTSTANDING, RECEIVED
 from ipc.ring.ring import RingConsumer, RingProducer, format_ring
 from ipc.server.reception import Reception
 from ipc.session.messages import VERSION, Attach, Attached, Grant, result_offset
@@ -40,6 +40,8 @@ class ClientPlace:
         self.requests = RingConsumer(requests, layouts[0], epoch)
         self.results = RingProducer(results, layouts[1], epoch)
         self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
+        if isinstance(bell, EventfdBell):
+            self.results.ring_with(bell.fileno())
         self.row = -1  # of the desk
         self.words = np.zeros(CLIENT_WORDS, np.int64).data  # of that row
         self.lease = 0  # of the pool's arena; 0: none
@@ -92,7 +94,6 @@ class ClientPlace:
         """Have this row of a desk: its words say all that compiled code needs to know."""
         words[END] = self.results.end_address
         words[COLLECTIONS], words[CODES] = self.terms.table.ctypes.data, len(self.terms.table)
-        words[BELL] = self.bell.fileno() if isinstance(self.bell, EventfdBell) else -1
         words[HANDLE] = self.handle
         self.row, self.words = row, words.data
 
@@ -107,8 +108,10 @@ class ClientPlace:
         return self.joined
 
     def traffic(self) -> dict[str, int]:
-        """Requests received and results published so far."""
-        return {"received": int(self.words[RECEIVED]), "published": self.results.position}
+        """Requests received and results published so far, and how often the client was rung."""
+        return {
+            "received": int(self.words[RECEIVED]), "published": self.results.position, "rung": self.results.rung,
+        }  # fmt: skip
 
     def close(self) -> None:
         self.bell.close()

@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, UnknownRequest
-from ipc.memo import Memo
 from ipc.ring import exchange
-from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Cancel, Float32s, Parameters, Request
+from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Cancel, Float32s, Request, SearchSpec
 from ipc.server.places import ClientPlace
 from ipc.server.server import SessionServer
 
@@ -23,7 +22,6 @@ class _Session(NamedTuple):
     """What was received from a client and is not yet published."""
 
     place: ClientPlace
-    known: Memo[tuple[int, ...], Parameters]
     receive_ns: dict[int, int]  # by request id
     cancelled: set[int]  # those of them that the client does not want any more
 
@@ -80,14 +78,16 @@ class RingServer(SessionServer):
         words = self.desk.words
         session = self._sessions.get(place.handle)
         if session is None:
-            session = _Session(place, Memo(lambda asked: _parameters(place, asked)), {}, set())
-            self._sessions[place.handle] = session
+            session = self._sessions[place.handle] = _Session(place, {}, set())
         session.receive_ns[words[exchange.REQUEST_ID]] = now
-        asked = tuple(words[exchange.STAGE : exchange.PATIENCE + 1])
-        request = Request(
-            place.handle, words[exchange.REQUEST_ID], session.known[asked], words[exchange.DEADLINE],
-            words[exchange.ENQUEUE], now, vector,
+        served = place.terms.catalogue.served[words[exchange.CODE]]
+        spec = SearchSpec(
+            served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
+            words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
         )  # fmt: skip
+        request = Request(
+            place.handle, words[exchange.REQUEST_ID], spec, served.identity, words[exchange.ENQUEUE], now, vector
+        )
         exchange.release_request(self.desk.address)
         return request
 
@@ -170,10 +170,3 @@ class RingServer(SessionServer):
             return False
         desk.ring_bells()
         return True
-
-
-def _parameters(place: ClientPlace, asked: tuple[int, ...]) -> Parameters:
-    """Of words that were checked."""
-    stage, code, _, k, top_m, width, patience = asked
-    served = place.terms.catalogue.served[code]
-    return Parameters(served.name, STAGES[stage], k, top_m, width, patience or None, served.identity)

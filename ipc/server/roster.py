@@ -4,7 +4,7 @@ import time
 
 from ipc.endpoints import new_token
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
-from ipc.ring.exchange import INVALID, RUNG, STALE
+from ipc.ring.exchange import INVALID, STALE
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
@@ -149,7 +149,7 @@ class Roster:
     def statistics(self) -> ServerStatistics:
         """Counters; cheap."""
         words = self.desk.words
-        counted = {"rung": words[RUNG], "invalid": words[INVALID], "stale": words[STALE]}
+        counted = {"invalid": words[INVALID], "stale": words[STALE]}
         counts = self.counts | counted | {"clients": len(self.turns)}
         for client in self.turns:
             counts["outstanding"] += client.outstanding

@@ -19,7 +19,7 @@ from ipc.session.statistics import ServerStatistics
 from ipc.session.terms import Number, Terms
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
-SLEEP_MS = 100.0  # no sleep is longer, whatever the doorbells do
+SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
 
 
 class SessionServer:
@@ -155,10 +155,7 @@ class SessionServer:
             self.housekeep(now)
             if self._ended:
                 return True
-            if self.desk.watch.arm() and end > now:
-                self._listen(min((end - now) / 1e9, SLEEP_MS / 1e3))
-            self.desk.watch.disarm()
-            if self.desk.watch.look(0) >= 0:
+            if self.desk.watch.sleep(self.fileno(), max(min(end - now, SLEEP_NS), 0)):
                 self._spin.learn(time.monotonic_ns() - begin)
                 return True
             if time.monotonic_ns() >= end:

@@ -1,4 +1,4 @@
-"""A search's parameters on their way through a ring: checked and packed by the client, checked again by the pool.
+"""A `SearchSpec` as a request's header takes it: checked and packed by the client, checked again by the pool.
 
 Neither trusts the other: what the client refuses at once is what the pool would refuse after the trip.
 """
@@ -15,11 +15,9 @@ from ipc.ring.descriptors import (
     SEARCH,
     STAGE_CODES,
     STAGES,
+    SearchSpec,
 )
 from ipc.session.messages import Catalogue
-
-Choice = tuple[str, str, int, int, int, int | None]
-"""collection, stage, k, top_m, search_width, patience, as a client says them"""
 
 
 class Limits(NamedTuple):
@@ -47,28 +45,31 @@ class Limits(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Parameters as three words of a request's header, and the dimension that its vector must have."""
+    """A spec but for its deadline, as three words of a request's header, and the dimension its vector must have."""
 
     words: tuple[int, int, int]
     dim: int
 
 
-def pack(choice: Choice, epoch: int, limits: Limits, kind: int = SEARCH) -> Packed:
-    """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit."""
-    collection, stage, k, top_m, search_width, patience = choice
-    code = limits.code(collection)
-    if stage not in STAGE_CODES:
-        raise InvalidArgument(f"stage must be one of {STAGES}, got {stage!r}")
+def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kind: int = SEARCH) -> Packed:
+    """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit.
+
+    A spec that names no top_m gets the usual one, or k if that is more, as far as the pool allows.
+    """
+    code, k = limits.code(spec.collection), spec.k
+    top_m = min(max(usual_top_m, k), limits.max_top_m) if spec.top_m is None else spec.top_m
+    if spec.stage not in STAGE_CODES:
+        raise InvalidArgument(f"stage must be one of {STAGES}, got {spec.stage!r}")
     for name, value, most in (
         ("k", k, limits.max_k),
         ("top_m", top_m, limits.max_top_m),
-        ("search_width", search_width, MAX_U16),
-        ("patience", 1 if patience is None else patience, MAX_U16),
+        ("search_width", spec.search_width, MAX_U16),
+        ("patience", 1 if spec.patience is None else spec.patience, MAX_U16),
     ):
         if not 1 <= value <= most:
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
-    dim = limits.catalogue.served[code].dim
-    return Packed(_words(epoch, kind, STAGE_CODES[stage], code, k, top_m, search_width, patience or 0, dim), dim)
+    dim, stage = limits.catalogue.served[code].dim, STAGE_CODES[spec.stage]
+    return Packed(_words(epoch, kind, stage, code, k, top_m, spec.search_width, spec.patience or 0, dim), dim)
 
 
 def check_deadline(deadline_ns: int) -> None:

@@ -16,6 +16,7 @@ import pwd
 import stat
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +34,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """What other processes of the user need to talk to a node, and to read its logs.
 
     `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs, `paths` are those of its
-    collections, in their order.
+    collections, in their order. `doorbell`: how its pools and their clients wake each other.
     """
 
     name: str
@@ -44,6 +45,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     collections: tuple[str, ...]
     logs: str = ""
     paths: tuple[str, ...] = ()
+    doorbell: Literal["eventfd", "zeromq"] = "eventfd"
 
 
 class RunDir:

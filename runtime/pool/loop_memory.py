@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from gpu.backend import Backend
 from ipc import SessionServer
-from ipc.memory.instructions import words
+from ipc.memory.instructions import monotonic_ns, words
 from ipc.ring import exchange
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop as of
@@ -52,6 +52,7 @@ class PoolLoop:
         scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _ROWS, 2 * slots)]
         self._edges, self._scratch = edges, scratch
         self._vectors = np.zeros((0, 0), np.float32)
+        self._woken = np.zeros(1, np.int64)
         self.words = np.zeros(of.LOOP_WORDS, np.int64)
         self.words[of.DESK] = server.desk.address
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
@@ -132,6 +133,7 @@ class PoolLoop:
     def compile(self) -> None:
         """Have everything compiled: that belongs to the start, and not to a user's query."""
         self.run(0, 0)
+        self.sleep(-1, 0, 0, 0)
         self.held_until(0)
         forget_client(self.words, self._handle, -1)
         _take_in.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
@@ -145,8 +147,25 @@ class PoolLoop:
         """
         self.forget_gone()
         self._server.look_at_late()
+        return self._go_on(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
+
+    def sleep(self, descriptor: int, at_most_ns: int, awake_ns: int, spin_ns: int) -> int:
+        """Sleep until a client asks something, at most so long, and `run` for `awake_ns` from then on.
+
+        `descriptor` is readable when the server has been rung. Between that and the query there is no Python.
+        """
+        sleep_ms = -(-at_most_ns // 1_000_000)
+        stopped = int(_sleep(self.words, self._handle, self._woken, descriptor, sleep_ms, awake_ns, spin_ns))
+        return self._go_on(stopped, self.woken_ns + awake_ns, spin_ns)
+
+    @property
+    def woken_ns(self) -> int:
+        """When the last `sleep` was over."""
+        return int(self._woken[0])
+
+    def _go_on(self, stopped: int, until_ns: int, spin_ns: int) -> int:
+        """After what stopped the loop."""
         while True:
-            stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
             if stopped == of.IN_ARENA:
                 self._take_from_arena()
                 if self._server.late:  # the rest goes on meanwhile
@@ -159,6 +178,7 @@ class PoolLoop:
             else:
                 self._server.desk.ring_bells()
                 return stopped
+            stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
 
     def _take_from_arena(self) -> None:
         vector = self._server.take_from_arena()
@@ -182,6 +202,21 @@ class PoolLoop:
         if not desk.vacant:
             return 0
         return sum(int(forget_client(self.words, self._handle, row)) for row in desk.take_vacated())
+
+
+@compiled
+def _sleep(
+    loop: npt.NDArray[np.int64],
+    handle: npt.NDArray[np.int64],
+    woken: npt.NDArray[np.int64],
+    descriptor: int,
+    sleep_ms: int,
+    awake_ns: int,
+    spin_ns: int,
+) -> int:
+    asked = exchange.sleep(words(loop[of.DESK], exchange.DESK_WORDS), descriptor, sleep_ms)
+    woken[0] = monotonic_ns()
+    return run_loop(loop, handle, woken[0] + awake_ns, spin_ns) if asked else of.IDLE
 
 
 @compiled

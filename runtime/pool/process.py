@@ -155,12 +155,17 @@ class Pool:
         self._malformed = self._server.malformed
 
     def _rest(self, begin: int) -> None:
-        """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer."""
+        """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer.
+
+        The loop itself sleeps, so that a request which wakes it is served before anything else is done.
+        """
         now = time.monotonic_ns()
         until = self._loop.held_until(now)
         if until > now:
-            self._server.wait(min((until - now) / 1e6, self._timing.idle_ms))
-            self._spin.learn(time.monotonic_ns() - begin)
+            timing = self._timing
+            at_most_ns = min(until - now, int(timing.idle_ms * 1e6))
+            self._loop.sleep(self._server.fileno(), at_most_ns, timing.control_ns, self._spin.ns)
+            self._spin.learn(self._loop.woken_ns - begin)
 
     def drain(self) -> None:
         """Take nothing new: clients of a node with several pools turn to the others."""

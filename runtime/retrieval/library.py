@@ -37,7 +37,7 @@ from runtime.retrieval.embedding.embedder import Embedder, TextKind
 from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder, place_of
 from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.pool_session import Accept
+from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way

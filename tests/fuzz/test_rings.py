@@ -100,7 +100,7 @@ def honest(server: RingServer) -> Iterator[RingClient]:
 def answer(server: RingServer) -> None:
     """Answer what waits."""
     for request in server.receive():
-        k = request.parameters.k
+        k = request.spec.k
         server.publish(request.client, request.request_id, "ok", np.arange(k), np.zeros(k, np.float32))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ipc import RingClient, RingServer
+from ipc import RingClient, RingServer, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 
 DIM = 8
@@ -17,14 +17,15 @@ def vector(seed: int = 0, dim: int = DIM) -> npt.NDArray[np.float32]:
 
 
 def ask(client: RingClient, seed: int = 0, **changes: Any) -> int:
-    return client.submit(vector(seed), **{"collection": "docs", "stage": "prefill", "k": 2, **changes})
+    block_ms = changes.pop("block_ms", 0.0)
+    return client.submit(vector(seed), SearchSpec(**{"collection": "docs", "k": 2, **changes}), block_ms)
 
 
 def answer(server: RingServer, limit: int = 256) -> int:
     """Answer what waits with the vector's first k values; returns how many."""
     requests = server.receive(limit)
     for request in requests:
-        k = request.parameters.k
+        k = request.spec.k
         server.publish(request.client, request.request_id, "ok", np.arange(k), request.vector[:k])
     return len(requests)
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer
+from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from tests.ipc.leaks import settled
 from tests.ipc.processes import attach, child, endpoint
@@ -26,7 +26,7 @@ def _flood(address: str) -> None:
         vector = np.ones(DIM, np.float32)
         for i in itertools.count():
             try:
-                request_id = client.submit(vector, collection="docs", stage="decode", k=3, deadline_ns=i)
+                request_id = client.submit(vector, SearchSpec("docs", 3, "decode", deadline_ns=i))
                 if rng.random() < 0.2:
                     client.cancel(request_id)
             except RingFull:
@@ -68,7 +68,7 @@ def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
                     assert not server.publish(cancel.client, cancel.request_id, "cancelled")
                     answered += 1
             assert not open_requests, f"round {round_}: requests of a dead client that nobody cancelled"
-            steady.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+            steady.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
             (request,) = server.receive()
             server.publish(request.client, request.request_id, "ok", [1], [0.5])
             assert [result.status for result in steady.poll()] == ["ok"]
@@ -123,7 +123,7 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
             alive = True
             while client.lost is None or client.outstanding:
                 try:
-                    submitted.append(client.submit(vector, collection="docs", stage="decode", k=1))
+                    submitted.append(client.submit(vector, SearchSpec("docs", 1, "decode")))
                 except (RingFull, PeerLost, Draining):
                     client.wait(20)
                 note(client.poll())
@@ -152,10 +152,10 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
             with pytest.raises(AttachTimeout):
                 client.reconnect(10)
             with pytest.raises(PeerLost, match="died"):
-                client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+                client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
     with child(_serve, address, 2, 2), client:
         client.reconnect(60_000)
-        client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+        client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
         assert client.wait(60_000)
         assert [result.status for result in client.poll()] == ["ok"]
     assert settled() == before
@@ -163,7 +163,7 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
 
 def _die_before_sending(address: str) -> None:
     client = RingClient(address, "torn")
-    client.submit(np.ones(DIM), collection="docs", stage="prefill", k=1)
+    client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
     ring = client._session.requests
     slot = ring.loan()
     ring.payload(np.float32, 0, DIM)[slot, :5] = 7

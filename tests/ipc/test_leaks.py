@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ipc import HandoverSink, HandoverSource, KvArena, RingServer, SharedMemory, new_token, private_endpoint
+from ipc import HandoverSink, HandoverSource, KvArena, RingServer, SearchSpec, SharedMemory, new_token, private_endpoint
 from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
 
@@ -15,7 +15,7 @@ def test_sessions_leave_nothing(doorbell: str) -> None:
     def session() -> None:
         with RingServer(endpoint(), {"docs": 4}, epoch=1) as server:
             with attach(server, doorbell=doorbell) as client:
-                client.submit([1, 2, 3, 4], collection="docs", stage="prefill", k=1)
+                client.submit([1, 2, 3, 4], SearchSpec("docs", 1, "prefill"))
             server.wait(1)
             attach(server, doorbell=doorbell).close()
 

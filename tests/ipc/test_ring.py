@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import InvalidArgument, ProtocolViolation, RingConsumer, RingFull, RingLayout, RingProducer, format_ring
+from ipc.memory.atomics import SLEEPING
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
+from runtime.testing.waiting import until
 from tests.ipc.processes import child, ended_well, readable
 
 EPOCH = 3
@@ -206,6 +209,43 @@ def test_an_empty_watch_never_has_news() -> None:
     assert watch.look(0) == -1
     assert watch.arm()
     watch.disarm()
+
+
+def test_a_send_rings_a_sleeper_whose_eventfd_it_knows() -> None:
+    producer, consumer = ends(4)
+    watch, bell = Watch([consumer]), EventfdBell()
+    producer.ring_with(bell.fileno())
+    for awake in range(2):
+        assert not producer.send(), "there is nothing for the caller to ring"
+        assert producer.rung == awake
+        consumer.release(1)
+        assert watch.arm()
+        assert not readable(bell, 0)
+        assert not producer.send()
+        assert readable(bell, 0)
+        bell.silence()
+        watch.disarm()
+        consumer.release(1)
+    bell.close()
+
+
+def test_a_watch_sleeps_until_the_time_is_over_or_something_is_sent() -> None:
+    producer, consumer = ends(4)
+    watch, bell = Watch([consumer]), EventfdBell()
+    producer.ring_with(bell.fileno())
+    assert not watch.sleep(bell.fileno(), 0)
+    assert not watch.sleep(bell.fileno(), 1)
+    with ThreadPoolExecutor(1) as thread:
+        news = thread.submit(watch.sleep, bell.fileno(), 60_000_000_000)
+        until(lambda: producer.view[SLEEPING])
+        producer.send()
+        assert news.result(60)
+    assert not producer.view[SLEEPING]
+    assert watch.sleep(-1, 60_000_000_000), "there is news already"
+    consumer.release(1)
+    bell.ring()
+    assert not watch.sleep(bell.fileno(), 60_000_000_000), "woken for something else"
+    bell.close()
 
 
 STREAM = 30_000

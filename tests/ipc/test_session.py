@@ -8,35 +8,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ipc import (
-    Cancel,
-    Draining,
-    InvalidArgument,
-    Result,
-    RingClient,
-    RingFull,
-    RingServer,
-    UnknownRequest,
-)
+from ipc import Cancel, Draining, InvalidArgument, Result, RingClient, RingFull, RingServer, SearchSpec, UnknownRequest
 from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 
 def test_a_request_arrives_as_it_was_asked(server: RingServer, client: RingClient) -> None:
     before = time.monotonic_ns()
-    request_id = client.submit(
-        vector(1), collection="docs", stage="decode", k=3, top_m=77, search_width=4, patience=2, deadline_ns=99
-    )
+    spec = SearchSpec("docs", 3, "decode", top_m=77, search_width=4, patience=2, deadline_ns=99)
+    request_id = client.submit(vector(1), spec)
     (request,) = server.receive()
     assert request.request_id == request_id
-    asked = request.parameters
-    assert (asked.collection, asked.stage) == ("docs", "decode")
-    assert (asked.k, asked.top_m, asked.search_width, asked.patience) == (3, 77, 4, 2)
-    assert request.deadline_ns == 99
+    assert request.spec == spec
     assert before <= request.enqueue_ns <= request.receive_ns <= time.monotonic_ns()
     assert np.array_equal(request.vector, vector(1))
     ask(client, patience=None)
-    assert server.receive()[0].parameters.patience is None
+    assert server.receive()[0].spec.patience is None
 
 
 def test_a_result_arrives_as_it_was_published(server: RingServer, client: RingClient) -> None:
@@ -54,10 +41,10 @@ def test_a_result_arrives_as_it_was_published(server: RingServer, client: RingCl
 
 
 def test_collections_of_other_dimensions_share_a_ring(server: RingServer, client: RingClient) -> None:
-    client.submit(vector(3, 3), collection="code", stage="prefill", k=1)
+    client.submit(vector(3, 3), SearchSpec("code", 1, "prefill"))
     ask(client, seed=4)
     first, second = server.receive()
-    assert (first.parameters.collection, second.parameters.collection) == ("code", "docs")
+    assert (first.spec.collection, second.spec.collection) == ("code", "docs")
     assert np.array_equal(first.vector, vector(3, 3))
     assert np.array_equal(second.vector, vector(4))
 
@@ -68,7 +55,7 @@ def test_vectors_of_any_number_type_and_layout_become_float32(
 ) -> None:
     strided = np.arange(2 * DIM, dtype=kind)[::2]
     strided.flags.writeable = False
-    client.submit(strided, collection="docs", stage="prefill", k=1)
+    client.submit(strided, SearchSpec("docs", 1, "prefill"))
     assert np.array_equal(server.receive()[0].vector, strided.astype(np.float32))
 
 
@@ -257,7 +244,7 @@ def test_statistics_count_both_sides(server: RingServer, client: RingClient) -> 
 
 def test_many_are_submitted_together_as_far_as_there_is_room(server: RingServer, client: RingClient) -> None:
     rows = np.stack([vector(seed) for seed in range(SLOTS + 3)])
-    ids = client.submit_many(rows, collection="docs", stage="decode", k=2)
+    ids = client.submit_many(rows, SearchSpec("docs", 2, "decode"))
     assert ids == range(1, SLOTS + 1)
     requests = server.receive()
     assert [request.request_id for request in requests] == list(ids)
@@ -265,16 +252,16 @@ def test_many_are_submitted_together_as_far_as_there_is_room(server: RingServer,
         assert np.array_equal(request.vector, row)
         server.publish(request.client, request.request_id, "ok", [1], [1.0])
     with pytest.raises(RingFull):
-        client.submit_many(rows[SLOTS:], collection="docs", stage="decode", k=2)
+        client.submit_many(rows[SLOTS:], SearchSpec("docs", 2, "decode"))
     assert [result.request_id for result in client.poll()] == list(ids)
-    assert client.submit_many(rows[SLOTS:], collection="docs", stage="decode", k=2) == range(SLOTS + 1, SLOTS + 4)
-    assert client.submit_many(rows[:0], collection="docs", stage="decode", k=2) == range(SLOTS + 4, SLOTS + 4)
+    assert client.submit_many(rows[SLOTS:], SearchSpec("docs", 2, "decode")) == range(SLOTS + 1, SLOTS + 4)
+    assert client.submit_many(rows[:0], SearchSpec("docs", 2, "decode")) == range(SLOTS + 4, SLOTS + 4)
 
 
 @pytest.mark.parametrize("shape", [(DIM,), (2, DIM + 1), (1, 2, DIM)])
 def test_many_of_another_shape_are_refused_and_nothing_is_accepted(client: RingClient, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument, match="vectors of 'docs' have shape"):
-        client.submit_many(np.zeros(shape, np.float32), collection="docs", stage="decode", k=2)
+        client.submit_many(np.zeros(shape, np.float32), SearchSpec("docs", 2, "decode"))
     assert client.outstanding == 0
 
 
@@ -282,7 +269,7 @@ def test_a_pool_that_drains_refuses_many_and_takes_cancellations(server: RingSer
     request_id = ask(client)
     server.drain()
     with pytest.raises(Draining):
-        client.submit_many(np.zeros((2, DIM), np.float32), collection="docs", stage="decode", k=2)
+        client.submit_many(np.zeros((2, DIM), np.float32), SearchSpec("docs", 2, "decode"))
     assert client.outstanding == 1
     assert client.cancel(request_id)
     (request,) = server.receive()
@@ -300,7 +287,7 @@ def test_a_submit_that_fails_half_way_leaves_nothing_outstanding(
         if send == "send_row":
             ask(client)
         else:
-            client.submit_many([vector(0), vector(1)], collection="docs", stage="prefill", k=2)
+            client.submit_many([vector(0), vector(1)], SearchSpec("docs", 2, "prefill"))
 
     with attach(server) as client:
         with monkeypatch.context() as patch:

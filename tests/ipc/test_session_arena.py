@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer
+from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.session.device_arena import DeviceArena, Place, arena_bytes
 from ipc.session.messages import Grant
@@ -81,9 +81,9 @@ def test_the_arena_is_shared_out_to_the_places_and_who_gets_no_slot_of_it_uses_t
         ask(second, seed=7)
         assert np.array_equal(server.receive()[0].vector, vector(7))
         with pytest.raises(MemoryRefused, match="this client has none"):
-            second.submit(DeviceSpan(0x1000, 4 * DIM), collection="docs", stage="prefill", k=1)
+            second.submit(DeviceSpan(0x1000, 4 * DIM), SearchSpec("docs", 1, "prefill"))
         with pytest.raises(InvalidArgument, match=rf"has shape \({DIM},\), got \(1,\)"):
-            second.submit(DeviceSpan(0x1000, 4), collection="docs", stage="prefill", k=1)
+            second.submit(DeviceSpan(0x1000, 4), SearchSpec("docs", 1, "prefill"))
         assert second.outstanding == 1
 
 
@@ -106,7 +106,7 @@ def test_a_vector_on_the_pools_gpu_goes_into_the_arena_and_one_on_the_host_into_
         assert "open" not in {call[0] for call in cuda.calls}  # no GPU is touched for the host's vectors
         for seed in range(1, 4 * SLOTS):
             if seed % 2:
-                client.submit(span(vector(seed)), collection="docs", stage="prefill", k=1)
+                client.submit(span(vector(seed)), SearchSpec("docs", 1, "prefill"))
             else:
                 ask(client, seed=seed)
             found = server.receive()
@@ -123,18 +123,18 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, _ = gpu_pool
-    options: dict[str, Any] = {"collection": "docs", "stage": "prefill", "k": 1}
+    spec = SearchSpec("docs", 1)
     vectors = [vector(seed) for seed in range(SLOTS + 1)]
     with attach(server, arena=True) as client:
         assert client._arena is not None
         client._arena.place(span(vectors[0]))  # its request never goes out: this slot is not given back
         for one in vectors[: SLOTS - 1]:
-            client.submit(span(one), **options)
+            client.submit(span(one), spec)
         with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
-            client.submit(span(vectors[-1]), **options)
+            client.submit(span(vectors[-1]), spec)
         assert client.outstanding == SLOTS - 1
         assert len(server.receive()) == SLOTS - 1
-        client.submit(span(vectors[-1]), **options)
+        client.submit(span(vectors[-1]), spec)
         assert np.array_equal(server.receive()[0].vector, vectors[-1])
 
 
@@ -142,9 +142,9 @@ def test_a_vector_on_another_gpu_than_the_first_is_refused(gpu_pool: tuple[RingS
     server, _ = gpu_pool
     array = vector(1)
     with attach(server, arena=True) as client:
-        client.submit(span(array, 0), collection="docs", stage="prefill", k=1)
+        client.submit(span(array, 0), SearchSpec("docs", 1, "prefill"))
         with pytest.raises(MemoryRefused, match="open from cuda:0, the vector lies on cuda:1"):
-            client.submit(span(array, 1), collection="docs", stage="prefill", k=1)
+            client.submit(span(array, 1), SearchSpec("docs", 1, "prefill"))
 
 
 def test_an_arena_that_cannot_be_opened_is_tried_once_and_refused_from_then_on(
@@ -162,7 +162,7 @@ def test_an_arena_that_cannot_be_opened_is_tried_once_and_refused_from_then_on(
     with attach(server, arena=True) as client:
         for _ in range(3):
             with pytest.raises(MemoryRefused, match=r"cuIpcOpenMemHandle failed: .*NOT_SUPPORTED"):
-                client.submit(span(array), collection="docs", stage="prefill", k=1)
+                client.submit(span(array), SearchSpec("docs", 1, "prefill"))
         assert len(tries) == 1
         ask(client, seed=2)
         assert np.array_equal(server.receive()[0].vector, vector(2))
@@ -178,7 +178,7 @@ def test_a_copy_that_fails_gives_the_arena_up_and_leaves_nothing_outstanding(
     with attach(server, arena=True) as client:
         for _ in range(2):
             with pytest.raises(MemoryRefused, match="cuMemcpyDtoDAsync failed"):
-                client.submit(span(array), collection="docs", stage="prefill", k=1)
+                client.submit(span(array), SearchSpec("docs", 1, "prefill"))
         assert client.outstanding == 0
         assert server.receive() == []
         ask(client, seed=2)
@@ -235,8 +235,8 @@ def test_a_place_without_an_arena_is_no_request() -> None:
     server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
     with server, attach(server, arena=True) as client:
         assert not client.has_arena
-        client._packed[("docs", "prefill", 1, 64, 1, None)] = _arena_words(client)
-        client.submit(vector(1), collection="docs", stage="prefill", k=1)
+        client._packed[SearchSpec("docs", 1, "prefill")] = _arena_words(client)
+        client.submit(vector(1), SearchSpec("docs", 1, "prefill"))
         assert server.receive() == []
         assert server.statistics().evicted == 1
 
@@ -246,7 +246,7 @@ def _arena_words(client: RingClient) -> Any:
     from ipc.session.parameters import Limits, pack
 
     limits = Limits(client.catalogue, client.max_k, client.max_top_m)
-    return pack(("docs", "prefill", 1, 64, 1, None), client.epoch, limits, SEARCH_ARENA)
+    return pack(SearchSpec("docs", 1, "prefill"), client.epoch, limits, kind=SEARCH_ARENA)
 
 
 def test_a_client_that_reconnects_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, Served, Unserved
+from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, SearchSpec, Served, Unserved
 from ipc.server import roster
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
@@ -16,7 +16,7 @@ def test_a_request_keeps_the_identity_of_the_session_it_came_through(server: Rin
     server.renew(REBUILT)
     with attach(server) as other:
         ask(other)
-        found = {request.client: request.parameters.identity for request in server.receive()}
+        found = {request.client: request.identity for request in server.receive()}
     assert list(found.values()) == ["", "second"]
 
 
@@ -68,10 +68,10 @@ def test_a_collection_may_come_back_with_vectors_of_another_length(server: RingS
     server.renew(Catalogue((Served("docs", 2 * DIM, identity="wider"),)))
     with attach(server, arena=True) as renewed:
         assert not renewed.has_arena
-        new = renewed.submit(vector(1, 2 * DIM), collection="docs", stage="decode", k=1)
+        new = renewed.submit(vector(1, 2 * DIM), SearchSpec("docs", 1, "decode"))
         assert sorted(request.vector.shape for request in server.receive()) == [(DIM,), (2 * DIM,)]
         with pytest.raises(InvalidArgument, match=r"shape \(16,\)"):
-            renewed.submit(vector(1, DIM), collection="docs", stage="decode", k=1)
+            renewed.submit(vector(1, DIM), SearchSpec("docs", 1, "decode"))
     assert (old, new) == (1, 1)
 
 

@@ -4,12 +4,7 @@ import asyncio
 
 import pytest
 
-from ipc import (
-    Result,
-    RingClient,
-    RingFull,
-    RingServer,
-)
+from ipc import Result, RingClient, RingFull, RingServer
 from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 

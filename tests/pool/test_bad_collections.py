@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipc import SearchSpec
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
 from runtime.pool import catalogue
 from runtime.pool.process import Timing
@@ -158,7 +159,7 @@ def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
     plan = plan_with(both)
     pool = make_pool(plan)
     with pool.attach() as client:
-        asked = client.submit(QUERY, collection="code", stage="decode", k=3)
+        asked = client.submit(QUERY, SearchSpec("code", 3, "decode"))
         pool.step()
         assert pool.pool.busy
         damaged = pool.pool._replacing._catalogue

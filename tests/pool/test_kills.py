@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from gpu import GraphIndex, SearchParams
+from ipc import SearchSpec
 from runtime.errors import TrinityError, WorkerLost
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
@@ -80,7 +81,7 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
             process.kill()
             until(lambda: made.server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
         assert taken_slots(made.pool, free) == 0
-        steady.submit(queries[0], collection="docs", stage="prefill", k=1)
+        steady.submit(queries[0], SearchSpec("docs", 1, "prefill"))
         until(lambda: bool(steady._session.watch.look(0) >= 0), made.step)
         assert [result.status for result in steady.poll()] == ["ok"]
     until(lambda: descriptors() == before, made.step)
@@ -91,7 +92,7 @@ def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queri
     made = make_pool()
     client = made.attach()
     free = made.engine.free_slots
-    client.submit(queries[0], collection="docs", stage="prefill", k=1)
+    client.submit(queries[0], SearchSpec("docs", 1, "prefill"))
     until(lambda: made.pool.busy, made.step)
     assert taken_slots(made.pool, free) == 2
     until(lambda: not made.pool.busy, made.step)

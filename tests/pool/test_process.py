@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from gpu import GraphIndex
-from ipc import Draining, Result, RingClient
+from ipc import Draining, Result, RingClient, SearchSpec
 from ipc.endpoints import connect
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
@@ -35,7 +35,7 @@ def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Re
 
 def ask(client: RingClient, vector: Vectors, stage: str = "prefill", **wanted: Any) -> int:
     choice: dict[str, Any] = {"collection": "docs", "stage": stage, "k": 5, "top_m": 32}
-    return client.submit(vector, **(choice | wanted))
+    return client.submit(vector, SearchSpec(**(choice | wanted)))
 
 
 def test_answers_equal_the_index_whatever_shares_the_batch(

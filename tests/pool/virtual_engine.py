@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gpu import SearchParams
 from gpu.slots import Collections
-from ipc import RingClient, SessionServer, new_token, private_endpoint
+from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.table import WorkerTable
@@ -123,7 +123,7 @@ class VirtualPool:
         while self._sent < len(self.queries) and self.queries[self._sent].at_ns <= self.engine.now:
             query = self.queries[self._sent]
             vector = np.array([self._sent], np.float32)
-            self._client.submit(vector, collection="docs", stage=query.stage, k=1, top_m=128, search_width=4)
+            self._client.submit(vector, SearchSpec("docs", 1, query.stage, top_m=128, search_width=4))
             self._sent += 1
 
     def run(self) -> list[Fate]:

@@ -292,6 +292,7 @@ class Supervisor:
             collections=tuple(collection.name for collection in self._plan.config.collections),
             paths=tuple(collection.path for collection in self._plan.config.collections),
             logs=str(log_directory(self._plan)),
+            doorbell=self._plan.config.pool.doorbell,
         )
 
     def status(self) -> NodeStatus:

@@ -3,12 +3,12 @@
 import numbers
 import operator
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ipc import STAGES, Stage
+from ipc import STAGES, SearchSpec
 from runtime.errors import InvalidRequest
 
 _MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
@@ -16,21 +16,9 @@ _LATEST_NS = (1 << 63) - 1
 _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 
 
-class Wanted(NamedTuple):
-    """A query's parameters: all of it but its vector. `deadline_ns` is 0 for none."""
-
-    k: int
-    stage: Stage
-    collection: str
-    top_m: int | None
-    search_width: int
-    patience: int | None
-    deadline_ns: int
-
-
-def wanted(
-    k: Any, stage: Any, collection: Any, top_m: Any, search_width: Any, patience: Any, deadline_ns: Any
-) -> Wanted:
+def spec_of(
+    k: Any, collection: Any, stage: Any, top_m: Any, search_width: Any, patience: Any, deadline_ns: Any = 0
+) -> SearchSpec:
     """Checked, integers of any kind as Python's own. Raises `InvalidRequest` that names the value and its limit."""
     k = _integer("k", k, 1, _MOST)
     if top_m is not None:
@@ -41,14 +29,14 @@ def wanted(
         raise InvalidRequest(f"collection must be a name, not {collection!r}", "collection")
     if stage not in STAGES:
         raise InvalidRequest(f"stage must be one of {STAGES}, not {stage!r}", "stage")
-    return Wanted(
+    return SearchSpec(
+        collection,
         k,
         stage,
-        collection,
         top_m,
         _integer("search_width", search_width, 1, _MOST),
         None if patience is None else _integer("patience", patience, 1, _MOST),
-        _integer("deadline_ns", deadline_ns, 0, _LATEST_NS),
+        deadline_at(deadline_ns),
     )
 
 
@@ -63,6 +51,11 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
     if not least <= value <= most:
         raise InvalidRequest(f"{name} is {value}, outside {least}..{most}", name)
     return int(value)  # not of a subclass
+
+
+def deadline_at(deadline_ns: Any) -> int:
+    """A deadline on the monotonic clock, checked. Raises `InvalidRequest`."""
+    return _integer("deadline_ns", deadline_ns, 0, _LATEST_NS)
 
 
 def deadline_of(deadline_ms: Any) -> int:

@@ -14,7 +14,7 @@ from runtime.errors import TrinityError, Unavailable
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.pool_session import Accept
+from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed

@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import zmq
+from msgspec.structs import replace
 
-from ipc import Stage
+from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import find_node
-from runtime.retrieval.search.arguments import Wanted, check_finite, deadline_of, wanted
+from runtime.retrieval.search.arguments import check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
 from runtime.retrieval.search.limits import Limits
-from runtime.retrieval.search.pool_session import Accept, Question
+from runtime.retrieval.search.question import Accept, Question
 from runtime.retrieval.search.replicas import ReplicaPolicy
 from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
-from runtime.retrieval.vectors.device import DeviceVectors, Vectors
 from runtime.retrieval.vectors.vectors import as_vectors
 
 _LOOK_MS = 5  # how often pools are looked for while queries wait for one
@@ -34,8 +35,8 @@ _LOOK_MS = 5  # how often pools are looked for while queries wait for one
 class SearchClient:
     """Submits queries to the pools at `endpoints` and polls results. One thread; only `search…` and `sleep` wait.
 
-    `defaults` gives top_m and search_width for queries that name none; `find` tells where the pools are now, once all
-    that were known are lost.
+    `defaults` gives top_m and search_width for queries that name none, and the doorbell; `find` tells where the pools
+    are now, once all that were known are lost.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class SearchClient:
     ) -> None:
         self._defaults = defaults or PoolSection()
         self._collections = tuple(collections)  # the node's own; empty: as its pools tell
-        self._dispatcher = Dispatcher(endpoints, name, self._defaults.top_m, policy, find, limits)
+        self._dispatcher = Dispatcher(endpoints, name, self._defaults, policy, find, limits)
+        self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
         self._tickets = itertools.count(1)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
@@ -78,7 +80,8 @@ class SearchClient:
             client._collections = found.collections
             return found.pools
 
-        client = cls(info.pools, name, find=find, collections=info.collections)
+        settings = PoolSection(doorbell=info.doorbell)
+        client = cls(info.pools, name, settings, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
             if client._dispatcher.look_after(now) and not client._dispatcher.seeking:
@@ -117,33 +120,30 @@ class SearchClient:
         collection cannot be served, `CollectionReplaced` if no build that is served is accepted); nothing was accepted
         then.
         """
-        asked = self._wanted(k, collection, stage, deadline_ns, top_m, search_width, patience)
+        width = self._defaults.search_width if search_width is None else search_width
+        asked = (k, collection, stage, top_m, width, patience)
+        try:
+            spec = self._specs[*asked, *map(type, asked)]  # True is not 1 here
+        except TypeError:  # something that cannot be looked up: it is refused by its name
+            spec = spec_of(*asked)
+        if type(deadline_ns) is not int or deadline_ns:
+            spec = replace(spec, deadline_ns=deadline_at(deadline_ns))
         row = as_vectors(vector)
         if row.ndim != 1:
             raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
-        if not isinstance(row, DeviceVectors):  # the pool looks at those
+        if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):  # the pool looks at a GPU's
             check_finite(row)
-        question = self._question(row, self._named(asked))
-        question.accept = accept
+        if not spec.collection:
+            spec = self._named(spec)
+        question = Question(next(self._tickets), row, spec, accept=accept)
         self._dispatcher.ask(question, wait_for_room)
         return question.ticket
 
-    def _question(self, vector: Vectors, asked: Wanted) -> Question:
-        return Question(next(self._tickets), vector, asked)
-
-    def _wanted(
-        self, k: Any, collection: Any, stage: Any, deadline_ns: Any, top_m: Any, search_width: Any, patience: Any
-    ) -> Wanted:
-        width = self._defaults.search_width if search_width is None else search_width
-        return wanted(k, stage, collection, top_m, width, patience, deadline_ns)
-
-    def _named(self, asked: Wanted) -> Wanted:
-        """With the name of the only collection if it has none."""
-        if asked.collection:
-            return asked
+    def _named(self, spec: SearchSpec) -> SearchSpec:
+        """With the name of the only collection."""
         names = self._collections or self._dispatcher.collections
         if len(names) == 1:
-            return asked._replace(collection=names[0])
+            return replace(spec, collection=names[0])
         if not names:
             raise Unavailable("no pool is up that could tell which collection is meant")
         raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")
@@ -161,9 +161,10 @@ class SearchClient:
         patience: int | None = None,
     ) -> SearchResult:
         """Ask and wait. `vector` as for `submit`. Raises what ended the query if it was not answered."""
+        deadline_ns = 0 if deadline_ms is None else deadline_of(deadline_ms)
         ticket = self.submit(
-            vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
-            top_m=top_m, search_width=search_width, patience=patience,
+            vector, k, collection=collection, stage=stage, deadline_ns=deadline_ns, top_m=top_m,
+            search_width=search_width, patience=patience,
         )  # fmt: skip
         try:
             while ticket not in self._kept:
@@ -219,12 +220,13 @@ class SearchClient:
     ) -> BatchRun:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self._dispatcher.check_open()
-        asked = self._wanted(k, collection, stage, deadline_of(deadline_ms), top_m, search_width, patience)
+        width = self._defaults.search_width if search_width is None else search_width
+        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms))
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
-        asked = self._named(asked) if len(rows) else asked
-        return BatchRun(self._dispatcher, [self._question(row, asked) for row in rows], rows, asked.k)
+        spec = self._named(spec) if len(rows) and not spec.collection else spec
+        return BatchRun(self._dispatcher, [Question(next(self._tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""

@@ -17,23 +17,16 @@ import numpy as np
 from msgspec.structs import replace
 
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
-from runtime.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    TrinityError,
-    Unavailable,
-    WorkerLost,
-)
-from runtime.retrieval.search.arguments import check_finite
+from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
+from runtime.node.config import PoolSection
 from runtime.retrieval.search.gather import Gather
 from runtime.retrieval.search.limits import Limits
-from runtime.retrieval.search.pool_session import PoolSession, Question
+from runtime.retrieval.search.pool_session import PoolSession
+from runtime.retrieval.search.question import Question, error_of
 from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.search.results import SearchResult, SearchStatistics, failed
 from runtime.retrieval.search.routes import Routes
-from runtime.retrieval.vectors.device import Vectors, on_host
+from runtime.retrieval.vectors.device import Vectors
 
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
@@ -49,12 +42,12 @@ class Dispatcher:
         self,
         endpoints: Iterable[str],
         name: str,
-        top_m: int,
+        settings: PoolSection,
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
+        self._name, self._settings, self._policy, self._find = name, settings, policy, find
         self._limits = limits or Limits()
         self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
@@ -70,7 +63,7 @@ class Dispatcher:
     # ---- pools
 
     def _session(self, endpoint: str) -> PoolSession:
-        return PoolSession(endpoint, self._name, self._top_m, self._limits.retry_ns)
+        return PoolSession(endpoint, self._name, self._settings, self._limits.retry_ns)
 
     def look_after(self, now_ns: int) -> bool:
         """Have sessions with as many pools as can be had. Whether there is one with any."""
@@ -145,12 +138,17 @@ class Dispatcher:
 
         Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
         """
-        self.check_open()
-        parts = self._parts(question)
-        if len(parts) > 1:
-            self._check_room()
+        if not self._open:
+            self.check_open()
+        parts: list[Question] = [question]
+        route: Sequence[int] | None = self.routes.direct.get(question.spec.collection)
+        if route is None or question.accept is not None:
+            parts = self._parts(question)
+            route = self._route(parts[0])
+            if len(parts) > 1:
+                self._check_room()
         try:
-            sent = self._try(parts[0])
+            sent = self._give(parts[0], route, time.monotonic_ns())
         except Overloaded:
             if not patient:
                 raise
@@ -181,7 +179,7 @@ class Dispatcher:
         `Unavailable` (closed).
         """
         self.check_open()
-        collection = questions[0].wanted.collection
+        collection = questions[0].spec.collection
         if self.routes.shards(collection) != 1:
             return self._ask_each(questions)
         now, sent = time.monotonic_ns(), 0
@@ -200,44 +198,34 @@ class Dispatcher:
         for number, question in enumerate(questions):
             try:
                 self.ask(question)
-            except Overloaded:
-                return number
-            except TrinityError:
-                if number == 0:
+            except TrinityError as error:
+                if number == 0 and not isinstance(error, Overloaded):
                     raise
                 return number  # it is the first of the next ones
         return len(questions)
 
     def _parts(self, question: Question) -> list[Question]:
         """The question itself, or what each shard is asked of it, once every shard of one build is there."""
-        collection = question.wanted.collection
+        collection = question.spec.collection
         if question.gather is not None or (shards := self.routes.shards(collection)) <= 1:
             return [question]
         identity = self.routes.whole_build(collection, question.accept)
         if identity is None:
             return [question]
-        gather = Gather(question, identity, question.wanted.k, shards)
+        gather = Gather(question, identity, question.spec.k, shards)
         return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
 
     def _send_or_park(self, question: Question) -> bool:
-        try:
-            if self._try(question):
+        with suppress(Overloaded):
+            if self._give(question, self._route(question), time.monotonic_ns()):
                 return True
-        except Overloaded:
-            pass
         self._park(question)
         return False
 
-    def _try(self, question: Question) -> bool:
-        """Give a question to a pool that has its shard; False if none is up.
-
-        Raises `Overloaded`, `InvalidRequest`, `Unavailable`.
-        """
-        return self._give(question, self._route(question), time.monotonic_ns())
-
     def _give(self, question: Question, route: Sequence[int], now: int) -> bool:
+        """Give a question to one of these pools; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
-        for number in self._replicas.choose(route, now):
+        for number in self._replicas.choose(route, now) if len(route) > 1 else route:
             try:
                 self.pools[number].submit(question)
             except RingFull as error:
@@ -255,7 +243,7 @@ class Dispatcher:
         return False
 
     def _route(self, question: Question) -> Sequence[int]:
-        collection, gather = question.wanted.collection, question.gather
+        collection, gather = question.spec.collection, question.gather
         if gather is not None:
             return self.routes.pools(collection, gather.identity, question.shard)
         if self.routes.shards(collection) > 1:
@@ -315,7 +303,7 @@ class Dispatcher:
             try:
                 parts = self._parts(question)
                 for part in parts:
-                    place = part.wanted.collection, part.gather.identity if part.gather else "", part.shard
+                    place = part.spec.collection, part.gather.identity if part.gather else "", part.shard
                     if place in full:
                         self._parked.append(part)
                     elif not self._send_or_park(part) and part.accept is None:
@@ -325,7 +313,7 @@ class Dispatcher:
 
     def _of_a_whole_build(self, part: Question, gather: "Gather[Question]") -> Question:
         """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
-        collection = gather.whole.wanted.collection
+        collection = gather.whole.spec.collection
         if self.routes.is_whole(collection, gather.identity):
             return part
         with suppress(TrinityError):  # it ends when it is sent
@@ -339,12 +327,12 @@ class Dispatcher:
 
     def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
-        if question.wanted.deadline_ns:
-            late = now_ns >= question.wanted.deadline_ns
+        if question.spec.deadline_ns:
+            late = now_ns >= question.spec.deadline_ns
             return DeadlineExceeded("no pool took the query before its deadline") if late else None
-        if now_ns < max(since_ns, self._answered.get(question.wanted.collection, 0)) + self._limits.wait_ns:
+        if now_ns < max(since_ns, self._answered.get(question.spec.collection, 0)) + self._limits.wait_ns:
             return None
-        collection = question.wanted.collection
+        collection = question.spec.collection
         try:
             shards = self.routes.shards(collection)
             if question.gather is not None:
@@ -368,10 +356,8 @@ class Dispatcher:
             return
         if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
             # No healthy index has such a distance: vectors and queries are checked to be finite.
-            name = question.wanted.collection
-            self._fail(
-                question, Unavailable(f"collection {name!r} is damaged: its index gave a distance that is no number")
-            )
+            damaged = f"collection {question.spec.collection!r} is damaged: its index gave a distance that is no number"
+            self._fail(question, Unavailable(damaged))
         elif result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
             found = SearchResult(
@@ -384,12 +370,12 @@ class Dispatcher:
                 for pool in self.pools:
                     pool.withdraw(question)
             if whole is not None:
-                self._answered[question.wanted.collection] = now
+                self._answered[question.spec.collection] = now
                 self._ended.append(whole)
         elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
             self._park(question)
         else:
-            self._fail(question, _error_of_status(result.status, question))
+            self._fail(question, error_of(result.status, question))
 
     def _fail(self, question: Question, error: TrinityError) -> None:
         question.ended = True
@@ -409,23 +395,3 @@ class Dispatcher:
         self._open = False
         for pool in self.pools:
             pool.close()
-
-
-def _error_of_status(status: str, question: Question) -> TrinityError:
-    match status:
-        case "overloaded":
-            return Overloaded("the pool's queue is full")
-        case "deadline_exceeded":
-            return DeadlineExceeded("the pool could not answer the query before its deadline")
-        case "invalid_request":
-            try:
-                check_finite(on_host(question.vector))
-            except InvalidRequest as error:
-                return error
-            return InvalidRequest("the pool refused the query: a limit of its own is passed")
-        case "lost" | "stale_epoch":
-            return WorkerLost(f"the pool died with the query, {question.attempts} times")
-        case "cancelled":
-            return DeadlineExceeded("the query was cancelled")
-        case _:
-            return InternalError(f"the pool ended the query with status {status!r}")

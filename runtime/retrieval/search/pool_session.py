@@ -6,11 +6,9 @@ new one.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from ipc import (
@@ -23,39 +21,17 @@ from ipc import (
     Result,
     RingClient,
     RingFull,
+    SearchSpec,
     StaleEpoch,
 )
 from runtime.errors import TrinityError
-from runtime.retrieval.search.arguments import Wanted
-from runtime.retrieval.search.gather import Gather
+from runtime.node.config import PoolSection
+from runtime.retrieval.search.question import Question
 from runtime.retrieval.search.results import PoolState, PoolStatistics
 from runtime.retrieval.vectors.device import DeviceVectors, Vectors, on_host
 
 _RETRY_MS = (400.0, 1600.0)  # an attempt's, at first and at most; a pool whose loop runs answers in about one
 _ROUND_TRIPS = 1024
-
-Accept = Callable[[str], bool]
-"""Whether an answer from a collection's build of this identity is of use."""
-
-
-class Question(msgspec.Struct, eq=False):
-    """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
-
-    `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
-    first is silent. `identity` is that of the build that answered it. `accept`: None for any.
-    """
-
-    ticket: int
-    vector: Vectors  # one on a GPU as its caller has it: it can be asked again from there
-    wanted: Wanted
-    parked_ns: int = 0  # since when it waits for a pool; 0: it does not
-    shard: int = 0
-    attempts: int = 0
-    at: int = 0
-    ended: bool = False  # what comes after that is of no use
-    gather: "Gather[Question] | None" = None
-    accept: Accept | None = None
-    identity: str = ""
 
 
 class _Session:
@@ -68,13 +44,14 @@ class _Session:
 
 
 class PoolSession:
-    """The session with the pool at `endpoint`. What it loses comes back from `poll` with status 'lost'."""
+    """The session with the pool at `endpoint`. What it loses comes back from `poll` with status 'lost'.
 
-    def __init__(self, endpoint: str, name: str, top_m: int, retry_every_ns: int) -> None:
+    settings: its doorbell, and the top_m of questions that name none.
+    """
+
+    def __init__(self, endpoint: str, name: str, settings: PoolSection, retry_every_ns: int) -> None:
         self.endpoint = endpoint
-        self._retry_every_ns = retry_every_ns
-        self._name = name
-        self._top_m = top_m  # of questions that name none
+        self._name, self._settings, self._retry_every_ns = name, settings, retry_every_ns
         self._retry_ns = 0
         self._patience_ms = _RETRY_MS[0]  # doubles with every attempt: on a busy machine an answer takes its time
         self._seeker: threading.Thread | None = None
@@ -133,7 +110,11 @@ class PoolSession:
     def _seek(self) -> None:
         patience_ms, self._patience_ms = self._patience_ms, min(2 * self._patience_ms, _RETRY_MS[1])
         with suppress(IpcError):  # nobody there, refused, or dead half way through
-            self._found.append(RingClient(self.endpoint, self._name, timeout_ms=patience_ms, arena=True))
+            made = RingClient(
+                self.endpoint, self._name, doorbell=self._settings.doorbell, timeout_ms=patience_ms, arena=True,
+                top_m=self._settings.top_m,
+            )  # fmt: skip
+            self._found.append(made)
             self._patience_ms = _RETRY_MS[0]
 
     def _adopt(self) -> None:
@@ -152,36 +133,39 @@ class PoolSession:
 
     def submit(self, question: Question) -> None:
         """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
-        session, vector = self._attached, question.vector
-        client, options = session.client, self._options(session.client, question.wanted)
-        if not isinstance(vector, DeviceVectors):
-            request_id = client.submit(vector, **options)
+        session, vector = self._session, question.vector
+        if session is None:
+            raise PeerLost(f"no session with {self.endpoint}")
+        if isinstance(vector, DeviceVectors):
+            request_id = self._submit_from_gpu(session.client, vector, question.spec)
         else:
-            request_id = self._submit_from_gpu(client, vector, options)
-        self._sent(session, request_id, question)
-
-    def _sent(self, session: _Session, request_id: int, question: Question) -> None:
+            request_id = session.client.submit(vector, question.spec)
         question.attempts += 1
         question.at += 1
         session.asked[request_id] = question
         self.sent += 1
 
     @staticmethod
-    def _submit_from_gpu(client: RingClient, vector: DeviceVectors, options: dict[str, Any]) -> int:
+    def _submit_from_gpu(client: RingClient, vector: DeviceVectors, spec: SearchSpec) -> int:
         """Into the pool's arena, or else through the host."""
         if client.has_arena:
             with suppress(MemoryRefused):  # it is out of reach, or its slots are all in use
-                return client.submit(vector.span, **options)
-        return client.submit(vector.on_host(), **options)
+                return client.submit(vector.span, spec)
+        return client.submit(vector.on_host(), spec)
 
     def submit_many(self, rows: Vectors, questions: list[Question]) -> int:
         """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
-        session = self._attached
+        session = self._session
+        if session is None:
+            raise PeerLost(f"no session with {self.endpoint}")
         if isinstance(rows, DeviceVectors) and session.client.has_arena:
             return self._submit_each(questions)
-        ids = session.client.submit_many(on_host(rows), **self._options(session.client, questions[0].wanted))
+        ids = session.client.submit_many(on_host(rows), questions[0].spec)
         for request_id, question in zip(ids, questions, strict=False):
-            self._sent(session, request_id, question)
+            question.attempts += 1
+            question.at += 1
+            session.asked[request_id] = question
+        self.sent += len(ids)
         return len(ids)
 
     def _submit_each(self, questions: list[Question]) -> int:
@@ -193,23 +177,6 @@ class PoolSession:
                     raise
                 return number
         return len(questions)
-
-    @property
-    def _attached(self) -> _Session:
-        if self._session is None:
-            raise PeerLost(f"no session with {self.endpoint}")
-        return self._session
-
-    def _options(self, client: RingClient, wanted: Wanted) -> dict[str, Any]:
-        return {
-            "collection": wanted.collection,
-            "stage": wanted.stage,
-            "k": wanted.k,
-            "top_m": wanted.top_m or min(max(self._top_m, wanted.k), client.max_top_m),
-            "search_width": wanted.search_width,
-            "patience": wanted.patience,
-            "deadline_ns": wanted.deadline_ns,
-        }
 
     def poll(self, now_ns: int) -> list[tuple[Question, Result]]:
         """What has ended since the last call; a pool that breaks the protocol has lost the session."""
@@ -230,7 +197,7 @@ class PoolSession:
                 self.answered += 1
                 self._round_trips.append(now_ns - result.enqueue_ns)
                 if not question.ended:
-                    question.identity = session.identities[question.wanted.collection]
+                    question.identity = session.identities[question.spec.collection]
             else:
                 self.errors[result.status] += 1
         return ended

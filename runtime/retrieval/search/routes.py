@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ipc import Catalogue
 from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
-from runtime.retrieval.search.pool_session import Accept
+from runtime.retrieval.search.question import Accept
 
 Pools = tuple[int, ...]
 
@@ -39,6 +39,13 @@ class Routes:
                     build.pools[one.shard] = (*build.pools[one.shard], number)
             for other in catalogue.unserved:
                 self._unserved[other.name] = other.reason
+        self.direct = {
+            name: build.pools[0]
+            for name, builds in self._builds.items()
+            for build in builds.values()
+            if len(builds) == len(build.pools) == 1
+        }
+        """The pools of each collection that is one build in one piece: most questions need not look further."""
 
     @property
     def unavailable(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ipc import RingClient
+from ipc import RingClient, SearchSpec
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import metrics_of
@@ -92,14 +92,12 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
     """
     pool, sent = config.pool, 0
     window = min(window, pool.ring_slots, pool.queue - pool.queue // 4)
+    spec = SearchSpec(config.collections[0].name, 1, "decode", pool.top_m, pool.search_width)
     waits: list[int] = []
     until = time.monotonic() + _SILENT_S
     while len(waits) < count:
         while sent < count and sent - len(waits) < window:
-            client.submit(
-                queries[sent % len(queries)], collection=config.collections[0].name, stage="decode",
-                k=1, top_m=pool.top_m, search_width=pool.search_width,
-            )  # fmt: skip
+            client.submit(queries[sent % len(queries)], spec)
             sent += 1
         news = client.poll()
         for result in news:
