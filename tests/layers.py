@@ -6,7 +6,7 @@ ORDER = ("e2e", "process", "unit")
 
 PROCESS = {
     "cuda": ("test_compiled_functions", "test_kernels", "test_launches", "test_launch_bindings", "test_planted"),
-    "dashboards": ("test_live", "test_preview", "test_rules"),
+    "dashboards": ("test_live", "test_preview", "test_rules", "test_top"),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
     "ipc": (
@@ -18,6 +18,7 @@ PROCESS = {
     "pool": ("test_cuda_pool", "test_kills"),
     "retrieval": ("test_embedder", "test_index_commands"),
     "serving": ("test_model", "test_smollm"),
+    "tests": ("test_imports",),
 }  # fmt: skip
 
 

@@ -26,7 +26,11 @@ def test_a_test_is_in_the_layer_of_its_file(test: str, layer: str) -> None:
 
 
 def test_every_file_that_is_named_is_there() -> None:
-    files = [TESTS / folder / f"{name}.py" for folder, names in PROCESS.items() for name in names]
+    files = [
+        (TESTS if folder == "tests" else TESTS / folder) / f"{name}.py"
+        for folder, names in PROCESS.items()
+        for name in names
+    ]
     assert [file for file in files if not file.exists()] == []
 
 

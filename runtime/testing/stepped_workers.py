@@ -45,17 +45,14 @@ class SteppedWorkers:
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(worker_of(self.plan, "prefill-0"), transport)
-        self.prefill._sleep = lambda: None  # type: ignore[method-assign]
+        self.prefill = PrefillWorker(worker_of(self.plan, "prefill-0"), transport, idle_ms=0)
         for number in range(decodes):
             self.start_decode(f"decode-{number}")
         while len(self._identities) < 1 + decodes:
             self.round()
 
     def start_decode(self, name: str) -> None:
-        worker = DecodeWorker(worker_of(self.plan, name), self._transport)
-        worker._sleep = lambda: None  # type: ignore[method-assign]
-        self.decodes[name] = worker
+        self.decodes[name] = DecodeWorker(worker_of(self.plan, name), self._transport, idle_ms=0)
 
     def submit(
         self,
@@ -103,6 +100,14 @@ class SteppedWorkers:
         while request_id not in [job.id for job in self.prefill._offered.values()]:
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """By worker: KV blocks that are held, and leases of prefill or blocks of decode's swap space that are taken."""
+        leases = self.plan.config.prefill.slots - self.prefill._source.free_leases
+        taken = {"prefill-0": (self.prefill._blocks.held, leases)}
+        for name, worker in self.decodes.items():
+            taken[name] = (worker._blocks.held, worker._swap.total - worker._swap.free)
+        return taken
 
     def close(self) -> None:
         self.prefill.close()

@@ -267,13 +267,13 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
     loop = ControlLoop(ControlSection(), PoolSection(), tables)
     for table in tables.values():
         table.add("trinity_decode_row_seconds_total", 5.0)
-    before = loop._readings()
+    before = loop.readings()
     loop.left(tables.pop("decode-1"))
-    assert loop._readings() == before
+    assert loop.readings() == before
     table = WorkerTable.create("decode", "decode-1", METRICS["decode"])
     loop.joined(table)
     table.add("trinity_decode_row_seconds_total", 2.0)
-    assert loop._readings().row_s == before.row_s + 2.0
+    assert loop.readings().row_s == before.row_s + 2.0
 
 
 def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
@@ -281,12 +281,12 @@ def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counte
     loop = ControlLoop(ControlSection(enabled=True), PoolSection(reserve=0.4), tables)
     for table in tables.values():
         table.observe(POOL_WAIT_PREFILL, 0.01)
-    before = loop._readings()
+    before = loop.readings()
     assert sum(before.wait_counts) == 2
     loop.left(tables.pop("pool-1"))
-    assert loop._readings() == before
+    assert loop.readings() == before
     table = WorkerTable.create("pool", "pool-1", METRICS["pool"])
     loop.joined(table)
     assert table.knob("reserve") == 0.4
     table.observe(POOL_WAIT_PREFILL, 0.01)
-    assert sum(loop._readings().wait_counts) == 3
+    assert sum(loop.readings().wait_counts) == 3

@@ -67,11 +67,7 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
 
 def nothing_is_held(workers: Workers) -> None:
     workers.settle()
-    assert workers.prefill._blocks.held == 0
-    assert workers.prefill._source.free_leases == workers.plan.config.prefill.slots
-    for worker in workers.decodes.values():
-        assert worker._blocks.held == 0
-        assert worker._swap.free == worker._swap.total
+    assert set(workers.held().values()) == {(0, 0)}
 
 
 @pytest.mark.parametrize(

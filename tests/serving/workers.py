@@ -53,6 +53,9 @@ class FakePool:
     def cancel(self, ticket: int) -> None:
         self._open.pop(ticket, None)
 
+    def sleep(self, sockets: Sequence[Any], timeout_ms: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -61,7 +61,7 @@ class ControlLoop:
         if not self._settings.enabled or now_s < self._due_s:
             return
         self._due_s = now_s + self._settings.interval_s
-        for change in self.law.update(now_s, self._meter.update(now_s, self._readings())):
+        for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
             log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
             for table in self._pools:
                 table.set_knob(change.knob, change.after)
@@ -78,7 +78,7 @@ class ControlLoop:
         changes.add_metric([], self.law.changes)
         yield from (reserve, flush, changes)
 
-    def _readings(self) -> Readings:
+    def readings(self) -> Readings:
         counts = [self._left_waits, *(table.read(POOL_WAIT_PREFILL)[:-1] for table in self._pools)]
         return Readings(
             link_busy_s=self._sum("trinity_kv_link_busy_seconds_total"),

@@ -47,14 +47,15 @@ if TYPE_CHECKING:
     import torch
 
 _SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step of the batch at most, and as much again of its caches
-_IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
 class DecodeWorker:
     """Offers → rows: where every request of this worker is."""
 
-    def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
-        """`transport`: by default that of the worker's device."""
+    def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
+        """`transport`: by default that of the worker's device. `idle_ms`: the longest sleep; the loop writes its
+        heartbeat in between."""
+        self._idle_ms = idle_ms
         config, model = worker.plan.config, worker.plan.config.own_model
         assert model is not None
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
@@ -339,7 +340,7 @@ class DecodeWorker:
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._retriever.sleep((self._link.socket, self._sink.socket), _IDLE_MS)
+        self._retriever.sleep((self._link.socket, self._sink.socket), self._idle_ms)
 
     def close(self) -> None:
         self._link.close()

@@ -49,14 +49,15 @@ _STAGE_TIMES = {
     "admission": ADMISSION_TIME,
     "prefill": PREFILL_TIME,
 }
-_IDLE_MS = 100  # the longest sleep: the loop writes its heartbeat in between
 
 
 class PrefillWorker:
     """Queues → KV blocks → offers: where every request of this worker is."""
 
-    def __init__(self, worker: Worker, transport: Transport | None = None) -> None:
-        """`transport`: by default that of the worker's device."""
+    def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
+        """`transport`: by default that of the worker's device. `idle_ms`: the longest sleep; the loop writes its
+        heartbeat in between."""
+        self._idle_ms = idle_ms
         config = worker.plan.config
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
@@ -388,7 +389,7 @@ class PrefillWorker:
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._retriever.sleep((self._link.socket, self._source.socket), _IDLE_MS)
+        self._retriever.sleep((self._link.socket, self._source.socket), self._idle_ms)
 
     def close(self) -> None:
         self._link.close()
