@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,9 +18,7 @@ from runtime.serving.frontend.http import Settings
 from runtime.serving.frontend.openai_fields import REFUSED
 from tests.frontend.fakes import PASSAGES, WAIT, Cluster
 
-SETTINGS = Settings(
-    model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8, body_timeout_s=0.3
-)
+SETTINGS = Settings(model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
 COMPLETION = {"model": "tiny", "prompt": "say=1"}
 SEARCH = {"collection": "docs", "query": "with"}
@@ -373,8 +372,9 @@ def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
     assert b" 413 " in answer
 
 
-def test_a_body_that_does_not_arrive_is_given_up(cluster: Cluster) -> None:
-    answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
+def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    with Cluster(settings=replace(SETTINGS, body_timeout_s=0.3)) as cluster:
+        answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert b" 408 " in answer
     assert b"the body did not arrive within 0.3 s; 1 bytes did" in answer
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ipc import RingClient, RingServer, new_token, private_endpoint
 from tests.forked import FORKSERVER
 
-JOIN_S = 20.0
+JOIN_S = 60.0
 
 
 @contextmanager

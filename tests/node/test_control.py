@@ -93,14 +93,14 @@ def test_metrics_come_back_as_text(node: Node) -> None:
 
 def test_a_change_that_cannot_be_is_told_in_words(node: Node) -> None:
     with pytest.raises(InvalidRequest, match="not the pool"):
-        change_worker(info(node.endpoint), "add", "pool", timeout_s=5)
+        change_worker(info(node.endpoint), "add", "pool", timeout_s=60)
 
 
 def test_a_change_waits_until_it_is_done(node: Node) -> None:
     moments = iter((0.0, 1.0, 6.0))
     with pytest.raises(Unavailable, match="decode-add cannot run"):
-        change_worker(info(node.endpoint), "add", "decode", timeout_s=5)
-    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=5) == ("decode-1-drain",)
+        change_worker(info(node.endpoint), "add", "decode", timeout_s=60)
+    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=60) == ("decode-1-drain",)
     worker = msgspec.structs.replace(node.status.workers[0], name="decode-add", phase="starting")
     node.status = msgspec.structs.replace(node.status, workers=(worker,))
     with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it goes on"):

@@ -376,12 +376,11 @@ def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start: StartTi
 def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start: StartTiny) -> None:
     node = start({"pool-0": ["ignore stop"]}, drain_s=3.0)
     node.ready()
-    info = node.info
+    info, begin = node.info, time.monotonic()
     for _ in range(2):
         ask(info.control, "stop")
-    begin = time.monotonic()
     assert node.ended() == 0
-    assert time.monotonic() - begin > 1.5
+    assert time.monotonic() - begin > 2.9
     assert "not drained within 3 s" in node.log.read_text()
 
 
