@@ -265,7 +265,7 @@ def test_a_wrong_method_is_refused_and_names_the_right_one(http: httpx.Client, m
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/", "/docs", "/openapi.json", "/v1/%2e"]
+    "path", ["/", "/v1", "/v1/audio/speech", "/v1/chat/completions/", "/docs", "/openapi.json", "/v1/%2e"]
 )
 def test_an_unknown_path_is_not_found(http: httpx.Client, path: str) -> None:
     problem(http.get(path), 404, "not_found")
