@@ -24,13 +24,13 @@ def _once_is_enough() -> None:
 
 
 class AsyncSearch:
-    """Searches for many callers of one event loop. Embedding runs in a thread of its own, so the loop goes on."""
+    """Searches for many callers of one event loop. Embedding runs in threads of its own, so the loop goes on."""
 
     def __init__(self, library: Library, client: SearchClient, timeout_s: float) -> None:
         self.library = library
         self.client = AsyncSearchClient(client)
         self._timeout_ms = timeout_s * 1e3
-        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed")
+        self._embedding: dict[str, ThreadPoolExecutor] = {}
 
     def missing(self) -> list[str]:
         """["pool"] while no pool is attached."""
@@ -78,7 +78,14 @@ class AsyncSearch:
         self.library.follow(collection, self.client.identities(collection))
         embedder = self.library.embedder(collection)
         loop = asyncio.get_running_loop()
-        return embedder.name, (await loop.run_in_executor(self._embedding, embedder.embed, [text]))[0]
+        return embedder.name, (await loop.run_in_executor(self._threads(embedder), embedder.embed, [text]))[0]
+
+    def _threads(self, embedder: Embedder) -> ThreadPoolExecutor:
+        """One thread for all that compute here, some for each that waits for a server: as `EmbedThreads` has them."""
+        name = embedder.name if embedder.at_once > 1 else ""
+        if name not in self._embedding:
+            self._embedding[name] = ThreadPoolExecutor(embedder.at_once, thread_name_prefix="embed")
+        return self._embedding[name]
 
     # ---- the collections and their embedders
 
@@ -96,7 +103,7 @@ class AsyncSearch:
         def embed() -> tuple[Vectors, int]:
             return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-        return await asyncio.get_running_loop().run_in_executor(self._embedding, embed)
+        return await asyncio.get_running_loop().run_in_executor(self._threads(embedder), embed)
 
     def unavailable(self) -> dict[str, str]:
         """The collections that cannot be searched, and why."""
@@ -107,4 +114,5 @@ class AsyncSearch:
         try:
             await self.client.run()
         finally:
-            self._embedding.shutdown(wait=False, cancel_futures=True)
+            for threads in self._embedding.values():
+                threads.shutdown(wait=False, cancel_futures=True)

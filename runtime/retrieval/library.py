@@ -35,7 +35,7 @@ from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import Embedder, TextKind
 from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder, place_of
-from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
+from runtime.retrieval.embedding.specs import SERVER_AT_ONCE, EmbedderSpec, ServerSpec, name_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchResult
@@ -140,6 +140,7 @@ class _LazyEmbedder:
 
     def __init__(self, spec: EmbedderSpec, place: EmbedderPlace, threads: int) -> None:
         self.name, self.dim = name_of(spec), embedder_dim(spec)
+        self.at_once = SERVER_AT_ONCE if isinstance(spec, ServerSpec) else 1
         self._spec, self._place, self._threads = spec, place, threads
         self._lock = threading.Lock()
         self._loaded: Embedder | None = None

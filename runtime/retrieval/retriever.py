@@ -18,7 +18,7 @@ from runtime.errors import (
     TrinityError,
     Unavailable,
 )
-from runtime.retrieval.embedding.embed_thread import EmbedThread
+from runtime.retrieval.embedding.embed_threads import EmbedThreads
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
@@ -61,14 +61,14 @@ class _Query:
 class Retriever:
     """Asks the pool for many texts at once without waiting: `ask` returns a ticket, `poll` brings what has come.
 
-    Texts are embedded on a thread of its own; one that is not embedded by its deadline ends then.
+    Texts are embedded on threads of its own; one that is not embedded by its deadline ends then.
     """
 
     def __init__(self, library: Library, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.library = library
         self.client = client
         self._clock = clock
-        self._embedding = EmbedThread(clock=clock)
+        self._embedding = EmbedThreads(clock=clock)
         self._tickets = count(1)
         self._texts: dict[int, _Query] = {}  # being embedded, by ticket
         self._searches: dict[int, _Query] = {}  # in the pool, by the client's ticket

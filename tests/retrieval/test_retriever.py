@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
-from runtime.retrieval.embedding.embed_thread import Embedded, EmbedThread
+from runtime.retrieval.embedding.embed_threads import Embedded, EmbedThreads
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
@@ -25,7 +25,8 @@ class Embedder:
 
     name, dim, max_tokens = "lengths", 1, 1000
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "lengths", at_once: int = 1) -> None:
+        self.name, self.at_once = name, at_once
         self.gate = threading.Event()
         self.began = threading.Event()
         self.seen: list[str] = []
@@ -196,7 +197,7 @@ def test_a_vector_that_the_pool_has_no_room_for_ends_its_query(stand: Stand) -> 
 
 
 def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
-    embedder, thread = Embedder(), EmbedThread(limit=2)
+    embedder, thread = Embedder(), EmbedThreads(limit=2)
     thread.put(0, embedder, "taken up")
     assert embedder.began.wait(SOON_S)
     thread.put(1, embedder, "waits")
@@ -213,7 +214,24 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
 
 
 def test_an_embedder_that_hangs_does_not_hold_up_the_end() -> None:
-    embedder, thread = Embedder(), EmbedThread(end_s=0.01)
+    embedder, thread = Embedder(), EmbedThreads(end_s=0.01)
     thread.put(0, embedder, "hangs")
     thread.close()
     embedder.gate.set()
+
+
+def test_an_embedder_that_waits_for_its_server_holds_up_nobody_else() -> None:
+    slow, quick, threads = Embedder("slow", at_once=2), Embedder("quick"), EmbedThreads()
+    quick.gate.set()
+    for ticket in range(3):
+        threads.put(ticket, slow, "waits")
+    threads.put(7, quick, "four")
+    assert select.select([threads], [], [], SOON_S)[0]
+    assert [embedded.ticket for embedded in threads.poll()] == [7]
+    slow.gate.set()
+    found: set[int] = set()
+    while len(found) < 3:
+        assert select.select([threads], [], [], SOON_S)[0]
+        found |= {embedded.ticket for embedded in threads.poll()}
+    assert found == {0, 1, 2}
+    threads.close()

@@ -37,6 +37,11 @@ class Embedder(Protocol):
         """Of a longer text the end is not read."""
         ...
 
+    @property
+    def at_once(self) -> int:
+        """How many calls of `embed` may go on at once with profit: 1 where it computes, more where it waits."""
+        ...
+
     def count_tokens(self, text: str) -> int:
         """How many of `max_tokens` a text takes, about; the marks around it and its prefix not counted."""
         ...

@@ -19,6 +19,7 @@ class Hashing:
     """
 
     max_tokens = MAX_CHARACTERS
+    at_once = 1
 
     def __init__(self, dim: int) -> None:
         self.name = f"hashing-{dim}"

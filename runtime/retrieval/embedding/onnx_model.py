@@ -36,6 +36,8 @@ class Encoding:
 class OnnxModel:
     """An embedder from a model's file and its tokenizer's. Raises `ModelError` for files that cannot be used."""
 
+    at_once = 1
+
     def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding, *, threads: int = 1) -> None:
         import onnxruntime  # slow to import, and needed by these embedders alone
         from tokenizers import Tokenizer

@@ -16,11 +16,10 @@ import numpy as np
 
 from runtime.errors import EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.embedder import TextKind, Vectors, readable, unit
-from runtime.retrieval.embedding.specs import MAX_DIM, ServerSpec, name_of
+from runtime.retrieval.embedding.specs import MAX_DIM, SERVER_AT_ONCE, ServerSpec, name_of
 
 BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
 MAX_TOKENS = 8192
-MAX_IN_FLIGHT = 8
 _CONNECT_S = 5.0
 _NUMBER_BYTES = 32  # the most that a number of a vector takes as text
 _BEYOND = 1e18  # its square is still a float32
@@ -59,6 +58,7 @@ class ServerEmbedder:
     """
 
     max_tokens = MAX_TOKENS
+    at_once = SERVER_AT_ONCE
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ServerEmbedder:
         self.dim = spec.dim
         self._spec = spec
         self._url = (url or spec.url).rstrip("/")
-        self._in_flight = min(threads, MAX_IN_FLIGHT)
+        self._in_flight = min(threads, SERVER_AT_ONCE)
         self._patience = patience
         self._sleep, self._jitter = sleep, jitter or random.Random()
         headers = {"Authorization": f"Bearer {key}"} if key else {}

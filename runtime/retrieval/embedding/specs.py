@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_DIM = 16_384
+SERVER_AT_ONCE = 8  # requests to one server
 _Text = Annotated[str, Meta(max_length=1024)]
 _Place = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]

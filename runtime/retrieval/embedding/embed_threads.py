@@ -1,6 +1,7 @@
-"""Embeds texts on a thread of its own, one after another: a worker's loop goes on meanwhile.
+"""Embeds texts on threads of its own: a worker's loop goes on meanwhile.
 
-The embedders' libraries let go of the interpreter's lock while they compute.
+Embedders that compute here share one thread, as they share the worker's cores; their libraries let go of the
+interpreter's lock. One that waits for a server has threads of its own, so that it holds up nobody else.
 """
 
 import contextlib
@@ -39,11 +40,22 @@ class _Text:
     cancelled: bool = False
 
 
-class EmbedThread:
-    """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds those behind it up.
+class _Lane:
+    """Texts that wait for some threads, and these."""
 
-    `fileno` becomes readable when there is something to poll. At most `limit` texts wait; the end waits `end_s` for the
-    one that is being embedded.
+    def __init__(self, limit: int, threads: int, run: Callable[["_Lane"], None]) -> None:
+        self.waiting: queue.Queue[_Text | None] = queue.Queue(limit)
+        self.threads = [threading.Thread(target=run, args=(self,), name="embed", daemon=True) for _ in range(threads)]
+        for thread in self.threads:
+            thread.start()
+
+
+class EmbedThreads:
+    """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds up those behind it,
+    where the embedder computes here.
+
+    `fileno` becomes readable when there is something to poll. At most `limit` texts wait for a thread; the end waits
+    `end_s` for those that are being embedded.
     """
 
     def __init__(
@@ -52,13 +64,11 @@ class EmbedThread:
         self._end_s = end_s
         self._clock = clock
         self._limit = limit
-        self._waiting: queue.Queue[_Text | None] = queue.Queue(limit)
+        self._lanes: dict[str, _Lane] = {}
         self._open: dict[int, _Text] = {}  # the asking thread's
         self._done: deque[Embedded] = deque()
         self._ended = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="embed", daemon=True)
-        self._thread.start()
 
     def fileno(self) -> int:
         return self._bell
@@ -67,7 +77,7 @@ class EmbedThread:
         """Have a text embedded. Raises `Overloaded` when as many wait as may."""
         asked = _Text(ticket, embedder, text)
         try:
-            self._waiting.put_nowait(asked)
+            self._lane(embedder).waiting.put_nowait(asked)
         except queue.Full:
             raise Overloaded(f"{self._limit} texts wait to be embedded, the limit; try again later") from None
         self._open[ticket] = asked
@@ -92,18 +102,29 @@ class EmbedThread:
         return found
 
     def close(self) -> None:
-        """End the thread, or leave one that hangs to the process's end. Idempotent."""
+        """End the threads, or leave those that hang to the process's end. Idempotent."""
         if self._ended:
             return
         self._ended = True
-        with contextlib.suppress(queue.Full):  # then it looks at `_ended`, after the text that it has
-            self._waiting.put_nowait(None)
-        self._thread.join(self._end_s)
-        if not self._thread.is_alive():
+        threads = [thread for lane in self._lanes.values() for thread in lane.threads]
+        for lane in self._lanes.values():
+            for _ in lane.threads:
+                with contextlib.suppress(queue.Full):  # then they look at `_ended`, after the text that they have
+                    lane.waiting.put_nowait(None)
+        until = time.monotonic() + self._end_s
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in threads):
             os.close(self._bell)
 
-    def _run(self) -> None:
-        while (asked := self._waiting.get()) is not None and not self._ended:
+    def _lane(self, embedder: Embedder) -> _Lane:
+        name = embedder.name if embedder.at_once > 1 else ""
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(self._limit, embedder.at_once, self._run)
+        return self._lanes[name]
+
+    def _run(self, lane: _Lane) -> None:
+        while (asked := lane.waiting.get()) is not None and not self._ended:
             if asked.cancelled:
                 continue
             try:
