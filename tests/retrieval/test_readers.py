@@ -139,5 +139,5 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_packages(["a.md", "b.html"])
-    with pytest.raises(BuildRefused, match=r"\.pdf files need .*pip install 'trinity-runtime\[documents\]'"):
+    with pytest.raises(BuildRefused, match=r"\.pdf files need .*\[documents\]: pip install pypdf"):
         check_packages(["a.md", "B.PDF"])

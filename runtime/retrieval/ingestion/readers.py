@@ -30,7 +30,8 @@ def check_packages(names: Iterable[str]) -> None:
     for suffix in {PurePath(name).suffix.lower() for name in names} & set(_NEEDED):
         if importlib.util.find_spec(_NEEDED[suffix]) is None:
             raise BuildRefused(
-                f"{suffix} files need a package that is not installed: pip install 'trinity-runtime[documents]'"
+                f"{suffix} files need a package that is missing, of the extra [documents]: "
+                "pip install pypdf python-docx python-pptx"
             )
 
 
