@@ -57,6 +57,18 @@ class UnknownCollection(InvalidRequest):
     status = 404
 
 
+class InvalidFilter(InvalidRequest):
+    """A filter is none, is over its limits, or compares what the collection does not have."""
+
+    code = "invalid_filter"
+
+
+class InvalidDocument(InvalidRequest):
+    """A document to be stored is over a limit, or does not fit to those that the collection has."""
+
+    code = "invalid_document"
+
+
 class UnknownModel(InvalidRequest):
     """No model of that name is served by this node."""
 
@@ -153,8 +165,18 @@ class CollectionError(TrinityError):
 
 
 class NoRoom(CollectionError):
-    """A collection cannot be built just now: the disk is full, or a quota, or there is too little memory."""
+    """A collection cannot be built or written to just now: the disk is full, or a quota, or memory is too little."""
 
+    code = "no_room"
+    status = 507
+    exit_code = EXIT_BUSY
+
+
+class CollectionBusy(CollectionError):
+    """Another process writes to the collection, and only one may."""
+
+    code = "collection_busy"
+    status = 503
     exit_code = EXIT_BUSY
 
 

@@ -63,7 +63,8 @@ FORM_FIELDS = 12
 
 # Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
 # START the node where the search begins, or -1 for the seeds. SCORED counts the entries of `exact`; DISTINCT is set
-# once no node may enter top_m twice.
+# once no node may enter top_m twice. ALLOWED is the address of a bit a node, of those that may be results, or 0: then
+# all may.
 (
     COLLECTION,
     K,
@@ -82,8 +83,9 @@ FORM_FIELDS = 12
     TASK_END,
     SCORED,
     DISTINCT,
-) = range(17)
-SLOT_FIELDS = 17
+    ALLOWED,
+) = range(18)
+SLOT_FIELDS = 18
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
@@ -105,7 +107,7 @@ class Batch(NamedTuple):
     finished: npt.NDArray[np.int32]  # [slots]
     nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
     found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
-    exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the nearest that were expanded, where top_m holds estimates
+    exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the results, where top_m holds others
 
 
 def handle_of(batch: Batch) -> npt.NDArray[np.int64]:

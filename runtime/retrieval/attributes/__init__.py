@@ -1,0 +1,1 @@
+"""Typed attributes beside documents, and filters over them."""

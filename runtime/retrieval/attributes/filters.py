@@ -1,0 +1,204 @@
+"""Filters: comparisons of attributes, joined by and, or and not. Their format is OpenAI's, with `not` added.
+
+    {"type": "and", "filters": [{"type": "eq", "key": "tenant", "value": "acme"},
+                                {"type": "not", "filter": {"type": "in", "key": "tags", "value": ["old"]}}]}
+
+eq, ne, gt, gte, lt and lte compare with one value, in and nin with a list of them. ne is "not eq", nin "not in": a
+document without the attribute passes them, and no other comparison. A list of strings is eq to each string in it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from runtime.errors import InvalidFilter
+from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, Kind, Schema
+
+Scalar = str | int | float | bool
+Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
+OPERATORS: tuple[str, ...] = get_args(Operator)
+MAX_DEPTH = 8
+MAX_COMPARISONS = 128
+MAX_VALUES = 1024  # of one `in`
+_ORDERED = ("gt", "gte", "lt", "lte")
+_NEGATED: dict[str, Operator] = {"ne": "eq", "nin": "in"}
+
+
+class Comparison(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """An attribute beside a value, or beside several for `in`. `ne` and `nin` are `Not` of this."""
+
+    key: str
+    operator: Operator
+    values: tuple[Scalar, ...]
+
+
+class AllOf(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """Every one of these holds."""
+
+    filters: tuple["Filter", ...]
+
+
+class AnyOf(msgspec.Struct, frozen=True, array_like=True, tag="o"):
+    """One of these holds."""
+
+    filters: tuple["Filter", ...]
+
+
+class Not(msgspec.Struct, frozen=True, array_like=True, tag="n"):
+    """This does not hold."""
+
+    filter: "Filter"
+
+
+Filter = Comparison | AllOf | AnyOf | Not
+
+
+def parse_filter(source: object) -> Filter:
+    """The filter in a JSON object, in canonical form: what means the same in another order is equal.
+
+    Raises `InvalidFilter` for what is no filter, or over MAX_DEPTH, MAX_COMPARISONS or MAX_VALUES.
+    """
+    return _Parser().parse(source, 1)
+
+
+def canonical(wanted: Filter) -> bytes:
+    """A key for caches: equal for two filters if they are."""
+    return msgspec.json.encode(wanted)
+
+
+def check_filter(wanted: Filter, schema: Schema) -> None:
+    """Raise `InvalidFilter` for an attribute that a collection does not know, or a value of another type than its."""
+    for comparison in comparisons(wanted):
+        kind = schema.get(comparison.key)
+        if kind is None:
+            known = ", ".join(sorted(schema)) or "none"
+            raise InvalidFilter(f"there is no attribute {comparison.key!r}; the known ones: {known}", "filter")
+        for value in comparison.values:
+            if not _comparable(kind, value):
+                raise InvalidFilter(f"{comparison.key!r} is a {kind}; it cannot be compared with {value!r:.80}")
+        if comparison.operator in _ORDERED and kind in (Kind.BOOLEAN, Kind.STRINGS):
+            raise InvalidFilter(f"{comparison.key!r} is a {kind}, which has no order: {comparison.operator} cannot be")
+
+
+def binds(wanted: Filter | None, key: str) -> bool:
+    """Whether a filter lets only documents pass that have one of some values of an attribute."""
+    match wanted:
+        case Comparison():
+            return wanted.key == key and wanted.operator in ("eq", "in")
+        case AllOf():
+            return any(binds(part, key) for part in wanted.filters)
+        case AnyOf():
+            return all(binds(part, key) for part in wanted.filters)
+    return False
+
+
+def both(one: Filter | None, other: Filter | None) -> Filter | None:
+    """A filter that lets pass what passes two; None lets all pass."""
+    if one is None or other is None:
+        return one or other
+    return _joined(AllOf, (one, other))
+
+
+def comparisons(wanted: Filter) -> list[Comparison]:
+    """AllOf comparisons of a filter."""
+    match wanted:
+        case Comparison():
+            return [wanted]
+        case Not():
+            return comparisons(wanted.filter)
+    return [found for part in wanted.filters for found in comparisons(part)]
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self._comparisons = 0
+
+    def parse(self, source: object, depth: int) -> Filter:
+        if depth > MAX_DEPTH:
+            raise InvalidFilter(f"the filter is deeper than {MAX_DEPTH}", "filter")
+        if not isinstance(source, Mapping):
+            raise InvalidFilter(f"a filter is an object with a type, not {source!r:.80}", "filter")
+        match source.get("type"):
+            case "and" | "or" as joint:
+                parts = self._field(source, "filters")
+                if not isinstance(parts, list | tuple) or not parts:
+                    raise InvalidFilter(f"{joint!r} needs a list of filters, not {parts!r:.80}", "filter")
+                if len(parts) > MAX_COMPARISONS:
+                    raise InvalidFilter(f"{joint!r} joins {len(parts)} filters; the limit is {MAX_COMPARISONS}")
+                parsed = tuple(self.parse(part, depth + 1) for part in parts)
+                return _joined(AllOf if joint == "and" else AnyOf, parsed)
+            case "not":
+                return _negated(self.parse(self._field(source, "filter"), depth + 1))
+            case str() as operator if operator in OPERATORS:
+                return self._comparison(operator, source)  # type: ignore[arg-type]
+            case other:
+                raise InvalidFilter(f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {other!r:.80}")
+
+    def _comparison(self, operator: Operator, source: Mapping[Any, Any]) -> Filter:
+        self._comparisons += 1
+        if self._comparisons > MAX_COMPARISONS:
+            raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
+        key, value = self._field(source, "key", "value"), source["value"]
+        if not isinstance(key, str):
+            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {key!r:.80}", "filter")
+        if operator not in ("in", "nin"):
+            values: tuple[Scalar, ...] = (_scalar(key, value),)
+        elif not isinstance(value, list | tuple):
+            raise InvalidFilter(f"{operator!r} of {key!r} needs a list of values, not {value!r:.80}", "filter")
+        elif len(value) > MAX_VALUES:
+            raise InvalidFilter(f"{operator!r} of {key!r} has {len(value)} values; the limit is {MAX_VALUES}", "filter")
+        else:
+            different = {_order(item): item for item in (_scalar(key, item) for item in value)}
+            values = tuple(different[order] for order in sorted(different))
+        positive = Comparison(key, _NEGATED.get(operator, operator), values)
+        return Not(positive) if operator in _NEGATED else positive
+
+    @staticmethod
+    def _field(source: Mapping[Any, Any], name: str, *others: str) -> Any:
+        wanted = {"type", name, *others}
+        if set(source) != wanted:
+            raise InvalidFilter(
+                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {list(source)!r:.120}"
+            )
+        return source[name]
+
+
+def _joined(joint: type[AllOf] | type[AnyOf], parts: tuple[Filter, ...]) -> Filter:
+    flat: dict[bytes, Filter] = {}
+    for part in parts:
+        for inner in part.filters if isinstance(part, joint) else (part,):
+            flat[canonical(inner)] = inner
+    ordered = tuple(flat[key] for key in sorted(flat))
+    return ordered[0] if len(ordered) == 1 else joint(ordered)
+
+
+def _negated(inner: Filter) -> Filter:
+    return inner.filter if isinstance(inner, Not) else Not(inner)
+
+
+def _scalar(key: str, value: object) -> Scalar:
+    if not isinstance(value, str | int | float | bool):
+        raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {value!r:.80}", "filter")
+    if isinstance(value, str):
+        if len(value.encode(errors="replace")) > MAX_STRING_BYTES:
+            raise InvalidFilter(f"{key!r} is compared with a string of over {MAX_STRING_BYTES} bytes", "filter")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise InvalidFilter(f"{key!r} is compared with a string that holds an unpaired surrogate", "filter")
+    elif isinstance(value, float) and not abs(value) < float("inf"):
+        raise InvalidFilter(f"{key!r} is compared with {value}; it must be finite", "filter")
+    elif not isinstance(value, float) and not -(1 << 63) <= value < 1 << 63:
+        raise InvalidFilter(f"{key!r} is compared with {value!r:.80}, which does not fit into 64 bits", "filter")
+    return value
+
+
+def _order(value: Scalar) -> tuple[str, Scalar]:
+    return type(value).__name__, value
+
+
+def _comparable(kind: Kind, value: Scalar) -> bool:
+    if kind in (Kind.STRING, Kind.STRINGS):
+        return isinstance(value, str)
+    if kind is Kind.BOOLEAN:
+        return isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,93 @@
+"""Attributes and their types: what a document may bring, and what a collection has learnt of it.
+
+A collection learns an attribute's type when it first meets it, and refuses values of another one from then on.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from runtime.errors import InvalidDocument
+
+Value = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Value]
+
+MAX_ATTRIBUTES = 64  # of a collection
+MAX_STRING_BYTES = 4096
+MAX_LIST = 256  # strings of one value
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_INT64 = 1 << 63
+
+
+class Kind(StrEnum):
+    """The type of an attribute."""
+
+    STRING = "string"
+    INTEGER = "integer"
+    FLOAT = "float"
+    BOOLEAN = "boolean"
+    STRINGS = "list of strings"
+
+
+Schema = Mapping[str, Kind]
+
+
+def kind_of(name: str, value: object) -> Kind:
+    """The type of a value. Raises `InvalidDocument` for one that is none, or over its limit."""
+    match value:
+        case bool():
+            return Kind.BOOLEAN
+        case int():
+            if not -_INT64 <= value < _INT64:
+                raise InvalidDocument(f"attribute {name!r} is {value}, which does not fit into 64 bits", "attributes")
+            return Kind.INTEGER
+        case float():
+            if not math.isfinite(value):
+                raise InvalidDocument(f"attribute {name!r} is {value}; it must be finite", "attributes")
+            return Kind.FLOAT
+        case str():
+            _check_string(name, value)
+            return Kind.STRING
+        case list() | tuple():
+            if len(value) > MAX_LIST:
+                raise InvalidDocument(f"attribute {name!r} has {len(value)} strings; the limit is {MAX_LIST}")
+            for item in value:
+                if not isinstance(item, str):
+                    raise InvalidDocument(f"attribute {name!r} holds {item!r} in its list; only strings may be there")
+                _check_string(name, item)
+            return Kind.STRINGS
+    raise InvalidDocument(
+        f"attribute {name!r} is {value!r:.80}; it must be a string, a number, a boolean or a list of strings",
+        "attributes",
+    )
+
+
+def learn(schema: Schema, attributes: Attributes) -> dict[str, Kind]:
+    """The schema with what a document's attributes add to it. An integer may stand where floats are.
+
+    Raises `InvalidDocument` for a value of another type than before, a name that is none, or one name too many.
+    """
+    known = dict(schema)
+    for name, value in attributes.items():
+        kind, before = kind_of(name, value), known.get(name)
+        if before is None:
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise InvalidDocument(
+                    f"attribute {name!r:.80} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
+                )
+            if len(known) == MAX_ATTRIBUTES:
+                raise InvalidDocument(f"attribute {name!r} is one too many: the limit is {MAX_ATTRIBUTES}")
+            known[name] = kind
+        elif kind != before and not (kind is Kind.INTEGER and before is Kind.FLOAT):
+            raise InvalidDocument(f"attribute {name!r} is a {kind}, {value!r:.80}; it was a {before} before")
+    return known
+
+
+def _check_string(name: str, value: str) -> None:
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidDocument(f"attribute {name!r} holds an unpaired surrogate") from error
+    if size > MAX_STRING_BYTES:
+        raise InvalidDocument(f"attribute {name!r} has {size} bytes; the limit is {MAX_STRING_BYTES}", "attributes")
