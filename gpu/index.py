@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import rows, storage
+from gpu.bitmap import bitmap
 from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, check_within
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index_data import IndexData
@@ -106,17 +107,33 @@ class GraphIndex:
         search_width: int = 1,
         patience: int | None = None,
         threads: int = 1,
+        allowed: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """The k nearest of each query [q, d] → ids int64 [q, k] and distances float32 [q, k], nearest first.
 
         Where there are fewer than k vectors, ids are -1 and distances +inf. For the parameters see `SearchParams`.
+        allowed: bool [N], which rows may be results. The walk keeps top_m rows of all, so for the same recall top_m
+        grows as the part that is allowed falls; `exact` compares each allowed row instead.
         Raises InvalidVector and InvalidParams.
         """
         from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
 
         params = SearchParams(k, top_m, search_width, patience)
         check_within("threads", threads, 1, MAX_THREADS)
-        nodes, distances = search(self.data, queries, params, threads)
+        bits = None if allowed is None else bitmap(allowed, self.size)
+        nodes, distances = search(self.data, queries, params, threads, allowed=bits)
+        return self.data.ids_of(nodes), distances
+
+    def exact(
+        self,
+        queries: npt.ArrayLike,
+        k: int = 10,
+        rows: npt.NDArray[np.int64] | None = None,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """As `search`, by comparing every query with each of `rows` (int64, row numbers; without them all)."""
+        from gpu.cpu.exact import nearest
+
+        nodes, distances = nearest(self.data.rows, queries, k, rows)
         return self.data.ids_of(nodes), distances
 
     def vectors(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:

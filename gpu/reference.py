@@ -25,11 +25,18 @@ Entry = tuple[float, int]
 class ReferenceSearch:
     """One query's search: `extend` until it returns True, then `result`.
 
-    top_m: (distance, node) of the best so far, ascending. expanded, visited: nodes.
+    top_m: (distance, node) of the best so far, ascending. expanded, visited: nodes. allowed: bool [N], which nodes may
+    be results; the walk goes over all.
     """
 
-    def __init__(self, data: IndexData, query: npt.ArrayLike, params: SearchParams) -> None:
-        self._data, self._params = data, params
+    def __init__(
+        self,
+        data: IndexData,
+        query: npt.ArrayLike,
+        params: SearchParams,
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        self._data, self._params, self._allowed = data, params, allowed
         self._query = fitted_query(np.asarray(query, np.float32), data.rows)
         self.top_m: list[Entry] = []
         self.expanded: set[int] = set()
@@ -83,10 +90,14 @@ class ReferenceSearch:
         self.top_m = sorted(before + scored)[: self._params.top_m]
         return self.top_m != before
 
+    def _results(self) -> list[Entry]:
+        """Entries that may be results."""
+        return [entry for entry in self.top_m if self._allowed is None or self._allowed[entry[1]]]
+
     def result(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
         """Ids and distances of the k nearest, rescored where the rows are codes; -1 and +inf where there are fewer."""
         k, rows = self._params.k, self._data.rows
-        entries = self.top_m
+        entries = self._results()
         if rows.full is not None:
             entries = self._rescored(rows.full)
         found = np.full(k, -1, np.int64)
@@ -99,7 +110,7 @@ class ReferenceSearch:
     def _rescored(self, full: FloatArray) -> list[Entry]:
         """The nearest entries by full precision: max(k, 8), and those behind that could be nearer than the k-th."""
         k, rows = self._params.k, self._data.rows
-        entries = self.top_m[: 2 * k + 16]
+        entries = self._results()[: 2 * k + 16]
         nodes = np.array([node for _, node in entries], np.int64)
         codes = np.array([distance for distance, _ in entries], np.float32)
         exact = raw_distances(full[nodes, : rows.dim], self._query, rows.metric)
@@ -119,8 +130,15 @@ class ReferenceSearch:
 class EstimatedReference:
     """`ReferenceSearch` where the index has codes of neighbours: top_m holds estimates, `scored` the parents."""
 
-    def __init__(self, data: IndexData, query: npt.ArrayLike, params: SearchParams) -> None:
+    def __init__(
+        self,
+        data: IndexData,
+        query: npt.ArrayLike,
+        params: SearchParams,
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         assert data.codes is not None
+        self._allowed = allowed
         self._data, self._codes, self._params = data, data.codes, params
         self._query = fitted_query(np.asarray(query, np.float32), data.rows)
         self._table = Table(data.codes, self._query)
@@ -169,7 +187,8 @@ class EstimatedReference:
 
     def _score(self, node: int) -> float:
         distance = float(stored_distances(self._data.rows, self._query, np.array([node]))[0])
-        self.scored[node] = distance
+        if self._allowed is None or self._allowed[node]:
+            self.scored[node] = distance
         return distance
 
     def _merge(self, neighbors: npt.NDArray[np.uint32], block: npt.NDArray[np.uint8], base: float) -> None:
@@ -188,7 +207,7 @@ class EstimatedReference:
         for entry in self.top_m:
             if len(self.scored) < wanted and entry not in self.passed:
                 self._score(entry[1])
-        if len(self.scored) >= wanted or self._distinct:
+        if len(self.scored) >= wanted or self._distinct or self._allowed is not None:
             return True
         self._distinct = True
         self._begin()
@@ -249,11 +268,11 @@ def rotated(vector: FloatArray, signs: FloatArray) -> FloatArray:
 
 
 def search_reference(
-    data: IndexData, query: npt.ArrayLike, params: SearchParams
+    data: IndexData, query: npt.ArrayLike, params: SearchParams, allowed: npt.NDArray[np.bool_] | None = None
 ) -> tuple[npt.NDArray[np.int64], FloatArray, int]:
     """Ids [k], distances [k] and the number of extends of one query."""
     kind = ReferenceSearch if data.codes is None else EstimatedReference
-    search = kind(data, query, params)
+    search = kind(data, query, params, allowed)
     while not search.extend():
         pass
     return (*search.result(), search.extends)

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.backend import Backend
+from gpu.bitmap import check_bitmap
 from gpu.cpu import backend, running
 from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import COLLECTION, EXTENDS
+from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS
 from gpu.index import GraphIndex
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -58,6 +59,7 @@ class CpuEngine:
         self._batch = self._state.batch
         self._slots = SlotTable(slots, self._batch.active)
         self._asked: list[_Kind | None] = [None] * slots
+        self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
         self._point_handle()
 
@@ -116,8 +118,14 @@ class CpuEngine:
         self._kinds.clear()
         self._latest = None
 
-    def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
-        """See `Engine.admit`."""
+    def admit(
+        self,
+        query: npt.ArrayLike,
+        params: SearchParams,
+        collection: str,
+        allowed: npt.NDArray[np.uint64] | None = None,
+    ) -> int:
+        """See `Engine.admit`. allowed: a bit a node (`gpu.bitmap`) of those that may be results."""
         asked = self._latest
         if asked is None or params is not asked.params or collection != asked.collection:
             asked = self._latest = self._kind(collection, params)
@@ -128,6 +136,10 @@ class CpuEngine:
         if not running.admit(self._state.handle, slot, vector, asked.line):
             raise refusal(vector, 0)
         self._asked[slot] = asked
+        if allowed is not None:
+            check_bitmap(allowed, len(asked.data.graph))
+            self._batch.slots[slot, ALLOWED] = allowed.ctypes.data
+        self._allowed[slot] = allowed
         return self._slots.take()
 
     def extend(self) -> npt.NDArray[np.int32]:

@@ -13,9 +13,11 @@ from gpu.compiled import compiled
 from gpu.cpu.distances import row_distance
 from gpu.cpu.keys import distance_of, insert, insert_at, key_of, node_of
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
+from gpu.cpu.results import may_be_result
 from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
 from gpu.cpu.tables import (
+    ALLOWED,
     BLOCK_BYTES,
     BLOCKS,
     CENTRE,
@@ -178,7 +180,7 @@ def expand(handle, slot, node):  # type: ignore[no-untyped-def]
 
 @compiled
 def score(handle, slot, node):  # type: ignore[no-untyped-def]
-    """A node's distance, which enters `exact` if it is among the k nearest."""
+    """A node's distance, which enters `exact` if it is among the k nearest that may be results."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     collection = slots[slot, COLLECTION]
@@ -186,6 +188,8 @@ def score(handle, slot, node):  # type: ignore[no-untyped-def]
     query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_ROW])
     distance = row_distance(collections[collection, KIND], row, query, collections[collection, LANES], np.float32(1))
     scored, k = slots[slot, SCORED], slots[slot, K]
+    if not may_be_result(slots[slot, ALLOWED], node):
+        return distance
     if insert(batch.exact, slot, scored, k, key_of(distance, node)) >= 0:
         slots[slot, SCORED] = min(scored + 1, k)
     return distance
@@ -234,17 +238,19 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
     """A slot has no parent left, or no patience. Whether its search is over.
 
     Where fewer than k nodes were expanded, others are scored for the results. If top_m does not hold enough of them,
-    because the same few nodes fill it, the search begins anew and takes each node in once.
+    because the same few nodes fill it, the search begins anew and takes each node in once; not where only some nodes
+    may be results.
     """
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
     wanted = min(slots[slot, K], batch.collections[slots[slot, COLLECTION], SIZE])
     position = 0
     while slots[slot, SCORED] < wanted and position < slots[slot, FILLED]:
-        if not keys[slot, position] & np.uint64(1):
-            score(handle, slot, np.int64(node_of(keys[slot, position])))
+        node = np.int64(node_of(keys[slot, position]))
+        if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, ALLOWED], node):
+            score(handle, slot, node)
         position += 1
-    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT]:
+    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT] or slots[slot, ALLOWED] != 0:
         return True
     slots[slot, DISTINCT] = 1
     slots[slot, FILLED] = slots[slot, CURSOR] = slots[slot, UNCHANGED] = slots[slot, PARENTS] = 0

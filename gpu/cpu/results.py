@@ -5,8 +5,9 @@ import numpy as np
 from gpu.compiled import compiled
 from gpu.cpu.distances import row_distance
 from gpu.cpu.keys import distance_of, key_of, node_of
-from gpu.cpu.simd import prefetch
+from gpu.cpu.simd import load_u64, prefetch
 from gpu.cpu.tables import (
+    ALLOWED,
     BLOCKS,
     COLLECTION,
     F32_DOT,
@@ -26,6 +27,29 @@ from gpu.cpu.tables import (
 )
 
 RESCORED_AT_LEAST = 8
+
+
+@compiled
+def may_be_result(allowed, node):  # type: ignore[no-untyped-def]
+    """Whether a node's bit is set in the bitmap at an address; without one (0), all are."""
+    if allowed == 0:
+        return True
+    word = load_u64(np.uint64(allowed + 8 * (np.int64(node) >> 6)))
+    return (word >> np.uint64(np.int64(node) & 63)) & np.uint64(1) != 0
+
+
+@compiled
+def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
+    """Take what may not be a result out of a finished top_m."""
+    slots, keys = batch.slots, batch.keys
+    if slots[slot, ALLOWED] == 0:
+        return
+    kept = 0
+    for i in range(slots[slot, FILLED]):
+        if may_be_result(slots[slot, ALLOWED], node_of(keys[slot, i])):
+            keys[slot, kept] = keys[slot, i]
+            kept += 1
+    slots[slot, FILLED] = kept
 
 
 @compiled

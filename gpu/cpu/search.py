@@ -13,7 +13,7 @@ from gpu.cpu.results import write_result
 from gpu.cpu.running import INTERLEAVED, reset_slot
 from gpu.cpu.stages import extend
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import QUERY, START, batch_at
+from gpu.cpu.tables import ALLOWED, QUERY, START, batch_at
 from gpu.errors import InvalidVector
 from gpu.index_data import IndexData
 from gpu.params import SearchParams
@@ -23,10 +23,10 @@ _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
-def run_queries(handle, line, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(handle, line, allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
 
-    line: the parameters they share.
+    line: the parameters they share. allowed: the address of a bitmap of nodes, or 0.
     starts: the node where each query begins, or -1 for the seeds.
     """
     batch = batch_at(handle)
@@ -43,6 +43,7 @@ def run_queries(handle, line, prepared, starts, nodes, found):  # type: ignore[n
         slots[slot, QUERY] = prepared[slot].ctypes.data
         slots[slot, START] = starts[slot]
         reset_slot(batch, slot)
+        slots[slot, ALLOWED] = allowed
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
@@ -53,6 +54,7 @@ def run_queries(handle, line, prepared, starts, nodes, found):  # type: ignore[n
                 slots[slot, QUERY] = prepared[admitted].ctypes.data
                 slots[slot, START] = starts[admitted]
                 reset_slot(batch, slot)
+                slots[slot, ALLOWED] = allowed
                 admitted += 1
             else:
                 position = 0
@@ -69,10 +71,12 @@ def search(
     threads: int,
     starts: npt.NDArray[np.int64] | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    allowed: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
 
     starts: the nodes where the searches begin, int64 [q], instead of the seeds.
+    allowed: a bit a node, as `gpu.bitmap.bitmap` makes it, of those that may be results; the walk goes over all.
     """
     array = np.asarray(queries)
     if array.ndim != 2:
@@ -84,7 +88,7 @@ def search(
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
 
     def run(part: list[slice]) -> None:
-        worker = _Worker(data, params, size)
+        worker = _Worker(data, params, size, allowed)
         for number, block in enumerate(part):
             worker.run(array[block], block.start, begins[block], nodes[block], found[block])
             progress((number + 1) / len(part))
@@ -101,7 +105,11 @@ def search(
 class _Worker:
     """What one thread needs: slots, and room for a block of prepared queries."""
 
-    def __init__(self, data: IndexData, params: SearchParams, block: int) -> None:
+    def __init__(
+        self, data: IndexData, params: SearchParams, block: int, allowed: npt.NDArray[np.uint64] | None
+    ) -> None:
+        self._keep_alive = allowed
+        self._allowed = 0 if allowed is None else allowed.ctypes.data
         self._state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
         self._line = self._state.line(0, params)
         self._form = Form(data.rows, data.codes)
@@ -117,4 +125,4 @@ class _Worker:
     ) -> None:
         prepared = self._prepared[: len(queries)]
         prepare(queries, self._form, prepared, first)
-        run_queries(self._state.handle, self._line, prepared, starts, nodes, found)
+        run_queries(self._state.handle, self._line, self._allowed, prepared, starts, nodes, found)

@@ -17,7 +17,7 @@ from gpu.cpu.distances import row_distance
 from gpu.cpu.estimated import extend_estimated
 from gpu.cpu.keys import distance_of, insert, key_of, node_of
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
-from gpu.cpu.results import rescore
+from gpu.cpu.results import keep_allowed, rescore
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
 from gpu.cpu.tables import (
     BLOCKS,
@@ -251,5 +251,6 @@ def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
     compute_distances(batch, active)
     done = merge_top_m(batch, active, finished)
     for i in range(done):
+        keep_allowed(batch, finished[i])
         rescore(batch, finished[i])
     return done

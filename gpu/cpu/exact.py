@@ -1,0 +1,84 @@
+"""Exact search: queries are compared with every row, or with each of some rows."""
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.compiled import compiled
+from gpu.cpu.distances import row_distance
+from gpu.cpu.keys import distance_of, insert, key_of, node_of
+from gpu.cpu.queries import Form, full_offset, prepare, prepared_bytes
+from gpu.cpu.simd import prefetch
+from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2
+from gpu.errors import InvalidParams, InvalidVector
+from gpu.rows import Rows, aligned_empty, metric_form
+
+BLOCK = 256  # rows that all queries are compared with before the next ones are read
+MAX_K = 4096
+
+
+@compiled
+def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, filled):  # type: ignore[no-untyped-def]
+    """The nearest of rows for each prepared query, uint8 [q, …], into keys uint64 [q, k], of which `filled` are set.
+
+    nodes: int64, the rows; where it is empty the first `count` of them.
+    """
+    k = keys.shape[1]
+    some = len(nodes) > 0
+    for begin in range(0, count, BLOCK):
+        end = min(begin + BLOCK, count)
+        for q in range(len(queries)):
+            query = np.uint64(queries[q].ctypes.data + offset)
+            for i in range(begin, end):
+                node = nodes[i] if some else i
+                if some and q == 0 and i + 4 < end:
+                    following = start + nodes[i + 4] * row_bytes
+                    for line in range(0, row_bytes, 64):
+                        prefetch(np.uint64(following + line))
+                distance = row_distance(kind, np.uint64(start + node * row_bytes), query, lanes, np.float32(1))
+                if insert(keys, q, filled[q], k, key_of(distance, node)) >= 0:
+                    filled[q] = min(filled[q] + 1, k)
+
+
+@compiled
+def write(keys, filled, factor, offset, nodes, found):  # type: ignore[no-untyped-def]
+    """Nodes and distances in the metric of keys; -1 and +inf behind the last."""
+    for q in range(len(keys)):
+        for i in range(keys.shape[1]):
+            there = i < filled[q]
+            nodes[q, i] = np.int64(node_of(keys[q, i])) if there else -1
+            found[q, i] = np.float64(distance_of(keys[q, i])) * factor + offset if there else np.inf
+
+
+def nearest(
+    rows: Rows,
+    queries: npt.ArrayLike,
+    k: int,
+    nodes: npt.NDArray[np.int64] | None = None,
+    count: int | None = None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Nodes int64 [q, k] and distances float32 [q, k] of the nearest rows, -1 and +inf where there are fewer.
+
+    Full precision, also where `rows` has codes. nodes: int64, the rows to compare with; without, the first `count`, or
+    all. Raises InvalidVector and InvalidParams.
+    """
+    array = np.asarray(queries)
+    if array.ndim != 2:
+        raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {rows.dim}]")
+    if not 1 <= k <= MAX_K:
+        raise InvalidParams(f"k is {k}, outside 1..{MAX_K}")
+    codes = rows.codes if rows.full is None else rows.full
+    wanted = np.zeros(0, np.int64) if nodes is None else np.ascontiguousarray(nodes, np.int64)
+    total = len(wanted) if nodes is not None else len(codes) if count is None else count
+    if not 0 <= total <= len(codes) or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(codes)):
+        raise InvalidParams(f"rows outside 0..{len(codes) - 1} cannot be searched")
+    prepared = aligned_empty((len(array), prepared_bytes(rows)), np.uint8)
+    prepare(array, Form(rows), prepared)
+    kinds = (F16_L2, F16_DOT) if codes.dtype == np.float16 else (F32_L2, F32_DOT)
+    keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
+    scan(
+        kinds[rows.metric != "l2"], codes.ctypes.data, codes.strides[0], codes.shape[1], wanted, total, prepared,
+        full_offset(rows), keys, filled,
+    )  # fmt: skip
+    found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
+    write(keys, filled, *metric_form(rows), found, distances)
+    return found, distances

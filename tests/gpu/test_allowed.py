@@ -1,0 +1,111 @@
+"""Searches of which only some rows may be results, and exact ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
+from gpu.bitmap import bitmap
+from gpu.cpu.search import search
+from gpu.reference import search_reference
+from gpu.rows import Dtype, Metric
+from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
+from tests.gpu.test_reference import params, seeds
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params, st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]))
+def test_engine_and_reference_agree_on_which_allowed_rows_are_found(
+    seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams, part: float
+) -> None:
+    random = np.random.default_rng(seed)
+    data = random_index(random, int(random.integers(1, 300)), metric, dtype, 6, int(random.integers(1, 20)))
+    allowed, query = random.random(len(data.graph)) < part, exact_vectors(random, 1)
+    expected, expected_distances, _ = search_reference(data, query[0], wanted, allowed)
+    nodes, distances = search(data, query, wanted, 1, allowed=bitmap(allowed, len(allowed)))
+
+    assert nodes[0].tolist() == expected.tolist()
+    assert distances[0].tolist() == expected_distances.tolist()
+    assert allowed[nodes[nodes >= 0]].all()
+
+    engine = CpuEngine({"a": GraphIndex(data)}, slots=3, max_top_m=64)
+    others = [engine.admit(query[0], wanted, "a"), engine.admit(query[0], wanted, "a", bitmap(allowed, len(allowed)))]
+    while engine.active_slots:
+        engine.extend()
+    assert engine.result(others[1])[0].tolist() == expected.tolist()
+    assert engine.result(others[0])[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
+    for slot in others:
+        engine.release(slot)
+    slot = engine.admit(query[0], wanted, "a")  # the slot forgets what the one before it might find
+    while engine.active_slots:
+        engine.extend()
+    assert engine.result(slot)[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("part", [0.5, 0.1])
+def test_allowed_rows_are_found_by_a_walk_over_all_of_them(codes: bool, part: float) -> None:
+    random = np.random.default_rng(3)
+    vectors, queries = clustered(random, 3050, 40)[:3000], clustered(random, 50, 40)
+    allowed = random.random(3000) < part
+    index = GraphIndex.build(vectors, metric="l2", neighbor_codes=codes)
+    found, _ = index.search(queries, k=10, top_m=int(64 / part), allowed=allowed)
+
+    own = np.flatnonzero(allowed)
+    assert allowed[found].all()
+    assert recall(found, own[exact_neighbors(vectors[own], queries, "l2", 10)]) > 0.97
+
+
+def test_engine_and_reference_agree_where_candidates_are_estimated() -> None:
+    random = np.random.default_rng(4)
+    vectors, queries = clustered(random, 800, 40), clustered(random, 20, 40)
+    index = GraphIndex.build(vectors, neighbor_codes=True)
+    for part in (0.0, 0.05, 0.5):
+        allowed = random.random(800) < part
+        for query in queries:
+            wanted = SearchParams(10, 40, 2)
+            expected, _, _ = search_reference(index.data, query, wanted, allowed)
+            found, _ = search(index.data, query[None], wanted, 1, allowed=bitmap(allowed, 800))
+            assert (found >= 0).sum() == (expected >= 0).sum()
+            # Sums in another order may break near ties differently.
+            assert len(set(found[0].tolist()) - set(expected.tolist())) <= 1
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_search_finds_the_nearest_of_all_rows_and_of_some(metric: Metric, dtype: Dtype) -> None:
+    random = np.random.default_rng(5)
+    vectors, queries = clustered(random, 700, 24), clustered(random, 9, 24)
+    index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
+    some = np.flatnonzero(random.random(700) < 0.2)
+
+    assert recall(index.exact(queries, 10)[0], exact_neighbors(vectors, queries, metric, 10)) > 0.99
+    found, distances = index.exact(queries, 10, some)
+    assert recall(found, some[exact_neighbors(vectors[some], queries, metric, 10)]) > 0.99
+    assert (np.diff(distances, axis=1) >= 0).all()
+    walked = dict(zip(*[part[0].tolist() for part in index.search(queries[:1], 64, 700)], strict=True))
+    for node, distance in zip(found[0].tolist(), distances[0].tolist(), strict=True):
+        assert walked.get(node, distance) == pytest.approx(distance, abs=1e-4, rel=1e-4)
+
+
+def test_exact_search_of_fewer_rows_than_were_asked_for_says_so() -> None:
+    index = GraphIndex.build(np.eye(4, dtype=np.float32))
+    found, distances = index.exact(np.eye(4, dtype=np.float32)[:1], 3, np.array([2]))
+    assert found.tolist() == [[2, -1, -1]]
+    assert distances[0, 1:].tolist() == [np.inf, np.inf]
+    assert index.exact(np.eye(4, dtype=np.float32)[:1], 2, np.zeros(0, np.int64))[0].tolist() == [[-1, -1]]
+
+
+def test_rows_and_bitmaps_that_do_not_fit_are_refused() -> None:
+    index, query = GraphIndex.build(np.eye(4, dtype=np.float32)), np.ones((1, 4), np.float32)
+    for allowed in (np.ones(3, bool), np.ones(4, np.uint8)):
+        with pytest.raises(InvalidParams, match=r"bool \[4\]"):
+            index.search(query, 1, allowed=allowed)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParams, match=r"uint64 \[1\]"):
+        CpuEngine({"a": index}).admit(query[0], SearchParams(1, 4), "a", np.zeros(2, np.uint64))
+    for rows in ([4], [-1]):
+        with pytest.raises(InvalidParams, match=r"0\.\.3"):
+            index.exact(query, 1, np.array(rows))
+    with pytest.raises(InvalidParams, match="k is 0"):
+        index.exact(query, 0)
