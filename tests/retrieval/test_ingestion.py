@@ -176,6 +176,14 @@ def test_files_that_cannot_be_read_are_skipped_by_name_and_what_was_known_of_the
     assert handbook.texts == {"good.txt#1": "better"}
 
 
+def test_a_file_with_a_name_that_is_no_text_is_skipped(handbook: Handbook) -> None:
+    handbook.write("good.txt", "good")
+    Path(os.fsdecode(os.fsencode(handbook.folder) + b"/caf\xe9.txt")).write_text("coffee")
+    assert handbook.ingest().skipped == {"caf\udce9.txt": "its name is not UTF-8"}
+    assert set(handbook.add()[0].skipped) == {"caf\udce9.txt"}
+    assert handbook.texts == {"good.txt#1": "good"}
+
+
 def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: Handbook) -> None:
     handbook.write("bad.txt", b"caf\xe9")
     with pytest.raises(CollectionError, match=r"no documents; bad\.txt: not UTF-8"):

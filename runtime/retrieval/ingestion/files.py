@@ -80,7 +80,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def checksum(found: Found) -> str:
-    """SHA-256 of its content. Raises `Unreadable`."""
+    """SHA-256 of its content. Raises `Unreadable`, also for a name that could not be cited."""
+    try:
+        found.source.encode()
+    except UnicodeEncodeError as error:
+        raise Unreadable("its name is not UTF-8") from error
     if not found.is_lines:
         return hashlib.sha256(read_bytes(found.path)).hexdigest()
     try:
