@@ -1,6 +1,6 @@
 // Distances of a query to rows, by teams of 8, 16 or 32 threads.
 //
-// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread asks for four times 16 bytes
+// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread asks for up to four times 16 bytes
 // at once, as far as registers go; the query stays in the first-level cache, which rows pass by.
 //
 // A row is summed in 32 lanes, chunk c in lane c % 32, and the lanes are folded in halves: 16, 8, 4, 2, 1. A smaller
@@ -67,21 +67,27 @@ __device__ inline int add_chunk(int sum, uint4 row, const uint4* query) {
                      __dp2a_lo(static_cast<int>(upper.z), static_cast<int>(row.w), sum));
 }
 
-// The sum over a row of `chunks` chunks, in every member of the team.
-template <uint32 KIND, uint32 TEAM>
+// The sum over a row of `chunks` chunks, in every member of the team. A thread asks for AT_ONCE chunks before it adds.
+template <uint32 KIND, uint32 TEAM, uint32 AT_ONCE>
 __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const uint4* query, uint32 chunks) {
-    constexpr uint32 LANES = WARP / TEAM, LOADS = 4, QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
+    constexpr uint32 LANES = WARP / TEAM, LOADS = LANES < AT_ONCE ? AT_ONCE : LANES;
+    constexpr uint32 QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
     typename SumOf<KIND>::type sums[LANES] = {};
-    for (uint32 first = threadIdx.x % TEAM; first < chunks; first += LOADS * TEAM) {
-        uint4 loaded[LOADS];
+#pragma unroll 1
+    for (uint32 round = threadIdx.x % TEAM; round < chunks; round += LOADS * TEAM)
 #pragma unroll
-        for (uint32 i = 0; i < LOADS; i++)
-            if (first + i * TEAM < chunks) loaded[i] = load_row(row + first + i * TEAM);
+        for (uint32 begin = 0; begin < LOADS; begin += AT_ONCE) {
+            const uint32 first = round + begin * TEAM;
+            uint4 loaded[AT_ONCE];
 #pragma unroll
-        for (uint32 i = 0; i < LOADS; i++)
-            if (const uint32 chunk = first + i * TEAM; chunk < chunks)
-                sums[i % LANES] = add_chunk<KIND>(sums[i % LANES], loaded[i], query + chunk * QUERY_CHUNKS);
-    }
+            for (uint32 i = 0; i < AT_ONCE; i++)
+                if (first + i * TEAM < chunks) loaded[i] = load_row(row + first + i * TEAM);
+#pragma unroll
+            for (uint32 i = 0; i < AT_ONCE; i++)
+                if (const uint32 chunk = first + i * TEAM; chunk < chunks)
+                    sums[(begin + i) % LANES] =
+                        add_chunk<KIND>(sums[(begin + i) % LANES], loaded[i], query + chunk * QUERY_CHUNKS);
+        }
 #pragma unroll
     for (uint32 half = LANES / 2; half > 0; half /= 2)
 #pragma unroll
@@ -94,31 +100,31 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
 
 // Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the
 // constant |q - c|² or c · q (gpu/rows.py). In every member of the team.
-template <uint32 TEAM>
+template <uint32 TEAM, uint32 AT_ONCE>
 __device__ inline float row_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.row_chunks;
     const uint4* row = at<const uint4>(collection.rows, static_cast<uint64>(node) * chunks);
     const uint4* query = query_at(slot, collection.query_row);
     switch (collection.kind) {
-        case F32_L2: return team_sum<F32_L2, TEAM>(row, query, chunks);
-        case F32_DOT: return -team_sum<F32_DOT, TEAM>(row, query, chunks);
-        case F16_L2: return team_sum<F16_L2, TEAM>(row, query, chunks);
-        case F16_DOT: return -team_sum<F16_DOT, TEAM>(row, query, chunks);
+        case F32_L2: return team_sum<F32_L2, TEAM, AT_ONCE>(row, query, chunks);
+        case F32_DOT: return -team_sum<F32_DOT, TEAM, AT_ONCE>(row, query, chunks);
+        case F16_L2: return team_sum<F16_L2, TEAM, AT_ONCE>(row, query, chunks);
+        case F16_DOT: return -team_sum<F16_DOT, TEAM, AT_ONCE>(row, query, chunks);
         default:
             const float* step_and_square = reinterpret_cast<const float*>(row + chunks) - 2;
             const float query_step = *reinterpret_cast<const float*>(query_at(slot, CODE_STEP));
-            const float sum = static_cast<float>(team_sum<I8_DOT, TEAM>(row, query, chunks));
+            const float sum = static_cast<float>(team_sum<I8_DOT, TEAM, AT_ONCE>(row, query, chunks));
             const float dot = sum * query_step * step_and_square[0];
             return collection.kind == I8_L2 ? step_and_square[1] - 2.0f * dot : -dot;
     }
 }
 
 // Distance of the slot's query to the full-precision row that an int8 row stands for.
-template <uint32 TEAM>
+template <uint32 TEAM, uint32 AT_ONCE>
 __device__ inline float full_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.full_chunks;
     const uint4* row = at<const uint4>(collection.full, static_cast<uint64>(node) * chunks);
     const uint4* query = query_at(slot, collection.query_full);
-    return collection.kind == I8_L2 ? team_sum<F32_L2, TEAM>(row, query, chunks)
-                                    : -team_sum<F32_DOT, TEAM>(row, query, chunks);
+    return collection.kind == I8_L2 ? team_sum<F32_L2, TEAM, AT_ONCE>(row, query, chunks)
+                                    : -team_sum<F32_DOT, TEAM, AT_ONCE>(row, query, chunks);
 }

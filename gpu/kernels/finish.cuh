@@ -10,13 +10,13 @@ constexpr uint32 RESCORED_AT_LEAST = 8;
 
 // The full-precision key of an entry, in every member of the team.
 __device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
-    return key_of(full_distance<SLOT_TEAM>(collection, slot, node_of(key)), node_of(key));
+    return key_of(full_distance<SLOT_TEAM, 2>(collection, slot, node_of(key)), node_of(key));
 }
 
 // Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The
 // rule is the CPU's (gpu/cpu/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an
 // entry behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
-__device__ __noinline__ void rescore(const Slot* slot, const Collection& collection, uint64* keys,
+__device__ inline void rescore(const Slot* slot, const Collection& collection, uint64* keys,
                                      MergeScratch* scratch) {
     const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
     const uint32 team = threadIdx.x / SLOT_TEAM, teams = blockDim.x / SLOT_TEAM;
@@ -73,13 +73,12 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
 // Count the extend and decide whether the query is done; if it is, publish its result. Returns the same to every
 // thread.
 __device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slot* slot, const Collection& collection,
-                                     uint64* keys, bool changed, MergeScratch* scratch) {
-    const uint32 cursor = find_cursor(keys, slot->top_m, scratch);
-    const uint32 unchanged = changed ? 0 : slot->unchanged + 1;
-    const bool done = cursor == slot->top_m || (slot->patience > 0 && unchanged >= slot->patience);
+                                     uint64* keys, Merged merged, MergeScratch* scratch) {
+    const uint32 unchanged = merged.changed ? 0 : slot->unchanged + 1;
+    const bool done = merged.cursor == slot->top_m || (slot->patience > 0 && unchanged >= slot->patience);
     __syncthreads();
     if (threadIdx.x == 0) {
-        slot->cursor = cursor;
+        slot->cursor = merged.cursor;
         slot->unchanged = unchanged;
         slot->extends += 1;
         if (done) slot->status = FINISHED;

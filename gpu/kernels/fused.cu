@@ -7,6 +7,13 @@
 #include "finish.cuh"
 #include "gather.cuh"
 
+// Chunks that a thread asks for at once: as many as a block of FUSED_THREADS has registers for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr uint32 FUSED_AT_ONCE = 1;
+#else
+constexpr uint32 FUSED_AT_ONCE = 4;
+#endif
+
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const Batch batch, uint32 limit) {
     DYNAMIC_SHARED(shared);
     GatherScratch* gathering = reinterpret_cast<GatherScratch*>(shared);
@@ -37,12 +44,12 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const B
             gather(slot, collection, keys, visited, nodes, gathering);
             const uint32 count = gathering->node_count;
             for (uint32 i = threadIdx.x / SLOT_TEAM; i < count; i += blockDim.x / SLOT_TEAM) {
-                const float distance = row_distance<SLOT_TEAM>(collection, slot, nodes[i]);
+                const float distance = row_distance<SLOT_TEAM, FUSED_AT_ONCE>(collection, slot, nodes[i]);
                 if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
             }
             const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
-            const bool changed = merge(keys, top_m, count, key_of_task, fresh, merging);
-            done = finish_extend(batch, blockIdx.x, slot, collection, keys, changed, merging);
+            const Merged merged = merge(keys, top_m, count, key_of_task, fresh, merging);
+            done = finish_extend(batch, blockIdx.x, slot, collection, keys, merged, merging);
             extends += 1;
             if (threadIdx.x == 0) *stop = (done ? 1 : 0) + (rang ? 1 : 0) + (others ? 1 : 0);
             __syncthreads();

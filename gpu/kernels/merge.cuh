@@ -1,9 +1,10 @@
 // Merging new keys into a sorted top_m: merge_top_m. A block a slot.
 //
-// Floor: 12 bytes a task and 8 · top_m bytes a slot, read and written; all else is in shared memory. Most new keys are
-// farther than the worst of a full top_m and are dropped before anything is sorted; the rest, a power of two of them,
-// are sorted and merged by bitonic networks. Steps whose pairs lie within a warp's 64 keys need no barrier of the
-// block.
+// Floor: 12 bytes a task and 8 · top_m bytes a slot, read and written; all else is in shared memory and registers. Most
+// new keys are farther than the worst of a full top_m and are dropped before anything is sorted. The rest, up to
+// WARP_FRESH and with a top_m up to WARP_KEYS, is one warp's: it sorts and merges in registers, by exchanges between
+// lanes, so the block waits three times. More keys (of the seeds, or of a wide search's first extends) are sorted and
+// merged by the whole block in shared memory, where steps within a warp's 64 keys need no barrier.
 #pragma once
 #include "keys.cuh"
 
@@ -12,6 +13,8 @@ struct MergeScratch {
     uint32 cursor;
     uint32 least, most, worst;  // of rescoring: floats, ordered
 };
+
+// ---- a block, keys in shared memory
 
 // Compare and exchange keys `stride` apart; runs of `run` keys ascend and descend in turn.
 __device__ inline void exchange(uint64* keys, uint32 size, uint32 stride, uint32 run) {
@@ -76,15 +79,144 @@ __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
     return size;
 }
 
-// Merge `tasks` keys, key_of_task(0..), into keys[top_m]; behind these there is room for MERGE_KEYS and a power of two,
-// filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks. Returns whether
-// top_m changed.
+// Sort `count` new keys, drop doubles and merge them into keys[top_m].
+__device__ inline void merge_in_block(uint64* keys, uint32 top_m, uint64* fresh, uint32 count) {
+    const uint32 added = sort_fresh(fresh, count), size = max(power_of_two(top_m), added);
+    // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
+    for (uint32 i = threadIdx.x; i < added; i += blockDim.x) {
+        uint64* key = keys + size - 1 - i;
+        *key = min(*key, fresh[i]);
+    }
+    __syncthreads();
+    sort_bitonic(keys, size);
+    fill_keys(keys, top_m, size);  // read again after other barriers
+}
+
+// ---- one warp, keys in registers: entry `lane + 32 · j` of a list is register j
+
+constexpr uint32 WARP_KEYS = 256, WARP_FRESH = 128;  // of a list and of new keys that one warp merges, at most
+
+// Exchange with the lane `stride` lanes off, for entries that ascend (`run`: where bit `run` of an entry's number is 0).
+template <uint32 COUNT>
+__device__ inline void exchange_lanes(uint64 (&keys)[COUNT], uint32 stride, uint32 run) {
+    const uint32 lane = threadIdx.x % WARP;
+#pragma unroll
+    for (uint32 j = 0; j < COUNT; j++) {
+        const uint64 other = __shfl_xor_sync(WHOLE_WARP, keys[j], static_cast<int>(stride));
+        const bool ascends = !((lane + WARP * j) & run), lower = !(lane & stride);
+        keys[j] = (keys[j] > other) == (ascends == lower) ? other : keys[j];
+    }
+}
+
+// Exchange registers `stride` registers apart.
+template <uint32 COUNT>
+__device__ inline void exchange_registers(uint64 (&keys)[COUNT], uint32 stride, uint32 run) {
+#pragma unroll
+    for (uint32 j = 0; j < COUNT; j++) {
+        if (j & stride) continue;
+        const uint64 left = keys[j], right = keys[j ^ stride];
+        const bool swap = (left > right) == !(WARP * j & run);
+        keys[j] = swap ? right : left;
+        keys[j ^ stride] = swap ? left : right;
+    }
+}
+
+// Sort entries that fall and then rise, or the reverse, in runs of `run` that ascend and descend in turn.
+template <uint32 COUNT>
+__device__ inline void merge_runs(uint64 (&keys)[COUNT], uint32 run) {
+#pragma unroll
+    for (uint32 stride = COUNT / 2; stride > 0; stride /= 2)
+        if (WARP * stride < run) exchange_registers(keys, stride, run);
+#pragma unroll 1
+    for (uint32 stride = min(run, WARP) / 2; stride > 0; stride /= 2) exchange_lanes(keys, stride, run);
+}
+
+template <uint32 COUNT>
+__device__ inline void sort_in_warp(uint64 (&keys)[COUNT]) {
+#pragma unroll 1
+    for (uint32 run = 2; run <= WARP * COUNT; run *= 2) merge_runs(keys, run);
+}
+
+// Sort up to 32 · COUNT new keys and drop doubles, which a table that forgets may have let through: they become NO_KEY.
+template <uint32 COUNT>
+__device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count) {
+    const uint32 lane = threadIdx.x % WARP;
+    uint64 keys[COUNT];
+#pragma unroll
+    for (uint32 j = 0; j < COUNT; j++) keys[j] = lane + WARP * j < count ? fresh[lane + WARP * j] : NO_KEY;
+    for (bool doubles = true; doubles;) {
+        sort_in_warp(keys);
+        __syncwarp();
+#pragma unroll
+        for (uint32 j = 0; j < COUNT; j++)
+            if (lane + WARP * j < count) fresh[lane + WARP * j] = keys[j];
+        __syncwarp();
+        doubles = false;
+#pragma unroll
+        for (uint32 j = 0; j < COUNT; j++)
+            if (const uint32 i = lane + WARP * j; i > 0 && i < count && fresh[i - 1] == keys[j] && keys[j] != NO_KEY) {
+                keys[j] = NO_KEY;
+                doubles = true;
+            }
+        doubles = __ballot_sync(WHOLE_WARP, doubles) != 0;
+    }
+}
+
+// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most. One warp. Returns the first entry that has
+// not been a parent, or top_m.
+template <uint32 COUNT>
+__device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* fresh, uint32 count) {
+    const uint32 lane = threadIdx.x % WARP;
+    uint64 top[COUNT];
+    // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
+#pragma unroll
+    for (uint32 j = 0; j < COUNT; j++) {
+        const uint32 i = lane + WARP * j, turned = WARP * COUNT - 1 - i;
+        top[j] = min(i < top_m ? keys[i] : NO_KEY, turned < count ? fresh[turned] : NO_KEY);
+    }
+    if (count > 0) merge_runs(top, 2 * WARP * COUNT);
+    uint32 cursor = top_m;
+#pragma unroll
+    for (uint32 j = COUNT; j-- > 0;) {
+        const uint32 i = lane + WARP * j;
+        if (i < top_m) keys[i] = top[j];
+        const uint32 open = __ballot_sync(WHOLE_WARP, i < top_m && !(top[j] & EXPANDED));
+        if (open) cursor = WARP * j + __ffs(static_cast<int>(open)) - 1;
+    }
+    return cursor;
+}
+
+// The same for new keys that are not sorted, WARP_FRESH at most, and any top_m up to WARP_KEYS.
+__device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, uint64* fresh, uint32 count) {
+    if (count > WARP)
+        sort_fresh_in_warp<WARP_FRESH / WARP>(fresh, count);
+    else if (count > 0)
+        sort_fresh_in_warp<1>(fresh, count);
+    if (top_m <= 2 * WARP) return merge_sorted<2>(keys, top_m, fresh, count);
+    if (top_m <= 4 * WARP) return merge_sorted<4>(keys, top_m, fresh, count);
+    return merge_sorted<8>(keys, top_m, fresh, count);
+}
+
+// ---- the merge
+
+struct Merged {
+    bool changed;   // whether top_m did
+    uint32 cursor;  // its first entry that has not been a parent, or top_m
+};
+
+// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted; behind these there is room for MERGE_KEYS and a power of
+// two, filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks, and at its end.
+// Returns the same to every thread.
 template <class KeyOfTask>
-__device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
-                             MergeScratch* scratch) {
+__device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
+                               MergeScratch* scratch) {
     bool changed = false;
-    for (uint32 first = 0; first < tasks; first += MERGE_KEYS) {
-        if (threadIdx.x == 0) scratch->fresh_count = 0;
+    uint32 first = 0;
+    do {
+        if (threadIdx.x == 0) {
+            scratch->fresh_count = 0;
+            scratch->cursor = top_m;
+        }
         __syncthreads();
         const uint64 worst = keys[top_m - 1];
         for (uint32 i = first + threadIdx.x; i < min(first + MERGE_KEYS, tasks); i += blockDim.x) {
@@ -92,32 +224,21 @@ __device__ inline bool merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask
             if (key < worst && !holds(keys, top_m, key)) fresh[atomicAdd(&scratch->fresh_count, 1u)] = key;
         }
         __syncthreads();
-        const uint32 count = scratch->fresh_count;  // 0 stays 0; else sort_fresh waits before it changes
-        if (count == 0) continue;
-        changed = true;
-        const uint32 added = sort_fresh(fresh, count);
-        const uint32 size = max(power_of_two(top_m), added);
-        // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
-        for (uint32 i = threadIdx.x; i < added; i += blockDim.x) {
-            uint64* key = keys + size - 1 - i;
-            *key = min(*key, fresh[i]);
+        const uint32 count = scratch->fresh_count;
+        changed |= count > 0;
+        if (top_m > WARP_KEYS || count > WARP_FRESH) {
+            if (count > 0) merge_in_block(keys, top_m, fresh, count);
+            for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x)
+                if (!(keys[i] & EXPANDED)) {
+                    atomicMin(&scratch->cursor, i);
+                    break;
+                }
+        } else if (threadIdx.x < WARP) {
+            const uint32 cursor = merge_in_warp(keys, top_m, fresh, count);
+            if (threadIdx.x == 0) scratch->cursor = cursor;
         }
         __syncthreads();
-        sort_bitonic(keys, size);
-        fill_keys(keys, top_m, size);  // read again after other barriers
-    }
-    return changed;
-}
-
-// The first entry that has not been a parent, or top_m.
-__device__ inline uint32 find_cursor(const uint64* keys, uint32 top_m, MergeScratch* scratch) {
-    if (threadIdx.x == 0) scratch->cursor = top_m;
-    __syncthreads();
-    for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x)
-        if (!(keys[i] & EXPANDED)) {
-            atomicMin(&scratch->cursor, i);
-            break;
-        }
-    __syncthreads();
-    return scratch->cursor;
+        first += MERGE_KEYS;
+    } while (first < tasks);
+    return {changed, scratch->cursor};
 }

@@ -55,7 +55,7 @@ __device__ inline void compute_distances(const Batch& batch) {
         const Task task = at<const Task>(batch.tasks)[i];
         const Slot* slot = slot_at(batch, task.slot);
         const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
-        const float distance = row_distance<TEAM>(collection, slot, task.node);
+        const float distance = row_distance<TEAM, 4>(collection, slot, task.node);
         if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[i] = distance;
     }
 }
@@ -84,11 +84,11 @@ __device__ inline bool merge_slot(const Batch& batch, Slot* slot, unsigned char*
     const Task* tasks = at<const Task>(batch.tasks, begin);
     const float* distances = at<const float>(batch.distances, begin);
     const auto key_of_task = [=](uint32 i) { return key_of(distances[i], tasks[i].node); };
-    const bool changed = merge(keys, top_m, slot->task_end - begin, key_of_task, fresh, scratch);
-    if (changed)
+    const Merged merged = merge(keys, top_m, slot->task_end - begin, key_of_task, fresh, scratch);
+    if (merged.changed)
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
     const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
-    return finish_extend(batch, blockIdx.x, slot, collection, keys, changed, scratch);
+    return finish_extend(batch, blockIdx.x, slot, collection, keys, merged, scratch);
 }
 
 // The last block ends the extend, and the launch if it is time.

@@ -109,6 +109,7 @@ inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __float_as_uint(float value) { return emulated::value_of<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return emulated::value_of<float>(bits); }

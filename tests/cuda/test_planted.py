@@ -23,23 +23,27 @@ BARRIERS = {
     "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
     "sorting steps overtake each other": "max(stride, next) > WARP)\n        __syncthreads();",
     "lanes overtake each other": "else\n        __syncwarp();",
+    "doubles are looked for before keys are there": "fresh[lane + WARP * j] = keys[j];\n        __syncwarp();",
 }
 
 
 def run(driver: EmulatedDriver, seed: int) -> bool:
-    """Whether a small batch, by stages and fused in turn, finds what the reference finds."""
+    """Whether a small batch, by stages and fused in turn, finds what the reference finds.
+
+    One slot's top_m is merged by a warp, the other's by the block.
+    """
     random = np.random.default_rng(seed)
     data = [random_index(random, 300, "l2", "float32", 16, 40), random_index(random, 300, "ip", "int8", 16, 40)]
-    wanted = SearchParams(k=12, top_m=100, search_width=8)
-    bench = Workbench(driver, data, Limits(slots=2, max_top_m=128))
+    wanted = [SearchParams(k=12, top_m=top_m, search_width=8) for top_m in (100, 270)]
+    bench = Workbench(driver, data, Limits(slots=2, max_top_m=270))
     queries = exact_vectors(random, 2)
     for slot, query in enumerate(queries):
-        bench.admit(slot, query, wanted, slot)
+        bench.admit(slot, query, wanted[slot], slot)
     for number in range(60):
         (bench.extend if number % 2 else bench.extend_fused)()
         for slot, query in enumerate(queries):
             if bench.done(slot):
-                ids, distances, extends = search_reference(data[slot], query, wanted)
+                ids, distances, extends = search_reference(data[slot], query, wanted[slot])
                 if (*bench.result(slot, 12, slot), bench.extends(slot)) != (ids.tolist(), distances.tolist(), extends):
                     return False
         if bench.done(0) and bench.done(1):
