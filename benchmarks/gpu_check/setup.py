@@ -4,7 +4,7 @@ import argparse
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from benchmarks.machine import machine
 from gpu import DeviceUnavailable, Engine, GraphIndex, SearchParams, check_device, open_engine
 
 FloatArray = npt.NDArray[np.float32]
+
+if TYPE_CHECKING:
+    from gpu.cuda.engine import CudaEngine
 
 
 @dataclass
@@ -40,14 +43,15 @@ class Setup:
         name = "dry-run" if self.small else self.device_name
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
-    def engine(self, slots: int | None = None, **options: Any) -> Engine:
-        """An engine over the index as "docs". options: of `CudaEngine`, on a GPU only."""
-        count = slots or self.slots
-        if not options or not self.on_gpu:
-            return open_engine(self.device, {"docs": self.index}, slots=count, max_top_m=512)
+    def engine(self, slots: int | None = None) -> Engine:
+        """An engine over the index as "docs", as it ships."""
+        return open_engine(self.device, {"docs": self.index}, slots=slots or self.slots, max_top_m=512)
+
+    def cuda_engine(self, slots: int | None = None, **options: Any) -> "CudaEngine":
+        """The same on a GPU, with `CudaEngine`'s own options."""
         from gpu.cuda.engine import CudaEngine
 
-        return CudaEngine.open(self.device, {"docs": self.index}, slots=count, max_top_m=512, **options)
+        return CudaEngine.open(self.device, {"docs": self.index}, slots=slots or self.slots, max_top_m=512, **options)
 
 
 def prepare(options: argparse.Namespace) -> Setup:

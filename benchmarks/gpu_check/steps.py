@@ -28,26 +28,27 @@ def check(setup: Setup) -> Outcome:
     lines.append(("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}"))
     data: dict[str, Any] = {"roofline": asdict(roofline), "forms": {}}
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
-    plain = drive(engine, queries, setup.params)
+    shipped = drive(engine, queries, setup.params)
     engine.close()
-    step_s, query_s = plain.host_s / plain.steps, plain.host_s / plain.finished
+    step_s, query_s = shipped.host_s / shipped.steps, shipped.host_s / shipped.finished
     host = ("host time a step, all slots in use", step_s), ("… a query", query_s)
     lines += [(what, micros(seconds) if setup.on_gpu else "skipped: no GPU") for what, seconds in host]
-    data["forms"]["plain"] = _form(plain)
-    for form in ("loop", "fused"):
+    data["forms"]["shipped"] = _form(shipped)
+    for form, limit in (("plain", 1), ("loop", _LAUNCH), ("fused", _LAUNCH)):
+        what = f"{limit} extends a launch, {form}"
         if not setup.on_gpu:
-            lines.append((f"{_LAUNCH} extends a launch, {form}", "skipped: no GPU"))
+            lines.append((what, "skipped: no GPU"))
             continue
-        engine = setup.engine(extends_per_launch=_LAUNCH, form=form)
-        made, refused = getattr(engine, "form", "plain"), getattr(engine, "refused", "")
-        found = drive(engine, queries, setup.params)
-        single = setup.engine(1, extends_per_launch=_LAUNCH, form=form)
+        tuned = setup.cuda_engine(extends_per_launch=limit, form=form)
+        made, refused = sorted(set(tuned.forms.values())), tuned.refused
+        found = drive(tuned, queries, setup.params)
+        single = setup.cuda_engine(1, extends_per_launch=limit, form=form)
         alone = drive(single, queries[:50], setup.params)
         single.close()
-        engine.close()
-        same = float(np.mean(found.ids == plain.ids))
-        what = f"{_LAUNCH} extends a launch, {form}" + ("" if made == form else f" (the device gave {made}: {refused})")
-        lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as plain"))
+        tuned.close()
+        same = float(np.mean(found.ids == shipped.ids))
+        what += "" if made == [form] else f" (the device gave {', '.join(made)}: {refused})"
+        lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped"))
         lines.append((f"… one query at a time, {form}, p50", micros(alone.percentile(0.5))))
         data["forms"][form] = {**_form(found), "made": made, "alone_p50_s": alone.percentile(0.5), "same_ids": same}
     return Outcome(lines, data)

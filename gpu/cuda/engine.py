@@ -90,8 +90,7 @@ class CudaEngine:
             self._memory = memory = BatchMemory(driver, self._stream, named, shape, progress)
             batch = layout.argument(memory.record)
             kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
-            wanted: Form = form or ("plain" if extends_per_launch == 1 else "loop")
-            self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), wanted, extends_per_launch)
+            self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), form, extends_per_launch)
             self._own = own = backend.Handle(driver, self._stream, memory, kernels, self._graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
             self._slots = own.table
@@ -163,14 +162,14 @@ class CudaEngine:
         return int(self._own.words[backend.WAITED_NS])
 
     @property
-    def form(self) -> Form:
-        """How launches are made: what was wanted, or "plain" where the device cannot."""
+    def forms(self) -> Mapping[int, Form]:
+        """How launches are made, by bucket: what was wanted, or "plain" where the device cannot."""
         assert self._graphs is not None
-        return self._graphs.form
+        return self._graphs.forms
 
     @property
     def refused(self) -> str:
-        """Why the device cannot launch in the form that was wanted; empty if it can."""
+        """Why the device cannot launch in a form that was wanted; empty if it can."""
         assert self._graphs is not None
         return self._graphs.refused
 

@@ -1,9 +1,10 @@
 """The captured graphs of a launch: one for each bucket of slots, replayed for every step.
 
 A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots among them that are not active do nothing. A
-launch is one extend (`plain`), or up to `limit` extends that end early when a slot is done or the doorbell rings: the
-same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on with its own slot
-(`fused`).
+launch is one extend by three kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
+doorbell rings: the same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
+with its own slot (`fused`). Fused is for buckets whose blocks all run at once, one on each multiprocessor; of more, the
+later ones would wait while the first go on.
 """
 
 import ctypes
@@ -42,8 +43,10 @@ class Kernels:
         self._fused = 0
 
     def load_fused(self) -> None:
-        """Raises DeviceError where a block cannot have as much shared memory as the fused form needs."""
-        self._fused = self._driver.kernel(self._module, layout.EXTEND_FUSED.name, self._shape.fused_shared_bytes)
+        """Raises DeviceError where a block cannot have as much shared memory as the fused form needs. Idempotent."""
+        self._fused = self._fused or self._driver.kernel(
+            self._module, layout.EXTEND_FUSED.name, self._shape.fused_shared_bytes
+        )
 
     def extend(self, stream: int, bucket: int, limit: int, condition: int) -> None:
         """The three kernels of one extend."""
@@ -63,53 +66,62 @@ class Kernels:
 
 
 class LaunchGraphs:
-    """Captured launches for every bucket, made here and never again. `form` is the form that they have.
+    """Captured launches for every bucket, made here and never again. `forms` has each bucket's form.
 
-    A driver that cannot capture the form wanted gets plain replay instead.
+    form: every bucket's; None: `fused` up to as many slots as there are multiprocessors, for more `loop`, or `plain`
+    where `limit` is 1. Where a driver cannot capture it, the bucket gets plain replay.
     """
 
     def __init__(
-        self, driver: Driver, stream: int, kernels: Kernels, buckets: Sequence[int], form: Form, limit: int
+        self, driver: Driver, stream: int, kernels: Kernels, buckets: Sequence[int], form: Form | None, limit: int
     ) -> None:
         if form == "plain" and limit != 1:
             raise InvalidParams(f"a plain launch is one extend, not {limit}")
         self._driver, self._stream, self._kernels = driver, stream, kernels
         self.buckets = tuple(sorted(buckets))
-        self.form: Form = form
-        self.limit = limit
-        self.refused = ""  # why the form that was asked for could not be had
+        self.refused = ""  # why a form that was wanted could not be had
+        self.forms: dict[int, Form] = {}
         self._graphs: dict[int, int] = {}
         try:
-            if form == "fused":
-                kernels.load_fused()
-            self._capture_all()
-        except DeviceError as error:
+            for bucket in self.buckets:
+                self._make(bucket, form or self._best(bucket, limit), limit)
+        except DeviceError:
             self.close()
+            raise
+        self.limit = 1 if set(self.forms.values()) == {"plain"} else limit
+
+    def _best(self, bucket: int, limit: int) -> Form:
+        if bucket <= self._driver.multiprocessors:
+            return "fused"
+        return "plain" if limit == 1 else "loop"
+
+    def _make(self, bucket: int, form: Form, limit: int) -> None:
+        try:
+            if form == "fused":
+                self._kernels.load_fused()
+            self._graphs[bucket] = self._capture(bucket, form, limit)
+        except DeviceError as error:
             if form == "plain":
                 raise
-            self.refused = str(error)
-            self.form, self.limit = "plain", 1
-            self._capture_all()
+            self.refused, form = str(error), "plain"
+            self._graphs[bucket] = self._capture(bucket, form, 1)
+        self.forms[bucket] = form
 
     def table(self) -> npt.NDArray[np.int64]:
         """Buckets and their graphs, int64 [buckets, 2], smallest first."""
         return np.array([(bucket, self._graphs[bucket]) for bucket in self.buckets], np.int64)
 
-    def _capture_all(self) -> None:
-        for bucket in self.buckets:
-            self._graphs[bucket] = self._capture(bucket)
-
-    def _capture(self, bucket: int) -> int:
+    def _capture(self, bucket: int, form: Form, limit: int) -> int:
         driver, stream = self._driver, self._stream
         driver.begin_capture(stream)
         try:
-            if self.form == "plain":
+            if form == "plain":
                 self._kernels.extend(stream, bucket, 1, 0)
-            elif self.form == "fused":
-                self._kernels.extend_fused(stream, bucket, self.limit)
+            elif form == "fused":
+                self._kernels.extend_fused(stream, bucket, limit)
             else:
                 loop = driver.begin_while(stream)
-                self._kernels.extend(loop.stream, bucket, self.limit, loop.handle)
+                self._kernels.extend(loop.stream, bucket, limit, loop.handle)
                 driver.end_while(loop)
         except DeviceError:
             driver.abandon_capture(stream)

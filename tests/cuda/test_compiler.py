@@ -16,8 +16,8 @@ from gpu.errors import DeviceError, DeviceUnavailable
 from tests.cuda.emulation import require_compiler
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# The most registers that a kernel may take on sm_80 and sm_90; nothing spills anywhere. A multiprocessor has 65,536: with
-# 64, 128 threads a block, it runs 8 blocks of merge_top_m; extend_fused has one block of 512 and 128 are its all.
+# The most registers that a kernel may take on sm_80 and sm_90; nothing spills anywhere. A multiprocessor has 65,536:
+# with 64, 128 threads a block, it runs 8 blocks of merge_top_m; extend_fused has one block of 512 and 128 are its all.
 REGISTERS = {
     "write_slots": 32,
     "gather_tasks": 40,

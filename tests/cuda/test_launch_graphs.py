@@ -37,7 +37,7 @@ def test_buckets_are_the_usual_ones_below_the_slots_and_all_slots() -> None:
 
 def test_each_bucket_has_one_graph_of_the_three_kernels(index: GraphIndex) -> None:
     driver = RecordingDriver()
-    opened(index, driver, slots=40, max_top_m=64)
+    opened(index, driver, slots=40, max_top_m=64, form="plain")
     shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
     assert len(driver.graphs) == 4
     for bucket, (gather, distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
@@ -69,8 +69,8 @@ def test_all_kernels_are_given_the_same_batch_whose_addresses_are_what_was_alloc
 
 def test_a_loop_is_captured_around_the_three_kernels_with_its_condition(index: GraphIndex) -> None:
     driver = RecordingDriver()
-    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16)
-    assert (engine.form, engine.extends_per_launch) == ("loop", 16)
+    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16, form="loop")
+    assert (set(engine.forms.values()), engine.extends_per_launch) == ({"loop"}, 16)
     for graph in graphs(driver):
         assert [launch.kernel for launch in graph] == ["gather_tasks", "compute_distances_8", "merge_top_m"]
         assert {launch.handle for launch in graph} == {graph[2].arguments[2].value} != {0}
@@ -80,17 +80,29 @@ def test_a_loop_is_captured_around_the_three_kernels_with_its_condition(index: G
 def test_a_fused_launch_is_one_kernel(index: GraphIndex) -> None:
     driver = RecordingDriver()
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form="fused")
-    assert engine.form == "fused"
+    assert engine.forms == {1: "fused", 8: "fused"}
     for bucket, (fused,) in zip((1, 8), graphs(driver), strict=True):
         assert (fused.kernel, fused.grid.x, fused.block.x) == ("extend_fused", bucket, layout.FUSED_THREADS)
         assert fused.arguments[1].value == 4
 
 
-@pytest.mark.parametrize("form", ["loop", "fused"])
+@pytest.mark.parametrize(("extends_per_launch", "above"), [(1, "plain"), (16, "loop")])
+def test_a_bucket_is_fused_where_each_slot_has_a_multiprocessor(
+    index: GraphIndex, extends_per_launch: int, above: str
+) -> None:
+    driver = RecordingDriver()
+    driver.multiprocessors = 32
+    engine = opened(index, driver, slots=40, max_top_m=64, extends_per_launch=extends_per_launch)
+    assert engine.forms == {1: "fused", 8: "fused", 32: "fused", 40: above}
+    assert [len(graph) for graph in graphs(driver)] == [1, 1, 1, 3]
+    assert [graph[0].arguments[1].value for graph in graphs(driver)[:3]] == [extends_per_launch] * 3
+
+
+@pytest.mark.parametrize("form", ["loop", "fused", None])
 def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphIndex, form: Any) -> None:
     driver = RecordingDriver(can_loop=False, max_shared_bytes=9_000)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
-    assert (engine.form, engine.extends_per_launch) == ("plain", 1)
+    assert (engine.forms, engine.extends_per_launch) == ({1: "plain", 8: "plain"}, 1)
     assert [len(graph) for graph in graphs(driver)] == [3, 3]
     assert driver.names().count("begin_capture") - driver.names().count("abandon_capture") == 2
 

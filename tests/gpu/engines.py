@@ -36,7 +36,7 @@ class Backend:
         driver, image = self._device()
         try:
             engine = CudaEngine(driver, image, collections, form=self.form, **limits)  # type: ignore[arg-type]
-            assert engine.form == self.form
+            assert set(engine.forms.values()) == {self.form}
             yield engine
             engine.close()
         finally:
