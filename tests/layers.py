@@ -5,18 +5,24 @@ from pathlib import PurePosixPath
 ORDER = ("e2e", "process", "unit")
 
 PROCESS = {
-    "cuda": ("test_compiled_functions", "test_kernels", "test_launches", "test_launch_bindings", "test_planted"),
+    "cuda": (
+        "test_compiled_functions", "test_compiler", "test_kernels", "test_launches", "test_launch_bindings",
+        "test_planted",
+    ),
     "dashboards": ("test_live", "test_preview", "test_rules", "test_top"),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
     "ipc": (
-        "test_device_arena", "test_doorbell", "test_faults", "test_handover", "test_leaks", "test_ring",
-        "test_session_arena", "test_session_hostile",
+        "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
+        "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
     "launchers": ("test_bootstrap", "test_entry", "test_service", "test_workers_commands"),
-    "node": ("test_changes", "test_diagnosis", "test_standby", "test_supervisor"),
+    "node": (
+        "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
+        "test_standby", "test_supervisor",
+    ),
     "pool": ("test_cuda_pool", "test_kills"),
-    "retrieval": ("test_embedder", "test_index_commands"),
+    "retrieval": ("test_directory", "test_embedder", "test_index_commands"),
     "serving": ("test_model", "test_smollm"),
     "tests": ("test_imports",),
 }  # fmt: skip

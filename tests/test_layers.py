@@ -1,5 +1,6 @@
 """Tests know their layer, and run side by side or in one process."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,13 @@ def test_every_file_that_is_named_is_there() -> None:
         for name in names
     ]
     assert [file for file in files if not file.exists()] == []
+
+
+def test_no_file_of_the_unit_layer_starts_processes() -> None:
+    units = [file for file in TESTS.rglob("test_*.py") if layer_of(file.relative_to(TESTS.parent).as_posix()) == "unit"]
+    starts = re.compile(r"subprocess\.|\bPopen\(|\bchild\(|FORKSERVER\.|\bemulator\(")
+    assert len(units) > 50
+    assert [file for file in units if file != Path(__file__) and starts.search(file.read_text())] == []
 
 
 def test_tests_are_marked_with_their_layer(request: pytest.FixtureRequest) -> None:

@@ -76,3 +76,12 @@ def test_the_bootstrap_knows_the_commands_and_the_demos_options() -> None:
     assert options | {"-h", "--help"} == set(demo_parser("demo")._option_string_actions)
     defaults = {option.name: option.default for option in commands["demo"].params}
     assert defaults == vars(demo_parser("demo").parse_args([]))
+
+
+def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "PYTHON", Path("/bin/true"))  # what compiles beside the checks
+    monkeypatch.setattr(bootstrap, "install", lambda: None)
+    monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
+    bootstrap.main(["test", "tests/gpu", "-k", "recall"])
+    assert run == [*(command for _, command in bootstrap.CHECKS), (*bootstrap.TESTS, "tests/gpu", "-k", "recall")]
