@@ -27,6 +27,7 @@ from benchmarks.pool import data_of, parser_of, write
 from benchmarks.pool_processes import Bench, Load
 from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
+from runtime.node.metrics.columns import Counter, PoolMetrics
 from runtime.simulator.stages.pool_alone import Query, run_pool
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.roofline import Roofline
@@ -74,12 +75,12 @@ def compared(bench: Bench, times: ServiceTimes, config: NodeConfig, rate: float,
     return found
 
 
-def as_it_was(times: ServiceTimes, counted: dict[str, float]) -> tuple[ServiceTimes, Figures]:
+def as_it_was(times: ServiceTimes, counted: dict[Counter, float]) -> tuple[ServiceTimes, Figures]:
     """The costs in a run that has counted so much, and how much slower than calibrated extends and the loop were."""
-    extends, active = counted["trinity_pool_extends_total"], counted["trinity_pool_slot_steps_total"]
-    queries = sum(counted[f"trinity_pool_queries_{stage}_total"] for stage in _STAGES)
-    extend = counted["trinity_pool_extend_seconds_total"] / (extends * times.extend_s + active * times.extend_slot_s)
-    loop = counted["trinity_pool_loop_seconds_total"] / (extends * times.round_s + queries * times.query_s)
+    extends, active = counted[PoolMetrics.EXTENDS], counted[PoolMetrics.SLOT_STEPS]
+    queries = sum(counted[queries] for queries in PoolMetrics.QUERIES)
+    extend = counted[PoolMetrics.EXTEND_SECONDS] / (extends * times.extend_s + active * times.extend_slot_s)
+    loop = counted[PoolMetrics.LOOP_SECONDS] / (extends * times.round_s + queries * times.query_s)
     found = replace(
         times,
         extend_s=times.extend_s * extend,

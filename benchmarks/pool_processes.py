@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from benchmarks.wake import wake_main
 from ipc import MemoryReference, RingClient, RingFull, SearchSpec, Stage
-from runtime.node.config import NodeConfig, parse_config
-from runtime.node.metrics.columns import metrics_of
+from runtime.node.config import parse_config
+from runtime.node.metrics.columns import Counter
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
 from runtime.node.worker import Worker, WorkerSpec
@@ -219,7 +219,7 @@ class Bench:
             slots = STATIC_SLOTS if name == "static" else options.slots
             settings = {"policy": name} | ({"slots": slots} if slots else {})
             plan = resolve(parse_config({"pool": settings, "collections": [{"name": "docs", "path": str(collection)}]}))
-            self._tables[name] = WorkerTable.create("pool", "pool-0", metrics_of("pool", plan.config.slo))
+            self._tables[name] = WorkerTable.create("pool", "pool-0", plan.config.slo)
             stack.callback(self._tables[name].close)
             pipe = stack.enter_context(process(_pool_main, plan, self._tables[name].reference, pool_core))
             self._clocks[name] = _cpu_clock(pipe.recv())
@@ -240,11 +240,10 @@ class Bench:
         self._engine.send("go")
         return float(self._engine.recv())
 
-    def counters(self, pool: str) -> dict[str, float]:
-        """What the pool has counted so far, by metric."""
+    def counters(self, pool: str) -> dict[Counter, float]:
+        """What the pool has counted so far."""
         table = self._tables[pool]
-        metrics = metrics_of("pool", NodeConfig().slo)
-        return {metric.name: table.read(metric)[0] for metric in metrics if metric.kind == "counter"}
+        return {metric: table.value(metric) for metric in table.metrics if isinstance(metric, Counter)}
 
     def ask(self, pool: str, *loads: Load) -> list[Outcome]:
         """Both clients (or the first) ask a pool at the same time."""

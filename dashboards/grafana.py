@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.node.metrics.columns import Named
+
 Json = dict[str, Any]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS = 24
@@ -90,7 +92,7 @@ def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Jso
     }
 
 
-def label_variable(name: str, label: str, metric: str, source_label: str, only: str = "") -> Json:
+def label_variable(name: str, label: str, metric: Named, source_label: str, only: str = "") -> Json:
     """A drop-down with the values of a label of a metric: all of them by default, or `only` one at a time."""
     current = {"text": only, "value": only} if only else {"text": ["All"], "value": ["$__all"]}
     return {

@@ -7,29 +7,31 @@ from typing import Any
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, Named, PoolMetrics, PrefillMetrics
+from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
+from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
 HERE = 'node=~"$node",model_name=~"$model"'
 _SLO = f'{HERE},slo="$slo"'
-_STAGES = ("queue_time", "embed_time", "retrieval_time", "prefill_time", "handover_time")
 
 
 def overview() -> Json:
     """The overview dashboard, from the metrics that a node exports."""
     variables = [
-        label_variable("node", "Node", "trinity_node_info", "node"),
-        label_variable("model", "Model", "trinity_node_info", "model_name"),
-        label_variable("slo", "SLO", "trinity_slo_requests_total", "slo", only="all"),
+        label_variable("node", "Node", NodeMetrics.INFO, "node"),
+        label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
+        label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
     rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _places()]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
-def _s(metric: str, **labels: str) -> str:
+def _s(metric: Named, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
 
 
-def _ratio(part: str, whole: str) -> str:
+def _ratio(part: Named, whole: Named) -> str:
     return f"sum({_s(part)}) / sum({_s(whole)})"
 
 
@@ -41,7 +43,7 @@ def _tile(title: str, description: str, expr: str, unit: str, width: int = 4, **
     return Panel("stat", title, description, [Query(expr)], unit, width=width, height=4, **look)
 
 
-def _percentiles(title: str, description: str, histogram: str, width: int = 8) -> Panel:
+def _percentiles(title: str, description: str, histogram: Named, width: int = 8) -> Panel:
     queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
     return _lines(title, description, queries, "s", width)
 
@@ -69,25 +71,25 @@ def _promises() -> Row:
 
 
 def _up() -> Row:
-    ended = q.rate(_s("trinity_requests_total"))
-    bad = q.rate(q.series("trinity_requests_total", f'{HERE},outcome=~"failed|refused"'))
+    ended = q.rate(_s(FrontendMetrics.REQUESTS))
+    bad = q.rate(q.series(FrontendMetrics.REQUESTS, f'{HERE},outcome=~"failed|refused"'))
     alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
     one = ((0, "green"), (1, "red"))
     return Row(
         "Is it up?",
         [
-            _tile("Workers not ready", "Of the plan", f"sum(1 - {_s('trinity_worker_up')})", "short", thresholds=one),
+            _tile("Workers not ready", "Of the plan", f"sum(1 - {_s(ProcessMetrics.UP)})", "short", thresholds=one),
             _tile(
                 "Oldest heartbeat",
                 "Since a loop last ran",
-                f"max({_s('trinity_worker_heartbeat_age_seconds')})",
+                f"max({_s(ProcessMetrics.HEARTBEAT_AGE)})",
                 "s",
                 thresholds=((0, "green"), (5, "orange"), (15, "red")),
             ),
             _tile(
                 "Restarts, 15 m",
                 "Workers that died",
-                f"sum(increase({_s('trinity_worker_restarts_total')}[15m]))",
+                f"sum(increase({_s(ProcessMetrics.RESTARTS)}[15m]))",
                 "short",
                 thresholds=one,
             ),
@@ -96,8 +98,8 @@ def _up() -> Row:
             _tile(
                 "HTTP 5xx",
                 "Of all answers",
-                f"{q.rate(_s('trinity_http_responses_total', status='5xx'))}"
-                f" / {q.rate(_s('trinity_http_responses_total'))}",
+                f"{q.rate(_s(FrontendMetrics.HTTP_RESPONSES, status='5xx'))}"
+                f" / {q.rate(_s(FrontendMetrics.HTTP_RESPONSES))}",
                 "percentunit",
                 thresholds=alarm,
             ),
@@ -106,18 +108,18 @@ def _up() -> Row:
 
 
 def _queues() -> Row:
-    depth = [Query(f"sum by (stage) ({_s('trinity_pool_queue_depth')})", "Q_{{stage}}")]
+    depth = [Query(f"sum by (stage) ({_s(PoolMetrics.QUEUE_DEPTH)})", "Q_{{stage}}")]
     waits = [
-        Query(q.quantile(0.95, "trinity_pool_wait_seconds", HERE, ("stage",)), "{{stage}} p95"),
-        Query(f"max({_s('trinity_control_wait_target_seconds')})", "prefill target"),
+        Query(q.quantile(0.95, PoolMetrics.WAIT, HERE, ("stage",)), "{{stage}} p95"),
+        Query(f"max({_s(ControlMetrics.WAIT_TARGET)})", "prefill target"),
     ]
     requests = [
-        Query(f"sum({_s('trinity_prefill_waiting')})", "waiting for prefill"),
-        Query(f"sum({_s('trinity_prefill_running')})", "in prefill"),
-        Query(f"sum({_s('trinity_num_requests_waiting')})", "waiting for decode"),
-        Query(f"sum({_s('trinity_num_requests_running')})", "decoding"),
+        Query(f"sum({_s(PrefillMetrics.WAITING)})", "waiting for prefill"),
+        Query(f"sum({_s(PrefillMetrics.RUNNING)})", "in prefill"),
+        Query(f"sum({_s(DecodeMetrics.WAITING)})", "waiting for decode"),
+        Query(f"sum({_s(DecodeMetrics.RUNNING)})", "decoding"),
     ]
-    received = [Query(q.rate(_s("trinity_pool_queries_total"), ("stage",)), "{{stage}}")]
+    received = [Query(q.rate(_s(PoolMetrics.QUERIES), ("stage",)), "{{stage}}")]
     return Row(
         "Who waits?",
         [
@@ -130,29 +132,31 @@ def _queues() -> Row:
 
 
 def _saturation() -> Row:
-    real, padded = (q.rate(_s(f"trinity_pool_{kind}_steps_total")) for kind in ("slot", "padded_slot"))
-    steps = q.rate(_s("trinity_pool_extends_total"))
+    real, padded = (q.rate(_s(steps)) for steps in (PoolMetrics.SLOT_STEPS, PoolMetrics.PADDED_SLOT_STEPS))
+    steps = q.rate(_s(PoolMetrics.EXTENDS))
     slots = [
         Query(f"{real} / {steps}", "real a step"),
         Query(f"({real} + {padded}) / {steps}", "padded to"),
-        Query(f"sum({_s('trinity_pool_active_slots')} + {_s('trinity_pool_padded_slots')})", "padded now"),
-        Query(f"sum({_s('trinity_pool_slots')})", "at most"),
-        Query(f"sum({_s('trinity_pool_paused_slots')})", "paused"),
+        Query(f"sum({_s(PoolMetrics.ACTIVE_SLOTS)} + {_s(PoolMetrics.PADDED_SLOTS)})", "padded now"),
+        Query(f"sum({_s(PoolMetrics.SLOTS)})", "at most"),
+        Query(f"sum({_s(PoolMetrics.PAUSED_SLOTS)})", "paused"),
     ]
-    extending, looping = (q.rate(_s(f"trinity_pool_{part}_seconds_total"), ("worker",)) for part in ("extend", "loop"))
+    extending, looping = (
+        q.rate(_s(seconds), ("worker",)) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
+    )
     # Each worker's loop is stacked on its own extends by a sum: a stacked panel would stack the workers on one another.
     busy = [
         Query(extending, "{{worker}} extends"),
         Query(f"{extending} + {looping}", "{{worker}} with its loop"),
     ]
-    blocks = [Query(_s("trinity_kv_cache_usage_perc"), "{{worker}}")]
+    blocks = [Query(_s(DecodeMetrics.KV_USED), "{{worker}}")]
     link = [
-        Query(q.rate(_s("trinity_kv_link_busy_seconds_total"), ("worker",)), "{{worker}}"),
-        Query(f"max({_s('trinity_control_link_target_ratio')})", "target"),
+        Query(q.rate(_s(DecodeMetrics.LINK_BUSY_SECONDS), ("worker",)), "{{worker}}"),
+        Query(f"max({_s(ControlMetrics.LINK_TARGET)})", "target"),
     ]
     bandwidth = [
-        Query(_s("trinity_gpu_memory_busy_ratio"), "GPU {{gpu}}", needs_gpu=True),
-        Query(f"sum({_s('trinity_nvml_up')})", "NVML works"),
+        Query(_s(GpuMetrics.MEMORY_BUSY), "GPU {{gpu}}", needs_gpu=True),
+        Query(f"sum({_s(GpuMetrics.NVML_UP)})", "NVML works"),
     ]
     return Row(
         "What is full?",
@@ -179,34 +183,34 @@ def _saturation() -> Row:
 
 
 def _latency() -> Row:
-    means = [Query(q.mean(f"trinity_request_{part}_seconds", HERE), part.removesuffix("_time")) for part in _STAGES]
+    means = [Query(q.mean(stage.time, HERE), stage.name) for stage in TO_FIRST_TOKEN]
     return Row(
         "Where does the time go?",
         [
             _lines("TTFT by stage (mean)", "Stages before the first token", means, "s", 8, stacked=True),
-            _percentiles("Time to first token", "Frontend to first token", "trinity_time_to_first_token_seconds"),
-            _percentiles("Inter-token latency", "Between two tokens", "trinity_inter_token_latency_seconds"),
+            _percentiles("Time to first token", "Frontend to first token", DecodeMetrics.TTFT),
+            _percentiles("Inter-token latency", "Between two tokens", DecodeMetrics.INTER_TOKEN),
         ],
     )
 
 
 def _controller() -> Row:
     reserve = [
-        Query(_s("trinity_control_reserve"), "wanted"),
-        Query(_s("trinity_pool_reserve_ratio"), "{{worker}}"),
+        Query(_s(ControlMetrics.RESERVE), "wanted"),
+        Query(_s(PoolMetrics.RESERVE), "{{worker}}"),
     ]
-    flush = [Query(_s("trinity_control_flush_prefill_seconds"), "τ_pre")]
+    flush = [Query(_s(ControlMetrics.FLUSH_PREFILL), "τ_pre")]
     stall = [
         Query(
-            f"{q.rate(_s('trinity_decode_stall_seconds_total'))} / {q.rate(_s('trinity_decode_row_seconds_total'))}",
+            f"{q.rate(_s(DecodeMetrics.STALL_SECONDS))} / {q.rate(_s(DecodeMetrics.ROW_SECONDS))}",
             "stalled",
         ),
-        Query(f"max({_s('trinity_control_stall_target_ratio')})", "target"),
+        Query(f"max({_s(ControlMetrics.STALL_TARGET)})", "target"),
     ]
     events = [
-        Query(q.rate(_s("trinity_pool_preemptions_total")), "preemptions"),
-        Query(q.rate(_s("trinity_pool_deadline_misses_total"), ("stage",)), "missed {{stage}} deadlines"),
-        Query(q.rate(_s("trinity_control_changes_total")), "changes of mind"),
+        Query(q.rate(_s(PoolMetrics.PREEMPTIONS)), "preemptions"),
+        Query(q.rate(_s(PoolMetrics.DEADLINE_MISSES), ("stage",)), "missed {{stage}} deadlines"),
+        Query(q.rate(_s(ControlMetrics.CHANGES)), "changes of mind"),
     ]
     return Row(
         "What does the controller do?",
@@ -221,26 +225,26 @@ def _controller() -> Row:
 
 def _places() -> Row:
     by = "by (node, role, worker, device, uuid)"
-    placed = f"max {by} ({_s('trinity_worker_info')})"
+    placed = f"max {by} ({_s(ProcessMetrics.INFO)})"
 
-    def column(metric: str, name: str) -> Query:
+    def column(metric: Named, name: str) -> Query:
         joined = f"{placed} * on (node, worker) group_left () max by (node, worker) ({_s(metric)})"
         return Query(joined, name)
 
     workers = [
-        column("trinity_worker_up", "up"),
-        column("trinity_worker_restarts_total", "restarts"),
-        column("trinity_worker_heartbeat_age_seconds", "heartbeat"),
-        column("trinity_worker_resident_memory_bytes", "memory"),
-        column("trinity_worker_threads", "threads"),
-        column("trinity_worker_open_fds", "fds"),
+        column(ProcessMetrics.UP, "up"),
+        column(ProcessMetrics.RESTARTS, "restarts"),
+        column(ProcessMetrics.HEARTBEAT_AGE, "heartbeat"),
+        column(ProcessMetrics.RESIDENT, "memory"),
+        column(ProcessMetrics.THREADS, "threads"),
+        column(ProcessMetrics.OPEN_FDS, "fds"),
     ]
     gpus = [
-        Query(_gpu("trinity_gpu_busy_ratio"), "busy", needs_gpu=True),
-        Query(_gpu("trinity_gpu_memory_busy_ratio"), "bandwidth", needs_gpu=True),
-        Query(_gpu("trinity_gpu_memory_used_bytes"), "used", needs_gpu=True),
-        Query(_gpu("trinity_gpu_memory_bytes"), "memory", needs_gpu=True),
-        Query(_gpu("trinity_gpu_power_watts"), "power", needs_gpu=True),
+        Query(_gpu(GpuMetrics.BUSY), "busy", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY_BUSY), "bandwidth", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY_USED), "used", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY), "memory", needs_gpu=True),
+        Query(_gpu(GpuMetrics.POWER), "power", needs_gpu=True),
     ]
     worker_units = (("heartbeat", "s"), ("memory", "bytes"))
     gpu_units = (
@@ -261,5 +265,5 @@ def _places() -> Row:
     )
 
 
-def _gpu(metric: str) -> str:
+def _gpu(metric: Named) -> str:
     return f"max by (node, gpu, uuid) ({_s(metric)})"

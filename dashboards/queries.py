@@ -2,26 +2,29 @@
 
 from collections.abc import Sequence
 
+from runtime.node.metrics.columns import FrontendMetrics, Named
+from runtime.node.metrics.figures import NodeMetrics
+
 RATE = "$__rate_interval"
 
 
-def series(metric: str, where: str = "", **labels: str) -> str:
+def series(metric: str | Named, where: str = "", **labels: str) -> str:
     """A metric with its selectors; `where` is one ready-made."""
     selectors = [*([where] if where else []), *(f'{name}="{value}"' for name, value in labels.items())]
-    return f"{metric}{{{','.join(selectors)}}}" if selectors else metric
+    return f"{metric}{{{','.join(selectors)}}}" if selectors else str(metric)
 
 
-def rate(counter: str, by: Sequence[str] = (), window: str = RATE) -> str:
+def rate(counter: str | Named, by: Sequence[str] = (), window: str = RATE) -> str:
     """Growth a second of a series, summed by labels."""
     return f"{_sum(by)}(rate({counter}[{window}]))"
 
 
-def quantile(q: float, histogram: str, where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
+def quantile(q: float, histogram: Named, where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
     """The q-quantile of a histogram's observations within the window."""
     return f"histogram_quantile({q}, {rate(series(f'{histogram}_bucket', where), ('le', *by), window)})"
 
 
-def mean(histogram: str, where: str = "", window: str = RATE) -> str:
+def mean(histogram: Named, where: str = "", window: str = RATE) -> str:
     """The mean of a histogram's observations within the window."""
     total, count = (rate(series(f"{histogram}_{part}", where), window=window) for part in ("sum", "count"))
     return f"{total} / {count}"
@@ -30,13 +33,13 @@ def mean(histogram: str, where: str = "", window: str = RATE) -> str:
 def broken(where: str = "", window: str = RATE) -> str:
     """The share of requests that broke their SLO, by node and SLO."""
     by = ("node", "slo")
-    violations = rate(series("trinity_slo_violations_total", where), by, window)
-    return f"{violations} / {rate(series('trinity_slo_requests_total', where), by, window)}"
+    violations = rate(series(FrontendMetrics.SLO_VIOLATIONS, where), by, window)
+    return f"{violations} / {rate(series(FrontendMetrics.SLO_REQUESTS, where), by, window)}"
 
 
 def burn(where: str = "", window: str = RATE) -> str:
     """How many times faster than allowed the error budget is used up: 1 uses it up exactly."""
-    budget = f"(1 - max by (node) ({series('trinity_slo_objective_ratio', _without_slo(where))}))"
+    budget = f"(1 - max by (node) ({series(NodeMetrics.SLO_OBJECTIVE, _without_slo(where))}))"
     return f"({broken(where, window)}) / on (node) group_left () {budget}"
 
 

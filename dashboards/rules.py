@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards import queries as q
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, RetrievingMetrics
+from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 
 RUNBOOK = "docs/runbook.md"
 
@@ -55,10 +57,10 @@ def alerts(scale: float = 1.0) -> list[Alert]:
 
     node, by_node = ("node",), "by (node)"
     five = window(300)
-    bad = q.rate(q.series("trinity_requests_total", 'outcome=~"failed|refused"'), node, five)
-    stalled = q.rate("trinity_decode_stall_seconds_total", node, five)
-    missed = q.rate("trinity_pool_deadline_misses_total", node, five)
-    wait = q.quantile(0.95, "trinity_pool_wait_seconds", 'stage="prefill"', node, five)
+    bad = q.rate(q.series(FrontendMetrics.REQUESTS, 'outcome=~"failed|refused"'), node, five)
+    stalled = q.rate(DecodeMetrics.STALL_SECONDS, node, five)
+    missed = q.rate(PoolMetrics.DEADLINE_MISSES, node, five)
+    wait = q.quantile(0.95, PoolMetrics.WAIT, 'stage="prefill"', node, five)
     return [
         Alert(
             "TrinitySLOBurnsFast",
@@ -83,56 +85,56 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityWorkerDown",
-            [Condition("trinity_worker_up", "==", 0)],
+            [Condition(str(ProcessMetrics.UP), "==", 0)],
             120 * scale,
             "page",
             "{{ $labels.worker }} of {{ $labels.node }} does not serve",
         ),
         Alert(
             "TrinityWorkerCannotRun",
-            [Condition("trinity_worker_failed_starts", ">", 2)],
+            [Condition(str(ProcessMetrics.FAILED_STARTS), ">", 2)],
             0,
             "page",
             "{{ $labels.worker }} of {{ $labels.node }} cannot run; the others go on without it",
         ),
         Alert(
             "TrinityCollectionUnavailable",
-            [Condition("trinity_pool_collections_unavailable or trinity_collections_without_documents", ">", 0)],
+            [Condition(f"{PoolMetrics.UNAVAILABLE} or {RetrievingMetrics.WITHOUT_DOCUMENTS}", ">", 0)],
             30 * scale,
             "page",
             "{{ $labels.worker }} of {{ $labels.node }} cannot serve a collection",
         ),
         Alert(
             "TrinityWorkerRestarts",
-            [Condition(f"increase(trinity_worker_restarts_total[{window(900)}])", ">", 3)],
+            [Condition(f"increase({ProcessMetrics.RESTARTS}[{window(900)}])", ">", 3)],
             0,
             "ticket",
             "{{ $labels.worker }} of {{ $labels.node }} keeps dying",
         ),
         Alert(
             "TrinityHeartbeatOld",
-            [Condition("trinity_worker_heartbeat_age_seconds", ">", 15)],
+            [Condition(str(ProcessMetrics.HEARTBEAT_AGE), ">", 15)],
             10 * scale,
             "ticket",
             "The loop of {{ $labels.worker }} on {{ $labels.node }} hangs",
         ),
         Alert(
             "TrinityRequestsFail",
-            [Condition(f"{bad} / {q.rate('trinity_requests_total', node, five)}", ">", 0.01)],
+            [Condition(f"{bad} / {q.rate(FrontendMetrics.REQUESTS, node, five)}", ">", 0.01)],
             300 * scale,
             "page",
             "More than 1 % of the generations on {{ $labels.node }} fail or are refused",
         ),
         Alert(
             "TrinityPrefillWaits",
-            [Condition(f"{wait} / max {by_node} (trinity_control_wait_target_seconds)", ">", 2)],
+            [Condition(f"{wait} / max {by_node} ({ControlMetrics.WAIT_TARGET})", ">", 2)],
             600 * scale,
             "ticket",
             "Prefill queries on {{ $labels.node }} wait twice as long as they should, and the controller is at its end",
         ),
         Alert(
             "TrinityDeadlinesMissed",
-            [Condition(f"{missed} / {q.rate('trinity_pool_queries_total', node, five)}", ">", 0.01)],
+            [Condition(f"{missed} / {q.rate(PoolMetrics.QUERIES, node, five)}", ">", 0.01)],
             600 * scale,
             "ticket",
             "More than 1 % of the pool's answers on {{ $labels.node }} come too late",
@@ -141,7 +143,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             "TrinityPoolRefuses",
             [
                 Condition(
-                    q.rate(q.series("trinity_pool_refused_total", 'reason="overloaded"'), node, five),
+                    q.rate(q.series(PoolMetrics.REFUSED, 'reason="overloaded"'), node, five),
                     ">",
                     0,
                 )
@@ -154,8 +156,8 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             "TrinityDecodeStalls",
             [
                 Condition(
-                    f"{stalled} / {q.rate('trinity_decode_row_seconds_total', node, five)}"
-                    f" / max {by_node} (trinity_control_stall_target_ratio)",
+                    f"{stalled} / {q.rate(DecodeMetrics.ROW_SECONDS, node, five)}"
+                    f" / max {by_node} ({ControlMetrics.STALL_TARGET})",
                     ">",
                     1.5,
                 )
@@ -167,8 +169,8 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         Alert(
             "TrinityKVFull",
             [
-                Condition("trinity_kv_cache_usage_perc", ">", 0.98),
-                Condition("trinity_num_requests_waiting", ">", 0),
+                Condition(str(DecodeMetrics.KV_USED), ">", 0.98),
+                Condition(str(DecodeMetrics.WAITING), ">", 0),
             ],
             600 * scale,
             "ticket",
@@ -176,14 +178,14 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityMemoryLow",
-            [Condition("trinity_node_memory_available_bytes / trinity_node_memory_bytes", "<", 0.05)],
+            [Condition(f"{NodeMetrics.MEMORY_AVAILABLE} / {NodeMetrics.MEMORY}", "<", 0.05)],
             300 * scale,
             "page",
             "{{ $labels.node }} has less than 5 % of its memory left",
         ),
         Alert(
             "TrinityGPUMemoryFull",
-            [Condition("trinity_gpu_memory_used_bytes / trinity_gpu_memory_bytes", ">", 0.97)],
+            [Condition(f"{GpuMetrics.MEMORY_USED} / {GpuMetrics.MEMORY}", ">", 0.97)],
             300 * scale,
             "ticket",
             "GPU {{ $labels.gpu }} of {{ $labels.node }} has less than 3 % of its memory left",

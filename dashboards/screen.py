@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards.live import Live
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
+from runtime.serving.stages import TO_FIRST_TOKEN
 
 Mood = Literal["good", "warn", "bad", "plain"]
-_STAGES = ("queue", "embed", "retrieval", "prefill", "handover")
 NOTHING = "–"
 
 
@@ -39,19 +41,19 @@ WORKER_COLUMNS = ("worker", "device", "state", "restarts", "heartbeat", "memory"
 def workers(live: Live) -> list[tuple[str, ...]]:
     """The rows of the table of workers, by role: `WORKER_COLUMNS`."""
     rows: list[tuple[str, ...]] = []
-    for labels, _ in live.now.select("trinity_worker_info", {}):
+    for labels, _ in live.now.select(ProcessMetrics.INFO, {}):
         name = labels["worker"]
-        states = [state["state"] for state, _ in live.now.select("trinity_worker_state", {"worker": name})]
+        states = [state["state"] for state, _ in live.now.select(ProcessMetrics.STATE, {"worker": name})]
         rows.append(
             (
                 name,
                 labels["device"],
                 states[0] if states else NOTHING,
-                count(live.value("trinity_worker_restarts_total", worker=name)),
-                seconds(live.value("trinity_worker_heartbeat_age_seconds", worker=name)),
-                size(live.value("trinity_worker_resident_memory_bytes", worker=name)),
-                count(live.value("trinity_worker_threads", worker=name)),
-                count(live.value("trinity_worker_open_fds", worker=name)),
+                count(live.value(ProcessMetrics.RESTARTS, worker=name)),
+                seconds(live.value(ProcessMetrics.HEARTBEAT_AGE, worker=name)),
+                size(live.value(ProcessMetrics.RESIDENT, worker=name)),
+                count(live.value(ProcessMetrics.THREADS, worker=name)),
+                count(live.value(ProcessMetrics.OPEN_FDS, worker=name)),
             )
         )
     return rows
@@ -59,16 +61,16 @@ def workers(live: Live) -> list[tuple[str, ...]]:
 
 def title(live: Live) -> str:
     """Which node this is."""
-    for labels, _ in live.now.select("trinity_node_info", {}):
+    for labels, _ in live.now.select(NodeMetrics.INFO, {}):
         return " ".join(part for part in ("node", labels.get("node", ""), labels.get("model_name", "")) if part)
     return "no node"
 
 
 def _promises(live: Live) -> Section:
-    budget = 1 - (live.highest("trinity_slo_objective_ratio") or 0.99)
+    budget = 1 - (live.highest(NodeMetrics.SLO_OBJECTIVE) or 0.99)
     lines = []
     for slo in ("all", "ttft", "tpot", "search"):
-        broken = live.ratio("trinity_slo_violations_total", "trinity_slo_requests_total", slo=slo)
+        broken = live.ratio(FrontendMetrics.SLO_VIOLATIONS, FrontendMetrics.SLO_REQUESTS, slo=slo)
         burn = None if broken is None else broken / budget
         shown = NOTHING if broken is None else f"{percent(1 - broken)}, burns {burn:.1f}×"
         lines.append(Line(slo, shown, _mood(burn, 6, 14.4)))
@@ -76,21 +78,21 @@ def _promises(live: Live) -> Section:
 
 
 def _up(live: Live) -> Section:
-    names = [labels["worker"] for labels, _ in live.now.select("trinity_worker_up", {})]
-    up = live.value("trinity_worker_up") or 0.0
-    oldest = live.highest("trinity_worker_heartbeat_age_seconds")
-    ended = live.increase("trinity_requests_total")
-    bad = sum(live.increase("trinity_requests_total", outcome=how) or 0.0 for how in ("failed", "refused"))
+    names = [labels["worker"] for labels, _ in live.now.select(ProcessMetrics.UP, {})]
+    up = live.value(ProcessMetrics.UP) or 0.0
+    oldest = live.highest(ProcessMetrics.HEARTBEAT_AGE)
+    ended = live.increase(FrontendMetrics.REQUESTS)
+    bad = sum(live.increase(FrontendMetrics.REQUESTS, outcome=how) or 0.0 for how in ("failed", "refused"))
     errors = None if not ended else bad / ended
-    http = live.increase("trinity_http_responses_total")
-    broken = None if not http else (live.increase("trinity_http_responses_total", status="5xx") or 0.0) / http
+    http = live.increase(FrontendMetrics.HTTP_RESPONSES)
+    broken = None if not http else (live.increase(FrontendMetrics.HTTP_RESPONSES, status="5xx") or 0.0) / http
     return Section(
         "Is it up?",
         [
             Line("workers ready", f"{up:.0f} of {len(names)}", "good" if up == len(names) else "bad"),
             Line("oldest heartbeat", seconds(oldest), _mood(oldest, 5, 15)),
-            Line("restarts", count(live.value("trinity_worker_restarts_total"))),
-            Line("requests/s", number(live.rate("trinity_requests_total"))),
+            Line("restarts", count(live.value(ProcessMetrics.RESTARTS))),
+            Line("requests/s", number(live.rate(FrontendMetrics.REQUESTS))),
             Line("errors", percent(errors), _mood(errors, 0.001, 0.01)),
             Line("HTTP 5xx", percent(broken), _mood(broken, 0.001, 0.01)),
         ],
@@ -98,48 +100,48 @@ def _up(live: Live) -> Section:
 
 
 def _queues(live: Live) -> Section:
-    target = live.highest("trinity_control_wait_target_seconds") or 0.01
+    target = live.highest(ControlMetrics.WAIT_TARGET) or 0.01
     lines = []
     for stage, short in (("prefill", "Q_pre"), ("decode", "Q_dec")):
-        wait = live.quantile(0.95, "trinity_pool_wait_seconds", stage=stage)
+        wait = live.quantile(0.95, PoolMetrics.WAIT, stage=stage)
         mood = _mood(wait, target, 2 * target) if stage == "prefill" else "plain"
-        depth = count(live.value("trinity_pool_queue_depth", stage=stage))
+        depth = count(live.value(PoolMetrics.QUEUE_DEPTH, stage=stage))
         lines.append(Line(short, f"{depth} waiting, p95 {seconds(wait)}", mood))
     return Section(
         "Who waits?",
         [
             *lines,
-            Line("for prefill", count(live.value("trinity_prefill_waiting"))),
-            Line("in prefill", count(live.value("trinity_prefill_running"))),
-            Line("for decode", count(live.value("trinity_num_requests_waiting"))),
-            Line("decoding", count(live.value("trinity_num_requests_running"))),
+            Line("for prefill", count(live.value(PrefillMetrics.WAITING))),
+            Line("in prefill", count(live.value(PrefillMetrics.RUNNING))),
+            Line("for decode", count(live.value(DecodeMetrics.WAITING))),
+            Line("decoding", count(live.value(DecodeMetrics.RUNNING))),
         ],
     )
 
 
 def _saturation(live: Live) -> Section:
-    slots = live.ratio("trinity_pool_slot_steps_total", "trinity_pool_extends_total")
-    kv = live.highest("trinity_kv_cache_usage_perc")
-    bandwidth = live.highest("trinity_gpu_memory_busy_ratio")
-    link = live.rate("trinity_kv_link_busy_seconds_total")
-    reasons = [labels["reason"] for labels, value in live.now.select("trinity_nvml_up", {}) if not value]
+    slots = live.ratio(PoolMetrics.SLOT_STEPS, PoolMetrics.EXTENDS)
+    kv = live.highest(DecodeMetrics.KV_USED)
+    bandwidth = live.highest(GpuMetrics.MEMORY_BUSY)
+    link = live.rate(DecodeMetrics.LINK_BUSY_SECONDS)
+    reasons = [labels["reason"] for labels, value in live.now.select(GpuMetrics.NVML_UP, {}) if not value]
     return Section(
         "What is full?",
         [
-            Line("slots in a step", f"{number(slots)} of {count(live.value('trinity_pool_slots'))}"),
-            Line("paused slots", count(live.value("trinity_pool_paused_slots"))),
+            Line("slots in a step", f"{number(slots)} of {count(live.value(PoolMetrics.SLOTS))}"),
+            Line("paused slots", count(live.value(PoolMetrics.PAUSED_SLOTS))),
             Line("KV in use", percent(kv), _mood(kv, 0.9, 0.98)),
-            Line("link", f"{percent(link)}, target {percent(live.highest('trinity_control_link_target_ratio'))}"),
+            Line("link", f"{percent(link)}, target {percent(live.highest(ControlMetrics.LINK_TARGET))}"),
             Line("GPU bandwidth", reasons[0] if reasons and bandwidth is None else percent(bandwidth)),
         ],
     )
 
 
 def _latency(live: Live) -> Section:
-    stages = [Line(stage, seconds(live.mean(f"trinity_request_{stage}_time_seconds"))) for stage in _STAGES]
-    ttft = live.quantile(0.95, "trinity_time_to_first_token_seconds")
-    limit = live.highest("trinity_slo_limit_seconds", slo="ttft") or 1.0
-    itl = live.quantile(0.95, "trinity_inter_token_latency_seconds")
+    stages = [Line(stage.name, seconds(live.mean(stage.time))) for stage in TO_FIRST_TOKEN]
+    ttft = live.quantile(0.95, DecodeMetrics.TTFT)
+    limit = live.highest(NodeMetrics.SLO_LIMIT, slo="ttft") or 1.0
+    itl = live.quantile(0.95, DecodeMetrics.INTER_TOKEN)
     return Section(
         "Where does the time go?",
         [
@@ -151,17 +153,17 @@ def _latency(live: Live) -> Section:
 
 
 def _controller(live: Live) -> Section:
-    stalled = live.ratio("trinity_decode_stall_seconds_total", "trinity_decode_row_seconds_total")
-    target = live.highest("trinity_control_stall_target_ratio") or 0.25
+    stalled = live.ratio(DecodeMetrics.STALL_SECONDS, DecodeMetrics.ROW_SECONDS)
+    target = live.highest(ControlMetrics.STALL_TARGET) or 0.25
     return Section(
         "What does the controller do?",
         [
-            Line("reserve r", percent(live.highest("trinity_control_reserve"))),
-            Line("flush τ_pre", seconds(live.highest("trinity_control_flush_prefill_seconds"))),
+            Line("reserve r", percent(live.highest(ControlMetrics.RESERVE))),
+            Line("flush τ_pre", seconds(live.highest(ControlMetrics.FLUSH_PREFILL))),
             Line("decode stalled", percent(stalled), _mood(stalled, target, 1.5 * target)),
-            Line("preemptions/s", number(live.rate("trinity_pool_preemptions_total"))),
-            Line("missed/s", number(live.rate("trinity_pool_deadline_misses_total"))),
-            Line("changes", count(live.value("trinity_control_changes_total"))),
+            Line("preemptions/s", number(live.rate(PoolMetrics.PREEMPTIONS))),
+            Line("missed/s", number(live.rate(PoolMetrics.DEADLINE_MISSES))),
+            Line("changes", count(live.value(ControlMetrics.CHANGES))),
         ],
     )
 

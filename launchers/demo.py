@@ -32,18 +32,9 @@ from runtime.node.supervisor.admin import node_status, stop_node
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
 from runtime.retrieval.collections.sources import Progress
+from runtime.serving import stages
 from runtime.serving.model import smollm
 
-STAGES = {
-    "queue": "frontend … prefill worker",
-    "embed": "question … its vector",
-    "retrieval": "vector … passages from the pool",
-    "prefill": "first chunk … first token sampled",
-    "handover": "KV offered … pulled by decode",
-    "ttft": "request … first token",
-    "tpot": "each later token",
-    "e2e": "request … last token",
-}
 NAME = "demo"
 
 CONFIG = """\
@@ -211,8 +202,9 @@ def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
     table.add_column("from … to")
     for number in range(1, len(timings) + 1):
         table.add_column(f"question {number}" if len(timings) < 4 else f"q{number}", justify="right", no_wrap=True)
-    for stage, meaning in STAGES.items():
-        table.add_row(stage, meaning, *(f"{spans[stage] * 1e3:.1f}" if stage in spans else "–" for _, spans in timings))
+    for stage in stages.ALL:
+        times = (f"{spans[stage.name] * 1e3:.1f}" if stage.name in spans else "–" for _, spans in timings)
+        table.add_row(stage.name, stage.meaning, *times)
     return table
 
 

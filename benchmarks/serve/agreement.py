@@ -17,7 +17,7 @@ from benchmarks.serve.client import Body, Outcome, at_once, in_turn, offer
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
 from runtime.node.control.law import quantile
-from runtime.node.metrics.columns import POOL_WAIT_PREFILL
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import FINISHED
@@ -95,7 +95,7 @@ def _simulated(setup: Setup, outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _figures(
     ttft_s: Sequence[float], tpot_s: Sequence[float], waits: Sequence[float], ends_s: Sequence[float]
 ) -> dict[str, float]:
-    edges = POOL_WAIT_PREFILL.buckets
+    edges = PoolMetrics.WAIT["prefill"].buckets
     ends = sorted(ends_s)
     return {
         "TTFT p50 (ms)": percentile(ttft_s, 50) * 1e3,
@@ -111,7 +111,9 @@ def _figures(
 def _waits(stand: Stand) -> list[float]:
     """Prefill queries' waits for a slot so far, by bucket."""
     tables = [table for table in stand.tables.values() if table.role == "pool"]
-    return [sum(bucket) for bucket in zip(*(table.read(POOL_WAIT_PREFILL)[:-1] for table in tables), strict=True)]
+    return [
+        sum(bucket) for bucket in zip(*(table.read(PoolMetrics.WAIT["prefill"])[:-1] for table in tables), strict=True)
+    ]
 
 
 # ---- service times of a running node

@@ -19,7 +19,6 @@ import msgspec
 
 from runtime.node.config import parse_config
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.listen import listen
@@ -67,7 +66,7 @@ class Stand:
         self.kind = kind
         self.plan = resolve(parse_config(parts.config(kind, more)))
         self.tables = {
-            worker.name: WorkerTable.create(worker.role, worker.name, metrics_of(worker.role, self.plan.config.slo))
+            worker.name: WorkerTable.create(worker.role, worker.name, self.plan.config.slo)
             for worker in self.plan.workers
         }
         self._log = (parts.folder / f"{kind}-{self.plan.token}.log").open("wb")

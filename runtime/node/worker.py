@@ -22,7 +22,7 @@ import msgspec
 from ipc import MemoryReference
 from runtime.errors import TrinityError
 from runtime.node.logs.log import log_to_file, log_to_stderr
-from runtime.node.metrics.columns import LOG_LINES_LOST, metrics_of
+from runtime.node.metrics.columns import WorkerMetrics
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.numa import prefer_memory_of
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -83,7 +83,7 @@ class Worker:
         self.place = next(place for place in spec.plan.processes if place.name == spec.worker)
         self.name = spec.worker
         self.epoch = spec.epoch
-        self.table = WorkerTable.open(spec.table, self.place.role, metrics_of(self.place.role, spec.plan.config.slo))
+        self.table = WorkerTable.open(spec.table, self.place.role, spec.plan.config.slo)
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.node_ready = spec.node_ready
@@ -150,7 +150,7 @@ class Worker:
 
     def lost_lines(self, lines: int) -> None:
         """Told by the thread that writes the log."""
-        self.table.add(LOG_LINES_LOST.name, lines)
+        self.table.add(WorkerMetrics.LOG_LINES_LOST, lines)
 
     def listening_socket(self) -> socket.socket:
         """The HTTP socket, bound by the supervisor: it outlives a frontend that dies."""

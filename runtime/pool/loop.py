@@ -22,6 +22,7 @@ from ipc.memory.instructions import call, floats, words
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.exchange import DESK_WORDS
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool import policy, queues
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
@@ -61,20 +62,16 @@ assert at.OWN_WORDS >= 11
 # Addresses of counters in the worker's table; those of histograms come in threes: the first bucket, the edges, and how
 # many edges there are.
 COUNTERS = (
-    "queries_prefill",
-    "queries_decode",
-    "missed_prefill",
-    "missed_decode",
-    "queries_refused",
-    "refused_overloaded",
-    "refused_deadline_exceeded",
-    "refused_invalid_request",
-    "preemptions",
-    "loop_seconds",
-    "extend_seconds",
-    "extends",
-    "slot_steps",
-    "padded_slot_steps",
+    *PoolMetrics.QUERIES,
+    *PoolMetrics.DEADLINE_MISSES,
+    PoolMetrics.QUERIES_REFUSED,
+    *PoolMetrics.REFUSED,
+    PoolMetrics.PREEMPTIONS,
+    PoolMetrics.LOOP_SECONDS,
+    PoolMetrics.EXTEND_SECONDS,
+    PoolMetrics.EXTENDS,
+    PoolMetrics.SLOT_STEPS,
+    PoolMetrics.PADDED_SLOT_STEPS,
 )
 (
     QUERIES,
@@ -92,7 +89,7 @@ COUNTERS = (
     STEPS,
     PADDED_STEPS,
 ) = range(METRICS, METRICS + len(COUNTERS))
-HISTOGRAMS = ("wait_prefill_seconds", "wait_decode_seconds", "query_seconds", "query_extends")
+HISTOGRAMS = (*PoolMetrics.WAIT, PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
 (WAITS, _, TOOK, TOOK_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
 LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
 

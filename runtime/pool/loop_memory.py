@@ -48,7 +48,7 @@ class PoolLoop:
         self._server, self._backend = server, backend
         self._handle = handle_of(self.tables)
         entries, slots = len(self.tables.entries), int(self.tables.words[at.ENGINE_SLOTS])
-        edges = [np.array(table.edges(f"trinity_pool_{name}")) for name in of.HISTOGRAMS]
+        edges = [np.array(table.edges(histogram)) for histogram in of.HISTOGRAMS]
         scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _ROWS, 2 * slots)]
         self._edges, self._scratch = edges, scratch
         self._vectors = np.zeros((0, 0), np.float32)
@@ -59,11 +59,11 @@ class PoolLoop:
         self.words[of.CLOCK], self.words[of.MAX_WIDTH] = clock, max_width
         for word, array in zip((of.REPORT, of.OWNERS, of.EVICTED, of.STATIC_DONE), scratch, strict=True):
             self.words[word] = array.ctypes.data
-        for number, name in enumerate(of.COUNTERS):
-            self.words[of.METRICS + number] = table.address(f"trinity_pool_{name}_total")
-        for number, (name, edge) in enumerate(zip(of.HISTOGRAMS, edges, strict=True)):
+        for number, counter in enumerate(of.COUNTERS):
+            self.words[of.METRICS + number] = table.address(counter)
+        for number, (histogram, edge) in enumerate(zip(of.HISTOGRAMS, edges, strict=True)):
             place = of.METRICS + len(of.COUNTERS) + 3 * number
-            self.words[place : place + 3] = table.address(f"trinity_pool_{name}"), edge.ctypes.data, len(edge)
+            self.words[place : place + 3] = table.address(histogram), edge.ctypes.data, len(edge)
         self._entries = entries
         self.make_room(max_dim)
 

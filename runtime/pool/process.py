@@ -10,7 +10,7 @@ from ipc import IpcError, SessionServer
 from ipc.ring.spin import SpinBudget
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import ConfigError, ResourceBusy
-from runtime.node.metrics.columns import MALFORMED_MESSAGES
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
 from runtime.pool.loop import IDLE
@@ -93,8 +93,7 @@ class Pool:
         self._replacing = Replacing(catalogue, self._engine, self._server, worker.table)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
-        self._table.set("trinity_pool_slots", policy.slots)
-        self._malformed = 0  # session messages that the metric has
+        self._table.set(PoolMetrics.SLOTS, policy.slots)
         self._control_ns = 0  # when Python is next needed
         self._turn_knobs()
 
@@ -138,21 +137,20 @@ class Pool:
         reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
         flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0)
         self._loop.turn(reserve, int(flush_s * 1e9))
-        self._table.set("trinity_pool_reserve_ratio", reserve)
-        self._table.set("trinity_pool_flush_prefill_seconds", flush_s)
+        self._table.set(PoolMetrics.RESERVE, reserve)
+        self._table.set(PoolMetrics.FLUSH_PREFILL, flush_s)
 
     def _write_gauges(self) -> None:
         loop, table = self._loop, self._table
         prefill, decode = loop.waiting
         active = loop.active
-        table.set("trinity_pool_queue_prefill", prefill)
-        table.set("trinity_pool_queue_decode", decode)
-        table.set("trinity_pool_active_slots", active)
-        table.set("trinity_pool_padded_slots", loop.padded if active else 0)
-        table.set("trinity_pool_paused_slots", loop.paused)
-        table.set("trinity_pool_clients", self._server.clients)
-        table.add(MALFORMED_MESSAGES.name, self._server.malformed - self._malformed)
-        self._malformed = self._server.malformed
+        table.set(PoolMetrics.QUEUE_DEPTH["prefill"], prefill)
+        table.set(PoolMetrics.QUEUE_DEPTH["decode"], decode)
+        table.set(PoolMetrics.ACTIVE_SLOTS, active)
+        table.set(PoolMetrics.PADDED_SLOTS, loop.padded if active else 0)
+        table.set(PoolMetrics.PAUSED_SLOTS, loop.paused)
+        table.set(PoolMetrics.CLIENTS, self._server.clients)
+        table.total(PoolMetrics.MALFORMED, self._server.malformed)
 
     def _rest(self, begin: int) -> None:
         """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer.

@@ -3,6 +3,7 @@ goes when nobody can ask for it any more."""
 
 from gpu import Engine, GpuError
 from ipc import SessionServer
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool.catalogue import Change, PoolCatalogue
 from runtime.pool.shard import Shard
@@ -67,13 +68,13 @@ class Replacing:
 
     def _tell(self) -> None:
         catalogue, table = self._catalogue, self._table
-        table.set("trinity_pool_collections_unavailable", catalogue.unavailable)
-        table.set("trinity_pool_checksums_compared_ratio", catalogue.checked_share)
+        table.set(PoolMetrics.UNAVAILABLE, catalogue.unavailable)
+        table.set(PoolMetrics.CHECKSUMS, catalogue.checked_share)
         if table.note != (note := catalogue.note):
             table.note = note
         if not catalogue.reloading and not self._pending:
-            table.set("trinity_pool_reload_refused", catalogue.refused)
-            table.set("trinity_pool_reload", self._reload)
+            table.set(PoolMetrics.RELOAD_REFUSED, catalogue.refused)
+            table.set(PoolMetrics.RELOAD, self._reload)
 
     def close(self) -> None:
         """End what is done beside the loop."""

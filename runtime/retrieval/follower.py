@@ -1,6 +1,6 @@
 """A worker's library follows the pools that its client is attached to, and the worker's table tells how that goes."""
 
-from runtime.node.metrics.columns import WITHOUT_DOCUMENTS
+from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.library import Library
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -24,7 +24,7 @@ class Follower:
         for collection in self._library.dims:
             self._library.follow(collection, self._client.identities(collection))
         troubles = self._library.troubles
-        self._table.set(WITHOUT_DOCUMENTS.name, len(troubles))
+        self._table.set(RetrievingMetrics.WITHOUT_DOCUMENTS, len(troubles))
         note = "; ".join(f"collection {name}: {trouble}" for name, trouble in troubles.items())
         if self._table.note != note:
             self._table.note = note

@@ -1,6 +1,10 @@
 """The named moments of a request, stamped where they happen, and the stage times that are their differences."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+from runtime.node.metrics.columns import DecodeMetrics, Histogram, PrefillMetrics
+from runtime.node.metrics.table import WorkerTable
 
 RECEIVED = "received"  # the frontend has read the request, or the search alone
 DEQUEUED = "dequeued"  # a prefill worker takes it up
@@ -13,42 +17,61 @@ HANDOVER_END = "handover_end"  # decode has pulled them
 FIRST_TOKEN = "first_token"  # the first token leaves decode
 END = "end"  # the last token leaves decode, or the frontend gives the request up
 
-# In the order of a request's life: name, where it begins (the first of these that was stamped), where it ends.
-STAGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("queue", (RECEIVED,), DEQUEUED),
-    ("embed", (DEQUEUED, RECEIVED), EMBEDDED),
-    ("retrieval", (EMBEDDED,), SEARCHED),
-    ("admission", (SEARCHED, DEQUEUED), PREFILL_BEGIN),  # until prefill has KV blocks for it
-    ("prefill", (PREFILL_BEGIN,), PREFILL_END),
-    ("room", (PREFILL_END,), HANDOVER_BEGIN),  # until decode has KV blocks for it
-    ("pull", (HANDOVER_BEGIN,), HANDOVER_END),
-    ("decode", (FIRST_TOKEN,), END),
-)
-# Differences that span several stages.
-_SUMS = (
-    ("handover", (PREFILL_END,), HANDOVER_END),
-    ("ttft", (RECEIVED,), FIRST_TOKEN),
-    ("e2e", (RECEIVED,), END),
-)
+
+class Stage(NamedTuple):
+    """A time between two stamps: it begins with the first of `begins` that was stamped. `meaning` is for people."""
+
+    name: str
+    begins: tuple[str, ...]
+    end: str
+    time: Histogram
+    meaning: str
 
 
-def stages_of(stamps: dict[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Name, begin and end in ns of every stage that is over, in the order of a request's life."""
+TO_FIRST_TOKEN = (
+    Stage("queue", (RECEIVED,), DEQUEUED, PrefillMetrics.QUEUE_TIME, "frontend … prefill worker"),
+    Stage("embed", (DEQUEUED, RECEIVED), EMBEDDED, PrefillMetrics.EMBED_TIME, "question … its vector"),
+    Stage("retrieval", (EMBEDDED,), SEARCHED, PrefillMetrics.RETRIEVAL_TIME, "vector … passages from the pool"),
+    Stage("admission", (SEARCHED, DEQUEUED), PREFILL_BEGIN, PrefillMetrics.ADMISSION_TIME, "… KV blocks in prefill"),
+    Stage("prefill", (PREFILL_BEGIN,), PREFILL_END, PrefillMetrics.PREFILL_TIME, "first chunk … first token sampled"),
+    Stage("room", (PREFILL_END,), HANDOVER_BEGIN, DecodeMetrics.ROOM_TIME, "KV offered … KV blocks in decode"),
+    Stage("pull", (HANDOVER_BEGIN,), HANDOVER_END, DecodeMetrics.PULL_TIME, "… KV pulled by decode"),
+)
+DECODE = Stage("decode", (FIRST_TOKEN,), END, DecodeMetrics.DECODE_TIME, "first token … last token")
+STAGES = (*TO_FIRST_TOKEN, DECODE)
+"""In the order of a request's life."""
+SUMS = (
+    Stage("handover", (PREFILL_END,), HANDOVER_END, DecodeMetrics.HANDOVER_TIME, "room and pull"),
+    Stage("ttft", (RECEIVED,), FIRST_TOKEN, DecodeMetrics.TTFT, "request … first token"),
+    Stage("e2e", (RECEIVED,), END, DecodeMetrics.E2E, "request … last token"),
+)
+TPOT = Stage("tpot", (FIRST_TOKEN,), END, DecodeMetrics.TPOT, "each later token")
+ALL = (*STAGES, *SUMS, TPOT)
+
+
+def stages_of(stamps: dict[str, int]) -> Iterator[tuple[Stage, int, int]]:
+    """Begin and end in ns of every stage that is over, in the order of a request's life."""
     yield from _between(stamps, STAGES)
 
 
 def spans_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, float]:
     """Stage times in seconds from stamps in ns; a stage that did not happen is left out. `tpot` is per output token."""
-    spans = {name: (end - begin) / 1e9 for name, begin, end in _between(stamps, STAGES + _SUMS)}
+    spans = {stage.name: (end - begin) / 1e9 for stage, begin, end in _between(stamps, STAGES + SUMS)}
     if completion_tokens > 1 and FIRST_TOKEN in stamps and END in stamps:
-        spans["tpot"] = (stamps[END] - stamps[FIRST_TOKEN]) / 1e9 / (completion_tokens - 1)
+        spans[TPOT.name] = (stamps[END] - stamps[FIRST_TOKEN]) / 1e9 / (completion_tokens - 1)
     return spans
 
 
-def _between(
-    stamps: dict[str, int], spans: tuple[tuple[str, tuple[str, ...], str], ...]
-) -> Iterator[tuple[str, int, int]]:
-    for name, begins, end in spans:
-        begin = next((stamps[begin] for begin in begins if begin in stamps), None)
-        if begin is not None and end in stamps:
-            yield name, begin, stamps[end]
+def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int = 0) -> None:
+    """Write the times of those stages that a worker's table has a histogram of."""
+    spans = spans_seconds(stamps, completion_tokens)
+    for stage in ALL:
+        if stage.name in spans and stage.time in table:
+            table.observe(stage.time, spans[stage.name])
+
+
+def _between(stamps: dict[str, int], stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, int, int]]:
+    for stage in stages:
+        begin = next((stamps[begin] for begin in stage.begins if begin in stamps), None)
+        if begin is not None and stage.end in stamps:
+            yield stage, begin, stamps[stage.end]

@@ -19,6 +19,7 @@ import psutil
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.config import load_config
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, node_status
@@ -100,8 +101,8 @@ class Node:
 
     def wait_idle(self) -> None:
         """Until no worker and no frontend has a request."""
-        for gauge in ("trinity_num_requests_running", "trinity_prefill_running", "trinity_requests_in_flight"):
-            self.wait(lambda gauge=gauge: self.metric(gauge) == 0, 60, f"{gauge} to be 0")  # type: ignore[misc]
+        for gauge in (DecodeMetrics.RUNNING, PrefillMetrics.RUNNING, FrontendMetrics.IN_FLIGHT):
+            self.wait(lambda gauge=gauge: self.metric(str(gauge)) == 0, 60, f"{gauge} to be 0")  # type: ignore[misc]
 
     # ---- what is asked of it
 

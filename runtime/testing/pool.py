@@ -10,7 +10,7 @@ from typing import Any
 from gpu import Engine
 from ipc import RingClient, SessionServer
 from runtime.node.config import parse_config
-from runtime.node.metrics.columns import Metric, metrics_of
+from runtime.node.metrics.columns import Histogram, Metric
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
 from runtime.pool.process import Pool, Timing
@@ -30,8 +30,7 @@ class InProcessPool:
         self, plan: NodePlan, name: str = "pool-0", epoch: int = 1, timing: Timing | None = None, **told: Any
     ) -> None:
         """`told`: what else its supervisor says, of `WorkerSpec`."""
-        self._metrics = metrics_of("pool", plan.config.slo)
-        self.table = WorkerTable.create("pool", name, self._metrics)
+        self.table = WorkerTable.create("pool", name, plan.config.slo)
         self.worker = worker_of(plan, name, epoch, self.table, **told)
         self.pool = Pool(self.worker, timing)
         self.endpoint = plan.endpoint(name)
@@ -89,8 +88,7 @@ class InProcessPool:
             self.step()
         return made[0]
 
-    def metric(self, name: str) -> float:
+    def metric(self, metric: Metric) -> float:
         """A counter's or gauge's value, a histogram's count."""
-        metric: Metric = next(metric for metric in self._metrics if metric.name == name)
-        values = self.table.read(metric)
-        return sum(values[:-1]) if metric.kind == "histogram" else values[0]
+        *counts, last = self.table.read(metric)
+        return sum(counts) if isinstance(metric, Histogram) else last

@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
 from runtime.node.worker import Worker, WorkerSpec
@@ -13,5 +12,5 @@ def worker_of(plan: NodePlan, name: str, epoch: int = 1, table: WorkerTable | No
     """For a role's loop that runs in this very process. `table`: one of its own if none is given; `told`: what else its
     supervisor says, of `WorkerSpec`."""
     role = next(place.role for place in plan.processes if place.name == name)
-    made = table or WorkerTable.create(role, name, metrics_of(role, plan.config.slo))
+    made = table or WorkerTable.create(role, name, plan.config.slo)
     return Worker(WorkerSpec(plan, name, epoch, made.reference, os.getpid(), **told))

@@ -3,9 +3,9 @@
 import tempfile
 from pathlib import Path
 
-from runtime.node.config import NodeConfig, SloSection
+from runtime.node.config import NodeConfig
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, Histogram, metrics_of
+from runtime.node.metrics.columns import METRICS, Histogram
 from runtime.node.placement.gpus import Gpus
 from runtime.node.supervisor.figures import NodeFigures
 from tests.node.fake_nvml import Card, FakeNvml
@@ -13,11 +13,11 @@ from tests.node.fake_nvml import Card, FakeNvml
 
 def exported_names() -> set[str]:
     names: set[str] = set()
-    for metric in (metric for role in METRICS for metric in metrics_of(role, SloSection())):
+    for metric in (metric for role in METRICS for metric in METRICS[role]):
         if isinstance(metric, Histogram):
-            names |= {f"{metric.exported}_{part}" for part in ("bucket", "sum", "count")}
+            names |= {f"{metric}_{part}" for part in ("bucket", "sum", "count")}
         else:
-            names.add(metric.exported)
+            names.add(metric.name)
     config = NodeConfig()
     families = [
         *NodeFigures(config, [], "").families([], supervisor_pid=1),

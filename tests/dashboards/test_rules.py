@@ -9,7 +9,7 @@ import pytest
 from dashboards.files import GENERATED
 from dashboards.rules import RUNBOOK, Alert, alerts, rules_yaml
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import METRICS, metrics_of
+from runtime.node.metrics.columns import METRICS
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
 from tests.dashboards.alert_cases import CASES, Series
@@ -70,7 +70,7 @@ def checked(home: Path, alert: Alert, series: Series, at_minute: int, expected: 
 
 
 def test_what_a_node_exports_is_as_prometheus_likes_it() -> None:
-    tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", metrics_of(role, SloSection())) for role in METRICS}
+    tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
     text = render(NodeCollector(tables, constant={"node": "n", "model_name": "m"}))
     for table in tables.values():
         table.close()

@@ -23,9 +23,9 @@ from dashboards.live import Live, Snapshot
 from dashboards.overview import overview
 from dashboards.top import Top
 from runtime.errors import Unavailable
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, PREFILL_TIME, TTFT_TIME
+from runtime.node.metrics.columns import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
@@ -42,7 +42,7 @@ class Source:
 
     def __init__(self) -> None:
         self.looks = 0
-        self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", metrics) for role, metrics in METRICS.items()}
+        self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
         plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]
         self.config = NodeConfig()
         self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
@@ -51,12 +51,12 @@ class Source:
     def __call__(self) -> str:
         self.looks += 1
         frontend, decode = self.tables["frontend-0"], self.tables["decode-0"]
-        frontend.add("trinity_requests_finished_total", 10)
-        frontend.add("trinity_slo_requests_all_total", 10)
-        frontend.add("trinity_slo_violations_all_total", 1)
-        decode.observe_many(TTFT_TIME, [0.3] * 10)
-        self.tables["prefill-0"].observe_many(PREFILL_TIME, [0.25] * 10)
-        self.tables["pool-0"].set("trinity_pool_queue_prefill", 7)
+        frontend.add(FrontendMetrics.REQUESTS["finished"], 10)
+        frontend.add(FrontendMetrics.SLO_REQUESTS["all"], 10)
+        frontend.add(FrontendMetrics.SLO_VIOLATIONS["all"], 1)
+        decode.observe_many(DecodeMetrics.TTFT, [0.3] * 10)
+        self.tables["prefill-0"].observe_many(PrefillMetrics.PREFILL_TIME, [0.25] * 10)
+        self.tables["pool-0"].set(PoolMetrics.QUEUE_DEPTH["prefill"], 7)
         statuses = [
             WorkerStatus(name, "ready" if name != "decode-0" else "backoff", 7, 1, 2, 0.05, 0, "cpu", ())
             for name in self.tables

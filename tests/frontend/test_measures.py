@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import ContextLengthExceeded, Overloaded
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import METRICS, SEARCH_TIME
+from runtime.node.metrics.columns import FrontendMetrics, Slo
 from runtime.node.metrics.table import WorkerTable
 from runtime.serving import stages
 from runtime.serving.frontend.measures import MeasuredApp, Measures
@@ -16,23 +16,18 @@ from runtime.serving.frontend.requests import ClientGone, Ended
 
 SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
 SECOND = 1_000_000_000
-PLACES = {metric.name: metric for metric in METRICS["frontend"]}
 
 
 @pytest.fixture
 def table() -> Iterator[WorkerTable]:
-    made = WorkerTable.create("frontend", "frontend-0", METRICS["frontend"])
+    made = WorkerTable.create("frontend", "frontend-0", SloSection())
     yield made
     made.close()
 
 
-def count(table: WorkerTable, name: str) -> float:
-    return table.read(PLACES[name])[0]
-
-
-def judged(table: WorkerTable, slo: str) -> tuple[float, float]:
+def judged(table: WorkerTable, slo: Slo) -> tuple[float, float]:
     """Requests, violations."""
-    return count(table, f"trinity_slo_requests_{slo}_total"), count(table, f"trinity_slo_violations_{slo}_total")
+    return table.value(FrontendMetrics.SLO_REQUESTS[slo]), table.value(FrontendMetrics.SLO_VIOLATIONS[slo])
 
 
 def answered(ttft_s: float, tpot_s: float = 0.0, tokens: int = 11, code: str = "stop") -> Ended:
@@ -46,7 +41,7 @@ def test_an_answer_within_its_limits_keeps_every_promise_and_one_at_the_limit_do
     measures.ended(answered(0.5, 0.05))
     measures.ended(answered(1.0, 0.1))
     assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 0)
-    assert count(table, "trinity_requests_finished_total") == 2
+    assert table.value(FrontendMetrics.REQUESTS["finished"]) == 2
 
 
 def test_a_late_first_token_or_slow_later_ones_break_their_own_promise_and_the_whole(table: WorkerTable) -> None:
@@ -69,7 +64,7 @@ def test_what_failed_or_was_refused_broke_every_promise(table: WorkerTable) -> N
     measures.ended(Ended("r", "worker_lost", 0, 3, {}))
     measures.refused(Overloaded("full"))
     assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 2)
-    assert count(table, "trinity_requests_failed_total") == count(table, "trinity_requests_refused_total") == 1
+    assert table.value(FrontendMetrics.REQUESTS["failed"]) == table.value(FrontendMetrics.REQUESTS["refused"]) == 1
 
 
 def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: WorkerTable) -> None:
@@ -78,7 +73,7 @@ def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: Work
     measures.ended(Ended("r", "context_length_exceeded", 0, 0, {}))
     measures.refused(ContextLengthExceeded("long"))
     assert judged(table, "all") == (0, 0)
-    assert count(table, "trinity_requests_cancelled_total") == 1
+    assert table.value(FrontendMetrics.REQUESTS["cancelled"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,7 @@ def test_searches_are_judged_by_their_whole_answer(
 ) -> None:
     Measures(table, SLO).responded("/v1/retrieval", status, seconds)
     assert judged(table, "search") == expected
-    assert sum(table.read(SEARCH_TIME)[:-1]) == (status == 200)
+    assert sum(table.read(FrontendMetrics.SEARCH_TIME)[:-1]) == (status == 200)
 
 
 @pytest.mark.parametrize("crashes", [False, True])
@@ -115,4 +110,4 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
             asyncio.run(app(scope, receive, send))
     else:
         asyncio.run(app(scope, receive, send))
-    assert count(table, f"trinity_http_responses_{'5xx' if crashes else '4xx'}_total") == 1
+    assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx" if crashes else "4xx"]) == 1

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.config import ControlSection, NodeConfig, PoolSection
+from runtime.node.config import ControlSection, NodeConfig, PoolSection, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL
+from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, ask, change_worker, restart_node
@@ -263,30 +263,30 @@ def test_there_is_a_limit_to_the_workers_of_a_role(start: StartTiny) -> None:
 
 
 def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
-    tables = {name: WorkerTable.create("decode", name, METRICS["decode"]) for name in ("decode-0", "decode-1")}
+    tables = {name: WorkerTable.create("decode", name, SloSection()) for name in ("decode-0", "decode-1")}
     loop = ControlLoop(ControlSection(), PoolSection(), tables)
     for table in tables.values():
-        table.add("trinity_decode_row_seconds_total", 5.0)
+        table.add(DecodeMetrics.ROW_SECONDS, 5.0)
     before = loop.readings()
     loop.left(tables.pop("decode-1"))
     assert loop.readings() == before
-    table = WorkerTable.create("decode", "decode-1", METRICS["decode"])
+    table = WorkerTable.create("decode", "decode-1", SloSection())
     loop.joined(table)
-    table.add("trinity_decode_row_seconds_total", 2.0)
+    table.add(DecodeMetrics.ROW_SECONDS, 2.0)
     assert loop.readings().row_s == before.row_s + 2.0
 
 
 def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
-    tables = {name: WorkerTable.create("pool", name, METRICS["pool"]) for name in ("pool-0", "pool-1")}
+    tables = {name: WorkerTable.create("pool", name, SloSection()) for name in ("pool-0", "pool-1")}
     loop = ControlLoop(ControlSection(enabled=True), PoolSection(reserve=0.4), tables)
     for table in tables.values():
-        table.observe(POOL_WAIT_PREFILL, 0.01)
+        table.observe(PoolMetrics.WAIT["prefill"], 0.01)
     before = loop.readings()
     assert sum(before.wait_counts) == 2
     loop.left(tables.pop("pool-1"))
     assert loop.readings() == before
-    table = WorkerTable.create("pool", "pool-1", METRICS["pool"])
+    table = WorkerTable.create("pool", "pool-1", SloSection())
     loop.joined(table)
     assert table.knob("reserve") == 0.4
-    table.observe(POOL_WAIT_PREFILL, 0.01)
+    table.observe(PoolMetrics.WAIT["prefill"], 0.01)
     assert sum(loop.readings().wait_counts) == 3

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import ControlSection, PoolSection, parse_config
+from runtime.node.config import ControlSection, PoolSection, SloSection, parse_config
 from runtime.node.control.law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL
+from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 
 SETTINGS = ControlSection(enabled=True)
 CALM = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.0)
 PREFILL_WAITS = Signals(link_use=0.5, prefill_wait_p95_s=0.1, decode_stall=0.0)
 DECODE_STALLS = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.9)
-BUCKETS = len(POOL_WAIT_PREFILL.buckets) + 1
+BUCKETS = len(PoolMetrics.WAIT["prefill"].buckets) + 1
 
 SIGNALS = st.builds(
     Signals,
@@ -224,7 +224,7 @@ def test_signals_are_of_what_happened_between_two_looks() -> None:
     signals = meter.update(11.0, readings(5.5, 104, 51, 3, 5))
     assert signals.link_use == pytest.approx(0.5 / 2)
     assert signals.decode_stall == pytest.approx(0.25)
-    assert POOL_WAIT_PREFILL.buckets[4] < signals.prefill_wait_p95_s <= POOL_WAIT_PREFILL.buckets[5]
+    assert PoolMetrics.WAIT["prefill"].buckets[4] < signals.prefill_wait_p95_s <= PoolMetrics.WAIT["prefill"].buckets[5]
 
 
 def test_what_is_long_past_fades() -> None:
@@ -240,7 +240,7 @@ def test_what_is_long_past_fades() -> None:
 
 @given(st.lists(st.floats(1e-5, 29), min_size=1, max_size=50), st.floats(0.01, 0.99))
 def test_a_quantile_of_a_histogram_lies_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
-    edges = POOL_WAIT_PREFILL.buckets
+    edges = PoolMetrics.WAIT["prefill"].buckets
     counts = [0.0] * BUCKETS
     for value in values:
         counts[sum(edge < value for edge in edges)] += 1
@@ -257,9 +257,9 @@ def test_a_quantile_of_a_histogram_lies_in_the_bucket_of_the_true_one(values: li
 @pytest.fixture
 def tables() -> Iterator[dict[str, WorkerTable]]:
     made = {
-        "pool-0": WorkerTable.create("pool", "pool-0", METRICS["pool"]),
-        "pool-1": WorkerTable.create("pool", "pool-1", METRICS["pool"]),
-        "decode-0": WorkerTable.create("decode", "decode-0", METRICS["decode"]),
+        "pool-0": WorkerTable.create("pool", "pool-0", SloSection()),
+        "pool-1": WorkerTable.create("pool", "pool-1", SloSection()),
+        "decode-0": WorkerTable.create("decode", "decode-0", SloSection()),
     }
     yield made
     for table in made.values():
@@ -273,8 +273,8 @@ def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
     assert [tables[name].knob("reserve") for name in ("pool-0", "pool-1")] == [0.5, 0.5]
     with caplog.at_level("INFO", "control"):
         for i in range(7):
-            tables["decode-0"].add("trinity_decode_row_seconds_total", 1.0)
-            tables["decode-0"].add("trinity_decode_stall_seconds_total", 0.9)
+            tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
+            tables["decode-0"].add(DecodeMetrics.STALL_SECONDS, 0.9)
             loop.step(100 + i * 0.25)
     assert [tables[name].knob("reserve") for name in ("pool-0", "pool-1")] == pytest.approx([0.4, 0.4])
     assert "decode stalls 90.0%" in caplog.text
@@ -289,11 +289,11 @@ def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
 def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict[str, WorkerTable]) -> None:
     loop = ControlLoop(SETTINGS, PoolSection(reserve=0.5), tables)
     for i in range(100):
-        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(1 + i * 0.002)  # a fifth of a second
     assert loop.law.changes == 0
     for i in range(100):
-        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(1.25 + i * 0.25)
     assert loop.law.reserve == SETTINGS.reserve_max
 
@@ -302,7 +302,7 @@ def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTabl
     tables["pool-0"].set_knob("reserve", 0.7)
     loop = ControlLoop(replace(SETTINGS, enabled=False), PoolSection(reserve=0.5), tables)
     for i in range(20):
-        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(i * 0.25)
     assert tables["pool-0"].knob("reserve") == 0.7
 
@@ -310,7 +310,7 @@ def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTabl
 def test_as_shipped_the_reserve_stays_where_it_is_configured(tables: dict[str, WorkerTable]) -> None:
     loop = ControlLoop(ControlSection(), PoolSection(reserve=0.05), tables)
     for i in range(40):
-        tables["pool-0"].observe(POOL_WAIT_PREFILL, 1.0)
+        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(i * 0.25)
     figures = {family.name: family.samples[0].value for family in loop.families()}
     assert figures["trinity_control_reserve"] == 0.05

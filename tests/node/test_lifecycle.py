@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import METRICS
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
@@ -34,7 +33,7 @@ class Node:
 
     def _child(self, index: int) -> Child:
         place = WorkerPlan("pool", index, "cpu", (), 1)
-        return Child(place, WorkerTable.create("pool", place.name, METRICS["pool"]), Backoff(random.Random(index)))
+        return Child(place, WorkerTable.create("pool", place.name, SloSection()), Backoff(random.Random(index)))
 
     def _spawn(self, child: Child, by_standby: bool) -> None:
         self.starts.append((child.name, self.now_s))

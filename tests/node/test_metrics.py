@@ -1,8 +1,11 @@
 """Tables that workers write, and the Prometheus text that the supervisor makes of them."""
 
+import ast
 import math
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
+import runtime
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.columns import (
-    METRICS,
-    POOL_LATENCY,
-    POOL_WAIT_DECODE,
-    SEARCH_TIME,
-    TTFT_TIME,
-    Histogram,
-    metrics_of,
-)
+from runtime.node.metrics.columns import METRICS, DecodeMetrics, FrontendMetrics, Histogram, Metric, PoolMetrics
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import State, WorkerTable
 
@@ -30,7 +26,7 @@ ALL = [metric for role in ROLES for metric in METRICS[role]]
 
 @pytest.fixture
 def table() -> Iterator[WorkerTable]:
-    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
+    made = WorkerTable.create("pool", "pool-0", SloSection())
     yield made
     made.close()
 
@@ -46,18 +42,37 @@ def samples(family: Family, suffix: str = "") -> dict[str, float]:
     return {sample.labels.get("le", sample.labels["worker"]): sample.value for sample in found}
 
 
-def test_every_name_is_used_once_over_all_roles() -> None:
-    names = [metric.name for metric in ALL]
-    assert len(set(names)) == len(names)
+def test_a_worker_says_nothing_twice_and_a_name_is_of_one_kind_over_all_roles() -> None:
+    for role in ROLES:
+        told = [(metric.name, metric.label) for metric in METRICS[role]]
+        assert len(set(told)) == len(told)
+    assert len({metric.name for metric in ALL}) == len({(metric.name, metric.kind, metric.help) for metric in ALL})
+
+
+def test_no_code_spells_a_metric_where_it_could_name_the_declared_one() -> None:
+    root = Path(runtime.__file__).parents[1]
+    declared = {root / "runtime/node/metrics" / name for name in ("columns.py", "figures.py")}
+    texts = [
+        (str(path.relative_to(root)), node.value)
+        for folder in ("runtime", "dashboards", "launchers", "benchmarks")
+        for path in (root / folder).rglob("*.py")
+        if path not in declared
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    prefixes = tuple({"_".join(metric.name.split("_")[:2]) for metric in ALL} | {"trinity_worker", "trinity_control"})
+    assert [
+        found for found in texts if re.match(r"[\w(]*trinity_\w*$", found[1]) and found[1].startswith(prefixes)
+    ] == []
 
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_names_follow_prometheus(metric: object) -> None:
-    name, kind = metric.exported, metric.kind  # type: ignore[attr-defined]
+def test_names_follow_prometheus(metric: Metric) -> None:
+    name = metric.name
     assert name.startswith("trinity_")
-    assert name.endswith("_total") == (kind == "counter")
+    assert name.endswith("_total") == (metric.kind == "counter")
     assert not name.endswith(("_count", "_sum", "_bucket", "_ms", "_us", "_milliseconds", "_kb", "_mb"))
-    assert metric.help  # type: ignore[attr-defined]
+    assert metric.help
     if isinstance(metric, Histogram):
         assert name.endswith(("_seconds", "_extends"))
         assert list(metric.buckets) == sorted(set(metric.buckets))
@@ -65,12 +80,12 @@ def test_names_follow_prometheus(metric: object) -> None:
 
 
 def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
-    other = WorkerTable.create("pool", "pool-1", METRICS["pool"])
-    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
+    other = WorkerTable.create("pool", "pool-1", SloSection())
+    worker = WorkerTable.open(table.reference, "pool", SloSection())
     worker.begin(epoch=1, pid=42)
-    worker.add("trinity_pool_queries_decode_total", 3)
-    worker.add("trinity_pool_queries_decode_total")
-    worker.set("trinity_pool_clients", 7)
+    worker.add(PoolMetrics.QUERIES["decode"], 3)
+    worker.add(PoolMetrics.QUERIES["decode"])
+    worker.set(PoolMetrics.CLIENTS, 7)
     found = parsed({"pool-0": table, "pool-1": other})
     decode = [s for s in found["trinity_pool_queries"].samples if s.labels["stage"] == "decode"]
     assert {sample.labels["worker"]: sample.value for sample in decode} == {"pool-0": 4, "pool-1": 0}
@@ -81,32 +96,32 @@ def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
-    made = WorkerTable.create(role, f"{role}-0", METRICS[role])
+    made = WorkerTable.create(role, f"{role}-0", SloSection())
     found = parsed({f"{role}-0": made})
-    assert {metric.exported.removesuffix("_total") for metric in METRICS[role]} <= set(found)
+    assert {metric.name.removesuffix("_total") for metric in METRICS[role]} <= set(found)
     series = [(sample.name, tuple(sample.labels.items())) for family in found.values() for sample in family.samples]
     assert len(set(series)) == len(series)
     made.close()
 
 
 def test_a_value_on_an_edge_belongs_to_the_bucket_of_that_edge(table: WorkerTable) -> None:
-    for edge in POOL_LATENCY.buckets:
-        table.observe(POOL_LATENCY, edge)
-    table.observe(POOL_LATENCY, math.nextafter(POOL_LATENCY.buckets[-1], math.inf))
-    family = parsed({"pool-0": table})[POOL_LATENCY.name]
-    edges = len(POOL_LATENCY.buckets)
+    for edge in PoolMetrics.LATENCY.buckets:
+        table.observe(PoolMetrics.LATENCY, edge)
+    table.observe(PoolMetrics.LATENCY, math.nextafter(PoolMetrics.LATENCY.buckets[-1], math.inf))
+    family = parsed({"pool-0": table})[PoolMetrics.LATENCY.name]
+    edges = len(PoolMetrics.LATENCY.buckets)
     assert list(samples(family, "_bucket").values()) == [*range(1, edges + 1), edges + 1]
-    assert [float(le) for le in samples(family, "_bucket")] == [*POOL_LATENCY.buckets, math.inf]
+    assert [float(le) for le in samples(family, "_bucket")] == [*PoolMetrics.LATENCY.buckets, math.inf]
     assert samples(family, "_count") == {"pool-0": edges + 1}
 
 
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.0, 100.0), max_size=60))
 def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list[float]) -> None:
-    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
+    made = WorkerTable.create("pool", "pool-0", SloSection())
     for value in values:
-        made.observe(POOL_LATENCY, value)
-    family = parsed({"pool-0": made})[POOL_LATENCY.name]
+        made.observe(PoolMetrics.LATENCY, value)
+    family = parsed({"pool-0": made})[PoolMetrics.LATENCY.name]
     buckets = samples(family, "_bucket")
     assert buckets == {le: sum(value <= float(le) for value in values) for le in buckets}
     assert samples(family, "_sum")["pool-0"] == pytest.approx(sum(values))
@@ -114,14 +129,14 @@ def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list
 
 
 @settings(max_examples=30)
-@given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(POOL_LATENCY.buckets)), max_size=8)))
+@given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(PoolMetrics.LATENCY.buckets)), max_size=8)))
 def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[list[float]]) -> None:
-    made = WorkerTable.create("pool", "pool-0", METRICS["pool"])
+    made = WorkerTable.create("pool", "pool-0", SloSection())
     for step in steps:
-        made.observe_many(POOL_LATENCY, step)
+        made.observe_many(PoolMetrics.LATENCY, step)
         for value in step:
-            made.observe(POOL_WAIT_DECODE, value)
-    at_once, one_by_one = made.read(POOL_LATENCY), made.read(POOL_WAIT_DECODE)
+            made.observe(PoolMetrics.WAIT["decode"], value)
+    at_once, one_by_one = made.read(PoolMetrics.LATENCY), made.read(PoolMetrics.WAIT["decode"])
     assert at_once[:-1] == one_by_one[:-1]
     assert at_once[-1] == pytest.approx(one_by_one[-1])
     made.close()
@@ -129,25 +144,24 @@ def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[
 
 def test_the_configured_slo_limits_are_edges_and_a_value_at_the_limit_is_within_it() -> None:
     slo = SloSection(ttft_s=0.333, search_s=0.0123)
-    made = WorkerTable.create("frontend", "frontend-0", metrics_of("frontend", slo))
-    worker = WorkerTable.open(made.reference, "frontend", metrics_of("frontend", slo))
+    made = WorkerTable.create("frontend", "frontend-0", slo)
+    worker = WorkerTable.open(made.reference, "frontend", slo)
     for value in (0.0123, math.nextafter(0.0123, 1.0)):
-        worker.observe(SEARCH_TIME, value)
-    family = parsed({"frontend-0": made})[SEARCH_TIME.name]
+        worker.observe(FrontendMetrics.SEARCH_TIME, value)
+    family = parsed({"frontend-0": made})[FrontendMetrics.SEARCH_TIME.name]
     assert samples(family, "_bucket")["0.0123"] == 1
     assert samples(family, "_bucket")["0.025"] == 2
-    ttft = next(metric for metric in metrics_of("decode", slo) if metric.name == TTFT_TIME.name)
-    assert isinstance(ttft, Histogram)
-    assert 0.333 in ttft.buckets
-    assert list(ttft.buckets) == sorted(ttft.buckets)
+    edges = DecodeMetrics.TTFT.edges(slo)
+    assert 0.333 in edges
+    assert list(edges) == sorted(edges)
     worker.close()
     made.close()
 
 
 def test_a_table_of_other_slo_limits_is_refused() -> None:
-    made = WorkerTable.create("frontend", "frontend-0", metrics_of("frontend", SloSection(search_s=0.0123)))
+    made = WorkerTable.create("frontend", "frontend-0", SloSection(search_s=0.0123))
     with pytest.raises(ValueError, match="words"):
-        WorkerTable.open(made.reference, "frontend", METRICS["frontend"])
+        WorkerTable.open(made.reference, "frontend", SloSection())
     made.close()
 
 
@@ -161,20 +175,20 @@ def test_every_sample_says_of_which_node_and_model_it_is(table: WorkerTable) -> 
 
 def test_counters_and_histograms_survive_a_new_process_and_gauges_start_at_zero(table: WorkerTable) -> None:
     for epoch in (1, 2):
-        worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
+        worker = WorkerTable.open(table.reference, "pool", SloSection())
         worker.begin(epoch, pid=100 + epoch)
         assert worker.state is State.STARTING
-        worker.add("trinity_pool_extends_total", 10)
-        worker.observe(POOL_LATENCY, 0.002)
+        worker.add(PoolMetrics.EXTENDS, 10)
+        worker.observe(PoolMetrics.LATENCY, 0.002)
         if epoch == 1:
-            worker.set("trinity_pool_active_slots", 5)
+            worker.set(PoolMetrics.ACTIVE_SLOTS, 5)
             worker.state = State.READY
         worker.close()
     found = parsed({"pool-0": table})
     assert table.epoch == 2
     assert samples(found["trinity_pool_extends"], "_total") == {"pool-0": 20}
     assert samples(found["trinity_pool_active_slots"]) == {"pool-0": 0}
-    assert samples(found[POOL_LATENCY.name], "_count") == {"pool-0": 2}
+    assert samples(found[PoolMetrics.LATENCY.name], "_count") == {"pool-0": 2}
 
 
 def test_a_heartbeat_is_as_old_as_the_last_beat_and_a_new_table_is_young(table: WorkerTable) -> None:
@@ -192,15 +206,15 @@ def _beat_of(table: WorkerTable) -> int:
 
 def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTable) -> None:
     with SharedMemory.create("other", 4096) as memory, pytest.raises(ValueError, match="not a table"):
-        WorkerTable.open(memory.reference, "pool", METRICS["pool"])
+        WorkerTable.open(memory.reference, "pool", SloSection())
     reference = table.reference
     table.close()
     with pytest.raises(MemoryRefused):
-        WorkerTable.open(reference, "pool", METRICS["pool"])
+        WorkerTable.open(reference, "pool", SloSection())
 
 
 def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_set(table: WorkerTable) -> None:
-    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
+    worker = WorkerTable.open(table.reference, "pool", SloSection())
     assert math.isnan(table.knob("reserve"))
     worker.begin_knob("reserve", 0.3)
     assert table.knob("reserve") == 0.3
@@ -211,15 +225,17 @@ def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_s
     worker.close()
 
 
-def test_a_knob_that_does_not_exist_is_a_key_error(table: WorkerTable) -> None:
+def test_what_a_role_does_not_have_is_a_key_error(table: WorkerTable) -> None:
+    frontend = WorkerTable.create("frontend", "frontend-0", SloSection())
     with pytest.raises(KeyError):
-        table.set_knob("speed", 1.0)
+        frontend.set_knob("reserve", 1.0)
     with pytest.raises(KeyError):
-        table.knob("speed")
+        table.add(FrontendMetrics.RESTARTED)
+    frontend.close()
 
 
 def test_a_note_is_read_as_it_was_written_until_it_is_taken_back(table: WorkerTable) -> None:
-    worker = WorkerTable.open(table.reference, "pool", METRICS["pool"])
+    worker = WorkerTable.open(table.reference, "pool", SloSection())
     assert table.note == ""
     worker.note = "collection 'docs' is not served:\n  codes.npy ends early – 3 of 4 bytes"
     assert table.note == "collection 'docs' is not served: codes.npy ends early – 3 of 4 bytes"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from runtime.node.config import SloSection, parse_config
-from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.backoff import Backoff
@@ -18,7 +18,7 @@ class Stand:
     def __init__(self) -> None:
         collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
         plan = resolve(parse_config({"pool": {"workers": 2}, "collections": collections}))
-        metrics = metrics_of("pool", SloSection())
+        metrics = SloSection()
         self.children = [
             Child(place, WorkerTable.create("pool", place.name, metrics), Backoff(random.Random(0)), phase=Phase.READY)
             for place in plan.of_role("pool")
@@ -32,8 +32,8 @@ class Stand:
 
     def answer(self, worker: int, number: int, refused: str = "") -> None:
         table = self.children[worker].table
-        table.set("trinity_pool_reload", number)
-        table.set("trinity_pool_reload_refused", bool(refused))
+        table.set(PoolMetrics.RELOAD, number)
+        table.set(PoolMetrics.RELOAD_REFUSED, bool(refused))
         table.note = refused
 
     def steps(self) -> Reload:

@@ -15,6 +15,7 @@ import pytest
 
 from ipc import SearchSpec
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool import catalogue
 from runtime.pool.process import Timing
 from runtime.retrieval.collections.collection import Collection
@@ -86,7 +87,7 @@ def test_a_bad_collection_is_unavailable_with_its_reason_and_the_other_is_served
     with pytest.raises(Unavailable, match=r"collection 'code' is unavailable: .*code"):
         client.search(QUERY, 3, collection="code")
     assert list(client.unavailable) == ["code"]
-    assert pool.metric("trinity_pool_collections_unavailable") == 1
+    assert pool.metric(PoolMetrics.UNAVAILABLE) == 1
     assert "collection code: unavailable: " in pool.table.note  # beside how far the checksums of the other are
 
 
@@ -143,7 +144,7 @@ def test_a_collection_that_is_found_altered_in_the_background_is_taken_out_and_n
     spoil_a_vector(both[1])
     plan = plan_with(both)
     pool = make_pool(plan)
-    until(lambda: pool.metric("trinity_pool_collections_unavailable") == 1, pool.step)
+    until(lambda: pool.metric(PoolMetrics.UNAVAILABLE) == 1, pool.step)
     pool.start()
     client = attached(make_client(plan))
     until(lambda: list(client.unavailable) == ["code"], lambda: client.poll())
@@ -183,7 +184,7 @@ def test_all_checksums_are_compared_in_the_end_and_the_metric_says_how_far_that_
     both: tuple[Path, Path], make_pool: MakePool
 ) -> None:
     pool = make_pool(plan_with(both))
-    until(lambda: pool.metric("trinity_pool_checksums_compared_ratio") == 1.0, pool.step)
+    until(lambda: pool.metric(PoolMetrics.CHECKSUMS) == 1.0, pool.step)
     until(lambda: pool.table.note == "", pool.step)
 
 
@@ -211,7 +212,7 @@ def test_a_collection_that_is_put_back_is_served_again(
     both[1].with_name("kept").rename(both[1])
     until(lambda: not client.unavailable and bool(client.identities("code")), lambda: client.poll())
     assert len(client.search(QUERY, 3, collection="code").ids) == 3
-    assert pool.metric("trinity_pool_collections_unavailable") == 0
+    assert pool.metric(PoolMetrics.UNAVAILABLE) == 0
 
 
 def test_a_pool_without_any_collection_says_why_and_waits(tmp_path: Path, make_client: MakeClient) -> None:
@@ -289,10 +290,10 @@ def test_a_reload_that_finds_the_served_files_damaged_takes_the_collection_out(
     pool = make_pool(plan_with(both, verify="background")).start()
     client = attached(make_client(pool.worker.plan))
     assert len(client.search(QUERY, 3, collection="code").ids) == 3
-    until(lambda: pool.metric("trinity_pool_checksums_compared_ratio") == 1)
+    until(lambda: pool.metric(PoolMetrics.CHECKSUMS) == 1)
     spoil_a_vector(both[1])
     pool.table.set_knob("reload_of", -1.0)
     pool.table.set_knob("reload", pool.table.knob("reload") + 1)
-    until(lambda: pool.metric("trinity_pool_collections_unavailable") == 1)
+    until(lambda: pool.metric(PoolMetrics.UNAVAILABLE) == 1)
     assert "codes.npy" in pool.table.note
     assert len(client.search(QUERY, 3, collection="docs").ids) == 3

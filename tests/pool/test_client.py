@@ -12,6 +12,7 @@ from gpu import GraphIndex
 from ipc import AttachTimeout
 from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search import pool_session
@@ -43,7 +44,7 @@ def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
         assert result.distances.tolist() == near.tolist()
         assert min(result.extends, result.search_ns) > 0
         assert result.wait_ns >= 0
-    assert [pool.metric("trinity_pool_queries_prefill_total") for pool in pools] == [len(queries) / 2] * 2
+    assert [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools] == [len(queries) / 2] * 2
 
 
 def test_search_waits_for_its_own_answer_and_keeps_the_others(
@@ -68,7 +69,7 @@ def test_a_pool_that_dies_has_its_queries_asked_again_elsewhere(
     lost = collect(client, 10)
     assert sorted([*answered, *lost]) == tickets
     assert all(result.error is None and len(result.ids) == 4 for result in lost.values())
-    assert pools[1].metric("trinity_pool_queries_prefill_total") == 20
+    assert pools[1].metric(PoolMetrics.QUERIES["prefill"]) == 20
 
 
 def test_a_pool_that_comes_back_answers_what_waited_for_it(
@@ -217,7 +218,7 @@ def test_a_pool_that_drains_is_passed_over(
         pools[0].pool.drain()
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:6]]
     assert sorted(collect(client, 6)) == tickets
-    assert [pool.metric("trinity_pool_queries_prefill_total") for pool in pools] == [0, 6]
+    assert [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools] == [0, 6]
 
 
 def test_another_process_finds_the_pools_by_the_run_directory_and_asks_within_their_limits(

@@ -8,6 +8,7 @@ import pytest
 
 from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool import process
 from tests.cuda.emulation import EmulatedDriver, emulator
 from tests.pool.conftest import MakePool
@@ -46,9 +47,9 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     assert [found[number].ids.tolist() for number in numbers] == ids.tolist()
     assert {found[number].status for number in numbers} == {"ok"}
     extends = [found[number].extends for number in numbers]
-    assert pool.metric("trinity_pool_extends_total") >= max(extends) > 1
+    assert pool.metric(PoolMetrics.EXTENDS) >= max(extends) > 1
     assert opened[0].extends_per_launch in (1, 8)
-    assert pool.metric("trinity_pool_padded_slot_steps_total") > 0, "at last fewer run than a graph has"
+    assert pool.metric(PoolMetrics.PADDED_SLOT_STEPS) > 0, "at last fewer run than a graph has"
 
 
 def test_a_device_that_fails_ends_the_pool_with_its_own_error(

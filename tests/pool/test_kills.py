@@ -20,6 +20,7 @@ import pytest
 from gpu import GraphIndex, SearchParams
 from ipc import SearchSpec
 from runtime.errors import TrinityError, WorkerLost
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.retrieval.search.arguments import deadline_of
@@ -71,13 +72,13 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
     steady = made.attach()
     free = made.engine.free_slots
     # Until then the collection's files are open.
-    until(lambda: made.metric("trinity_pool_checksums_compared_ratio") == 1 and not made.table.note, made.step)
+    until(lambda: made.metric(PoolMetrics.CHECKSUMS) == 1 and not made.table.note, made.step)
     before = descriptors()
     for _ in range(CLIENT_ROUNDS):
         lost = made.server.statistics().lost
-        received = made.metric("trinity_pool_queries_decode_total") + rng.randrange(40)
+        received = made.metric(PoolMetrics.QUERIES["decode"]) + rng.randrange(40)
         with child(_flood, made.endpoint) as process:
-            until(lambda: made.metric("trinity_pool_queries_decode_total") > received, made.step)  # noqa: B023
+            until(lambda: made.metric(PoolMetrics.QUERIES["decode"]) > received, made.step)  # noqa: B023
             process.kill()
             until(lambda: made.server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
         assert taken_slots(made.pool, free) == 0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
 from runtime.pool.settings import Policy, policy_of
 from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
@@ -27,10 +27,9 @@ def virtual() -> Iterator[MakeVirtual]:
         pool.close()
 
 
-def counted(pool: VirtualPool, name: str) -> float:
-    metric = next(metric for metric in metrics_of("pool", NodeConfig().slo) if metric.name == f"trinity_pool_{name}")
-    values = pool.table.read(metric)
-    return sum(values[:-1]) if metric.kind == "histogram" else values[0]
+def counted(pool: VirtualPool, metric: Metric) -> float:
+    *counts, last = pool.table.read(metric)
+    return sum(counts) if isinstance(metric, Histogram) else last
 
 
 def test_an_arrival_joins_the_next_extend_while_a_slot_is_free(virtual: MakeVirtual) -> None:
@@ -60,7 +59,7 @@ def test_every_query_ends_once_whatever_is_paused_for_whom(virtual: MakeVirtual)
     fates = pool.run()
     assert all(fate.latency_ns >= query.extends * (FIXED + EACH) for fate, query in zip(fates, queries, strict=True))
     assert sum(map(len, pool.engine.batches)) == sum(query.extends for query in queries)
-    assert counted(pool, "preemptions_total") > 0
+    assert counted(pool, PoolMetrics.PREEMPTIONS) > 0
     assert not pool.loop.busy
 
 
@@ -68,11 +67,11 @@ def test_the_loop_counts_its_extends_and_what_they_take(virtual: MakeVirtual) ->
     queries = [Query(20_000 * n, "decode", 3 + n % 4) for n in range(50)]
     pool = virtual(queries)
     pool.run()
-    extends, steps = counted(pool, "extends_total"), counted(pool, "slot_steps_total")
+    extends, steps = counted(pool, PoolMetrics.EXTENDS), counted(pool, PoolMetrics.SLOT_STEPS)
     assert extends == len(pool.engine.batches)
     assert steps == sum(query.extends for query in queries)
-    assert counted(pool, "extend_seconds_total") == pytest.approx((extends * FIXED + steps * EACH) / 1e9)
-    assert counted(pool, "queries_decode_total") == counted(pool, "query_seconds") == 50
+    assert counted(pool, PoolMetrics.EXTEND_SECONDS) == pytest.approx((extends * FIXED + steps * EACH) / 1e9)
+    assert counted(pool, PoolMetrics.QUERIES["decode"]) == counted(pool, PoolMetrics.LATENCY) == 50
 
 
 def test_static_batches_are_answered_together(virtual: MakeVirtual) -> None:
@@ -88,4 +87,4 @@ def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
     pool = virtual(queries, Policy(slots=2, rules="fifo"))
     waits = [fate.wait_ns for fate in pool.run()]
     assert waits == sorted(waits)
-    assert counted(pool, "preemptions_total") == 0
+    assert counted(pool, PoolMetrics.PREEMPTIONS) == 0

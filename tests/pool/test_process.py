@@ -12,6 +12,7 @@ import zmq
 from gpu import GraphIndex
 from ipc import Draining, Result, RingClient, SearchSpec
 from ipc.endpoints import connect
+from runtime.node.metrics.columns import PoolMetrics, WorkerMetrics
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
@@ -80,7 +81,7 @@ def test_a_waiting_and_a_running_query_can_be_cancelled_and_the_slot_is_free_aga
     with pool.attach() as client:
         running, waiting = ask(client, queries[0], "decode"), ask(client, queries[1], "decode")
         pool.step()
-        assert pool.metric("trinity_pool_active_slots") == pool.metric("trinity_pool_queue_decode") == 1
+        assert pool.metric(PoolMetrics.ACTIVE_SLOTS) == pool.metric(PoolMetrics.QUEUE_DEPTH["decode"]) == 1
         for request_id in (waiting, running):
             client.cancel(request_id)
         last = ask(client, queries[2])
@@ -97,7 +98,7 @@ def test_a_query_that_waits_past_its_deadline_is_answered_so(make_pool: MakePool
         found = collect(pool, client, 3)
     assert [found[request_id].status for request_id in late] == ["deadline_exceeded"] * 2
     assert found[in_time].status == "ok"
-    assert pool.metric("trinity_pool_queries_refused_total") == 2
+    assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 2
 
 
 def test_what_the_queue_cannot_hold_is_refused_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
@@ -132,11 +133,11 @@ def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
     for query in queries[:20]:
         ask(gone, query, "decode")
     pool.step()
-    assert pool.metric("trinity_pool_clients") == 2
+    assert pool.metric(PoolMetrics.CLIENTS) == 2
     gone.close()
     request_id = ask(stays, queries[0], k=3)
     assert collect(pool, stays, 1)[request_id].ids.tolist() == index.search(queries[:1], 3, top_m=32)[0][0].tolist()
-    until(lambda: not pool.pool.busy and pool.metric("trinity_pool_clients") == 1, pool.step)
+    until(lambda: not pool.pool.busy and pool.metric(PoolMetrics.CLIENTS) == 1, pool.step)
     assert pool.engine.free_slots == 8
     assert pool.pool._loop.active == pool.pool._loop.paused == 0
     stays.close()
@@ -148,12 +149,12 @@ def test_metrics_count_what_happened(make_pool: MakePool, queries: Vectors) -> N
         for number, query in enumerate(queries[:6]):
             ask(client, query, "prefill" if number < 4 else "decode")
         found = collect(pool, client, 6)
-    assert pool.metric("trinity_pool_queries_prefill_total") == pool.metric("trinity_pool_wait_prefill_seconds") == 4
-    assert pool.metric("trinity_pool_queries_decode_total") == pool.metric("trinity_pool_wait_decode_seconds") == 2
-    assert pool.metric("trinity_pool_query_seconds") == pool.metric("trinity_pool_query_extends") == 6
-    assert pool.metric("trinity_pool_slot_steps_total") == sum(result.extends for result in found.values())
-    assert pool.metric("trinity_pool_slots") == 2
-    assert pool.metric("trinity_pool_active_slots") == 0
+    assert pool.metric(PoolMetrics.QUERIES["prefill"]) == pool.metric(PoolMetrics.WAIT["prefill"]) == 4
+    assert pool.metric(PoolMetrics.QUERIES["decode"]) == pool.metric(PoolMetrics.WAIT["decode"]) == 2
+    assert pool.metric(PoolMetrics.LATENCY) == pool.metric(PoolMetrics.QUERY_EXTENDS) == 6
+    assert pool.metric(PoolMetrics.SLOT_STEPS) == sum(result.extends for result in found.values())
+    assert pool.metric(PoolMetrics.SLOTS) == 2
+    assert pool.metric(PoolMetrics.ACTIVE_SLOTS) == 0
 
 
 def test_a_pool_that_drains_answers_what_it_has_and_takes_nothing_new(make_pool: MakePool, queries: Vectors) -> None:
@@ -198,5 +199,5 @@ def test_messages_that_are_none_are_counted_in_a_metric(make_pool: MakePool) -> 
     with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
         for _ in range(3):
             stranger.send(b"nonsense")
-        until(lambda: pool.metric("trinity_malformed_messages_total") == 3, pool.step)
+        until(lambda: pool.metric(WorkerMetrics.MALFORMED) == 3, pool.step)
         assert len([stranger.recv() for _ in range(3)]) == 3, "each was refused in words"

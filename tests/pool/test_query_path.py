@@ -15,6 +15,7 @@ from gpu import GraphIndex
 from ipc import SearchSpec
 from ipc.ring.doorbell import EventfdBell, ZmqSleeper
 from runtime.errors import InvalidRequest
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.pool.loop import IDLE
 from runtime.retrieval.search.client import SearchClient
@@ -67,7 +68,7 @@ def test_a_query_that_wakes_a_pool_is_answered_before_the_sleep_returns_to_pytho
     loop, server = pool.pool._loop, pool.server
 
     def sleep() -> None:
-        while not pool.metric("trinity_pool_query_seconds"):  # it may be woken for something else
+        while not pool.metric(PoolMetrics.LATENCY):  # it may be woken for something else
             server.housekeep(time.monotonic_ns())
             assert loop.sleep(server.fileno(), _A_MINUTE_NS, _A_MINUTE_NS, 0) == IDLE
 
@@ -79,7 +80,7 @@ def test_a_query_that_wakes_a_pool_is_answered_before_the_sleep_returns_to_pytho
         (result,) = client.poll()
         thread.join(timeout=60)
     assert result.ids.tolist() == exact(index, queries[:1], 5)[0]
-    assert pool.metric("trinity_pool_query_seconds") == 1
+    assert pool.metric(PoolMetrics.LATENCY) == 1
 
 
 @pytest.mark.parametrize(("doorbell", "kind"), [("eventfd", EventfdBell), ("zeromq", ZmqSleeper)])

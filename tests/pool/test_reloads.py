@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections import beside
 from runtime.retrieval.retriever import Found, Retriever
@@ -72,8 +73,8 @@ def reload(pool: InProcessPool, readers: Readers, number: int) -> bool:
     """As the supervisor does it; whether the worker has taken what lies there."""
     pool.table.set_knob("reload_of", -1.0)
     pool.table.set_knob("reload", float(number))
-    until(lambda: pool.metric("trinity_pool_reload") == number, readers.step)
-    return not pool.metric("trinity_pool_reload_refused")
+    until(lambda: pool.metric(PoolMetrics.RELOAD) == number, readers.step)
+    return not pool.metric(PoolMetrics.RELOAD_REFUSED)
 
 
 def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it(
@@ -89,7 +90,7 @@ def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it
             assert reload(pool, readers, generation)
             assert readers.some() == {generation}
         until(lambda: len(pool.pool._engine.dims) == 1, readers.step)  # the old ones' memory is given back
-    assert pool.metric("trinity_pool_queries_refused_total") == 0
+    assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 0
 
 
 def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(tmp_path: Path, make_pool: MakePool) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
@@ -42,7 +43,7 @@ def test_a_query_goes_to_one_replica_of_each_shard(
     client = attached(make_client(plan))
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:20]]
     assert sorted(collect(client, 20)) == tickets
-    served = [pool.metric("trinity_pool_queries_prefill_total") for pool in pools]
+    served = [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools]
     assert [served[0] + served[2], served[1] + served[3]] == [20, 20]
     assert min(served) > 0
 

@@ -6,6 +6,7 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import DeadlineExceeded
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
@@ -53,7 +54,7 @@ def test_what_a_silent_pool_was_asked_is_answered_by_the_other(
     with pools[0].held():
         tickets = [client.submit(query, 4, collection="docs", top_m=32, search_width=2) for query in queries[:20]]
         found = collect(client, 20)
-        assert pools[0].metric("trinity_pool_queries_prefill_total") == 0
+        assert pools[0].metric(PoolMetrics.QUERIES["prefill"]) == 0
     expected = index.search(queries[:20], 4, top_m=32, search_width=2)[0].tolist()
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == expected
     drained(client)

@@ -12,7 +12,6 @@ from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
@@ -93,7 +92,7 @@ class VirtualPool:
     def __init__(self, queries: Sequence[Query], policy: Policy, *, fixed: int, each: int, query: int = 0) -> None:
         self._stack = ExitStack()
         self.queries, self._sent = queries, 0
-        self.table = WorkerTable.create("pool", "pool-0", metrics_of("pool", NodeConfig().slo))
+        self.table = WorkerTable.create("pool", "pool-0", NodeConfig().slo)
         self._stack.callback(self.table.close)
         self._server = SessionServer(
             private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192

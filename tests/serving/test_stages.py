@@ -21,7 +21,7 @@ WHOLE = {
 
 def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None:
     found = list(stages_of(WHOLE))
-    assert [name for name, _, _ in found] == [
+    assert [stage.name for stage, _, _ in found] == [
         "queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode",
     ]  # fmt: skip
     for (_, _, end), (_, begin, _) in itertools.pairwise(found):
@@ -31,7 +31,7 @@ def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None
 
 def test_without_retrieval_the_wait_for_admission_begins_when_prefill_takes_it_up() -> None:
     stamps = {name: at for name, at in WHOLE.items() if name not in (stages.EMBEDDED, stages.SEARCHED)}
-    assert ("admission", 10, 100) in list(stages_of(stamps))
+    assert ("admission", 10, 100) in [(stage.name, begin, end) for stage, begin, end in stages_of(stamps)]
     assert "retrieval" not in spans_seconds(stamps, 1)
 
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.node.config import ControlSection
-from runtime.node.metrics.columns import POOL_WAIT_PREFILL
+from runtime.node.metrics.columns import PoolMetrics
 
 Knob = Literal["reserve", "flush_prefill_s"]
+_WAIT = PoolMetrics.WAIT["prefill"]
 
 _MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
 _AT_EASE = 0.1  # pressure under which nobody waits to speak of
@@ -154,7 +155,7 @@ class ControlLaw:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """A node's counters at a moment; all only grow. `wait_counts` are POOL_WAIT_PREFILL's buckets, over all pools."""
+    """A node's counters at a moment; all only grow. `wait_counts`: waits of prefill queries by bucket, of all pools."""
 
     link_busy_s: float
     row_s: float
@@ -170,7 +171,7 @@ class SignalMeter:
         self._half_life_s = 4 * interval_s
         self._last: tuple[float, Readings] | None = None
         self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = 0.0
-        self._waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
+        self._waits = [0.0] * (len(_WAIT.buckets) + 1)
 
     def update(self, now_s: float, readings: Readings) -> Signals:
         """Signals of the time until `now_s`. The first call has nothing to compare with: all are 0."""
@@ -186,7 +187,7 @@ class SignalMeter:
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
             link_use=_share(self._link_busy_s, self._elapsed_s * max(self.links, 1)),
-            prefill_wait_p95_s=quantile(0.95, POOL_WAIT_PREFILL.buckets, self._waits),
+            prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, self._waits),
             decode_stall=_share(self._stall_s, self._row_s),
         )
 

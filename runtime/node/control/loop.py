@@ -3,14 +3,16 @@
 import logging
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
 from runtime.node.config import ControlSection, PoolSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
-from runtime.node.metrics.columns import METRICS, POOL_WAIT_PREFILL, Counter
+from runtime.node.metrics.columns import Counter, DecodeMetrics, PoolMetrics
+from runtime.node.metrics.figures import ControlMetrics, Family
 from runtime.node.metrics.table import WorkerTable
 
 log = logging.getLogger("control")
+
+_WAIT = PoolMetrics.WAIT["prefill"]
+_COUNTERS = (DecodeMetrics.LINK_BUSY_SECONDS, DecodeMetrics.ROW_SECONDS, DecodeMetrics.STALL_SECONDS)
 
 
 class ControlLoop:
@@ -24,7 +26,7 @@ class ControlLoop:
         self._meter = SignalMeter(len(self._decodes), settings.interval_s)
         self.law = ControlLaw(settings, reserve=pool.reserve, flush_prefill_s=pool.flush_prefill_s)
         self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
-        self._left_waits = [0.0] * (len(POOL_WAIT_PREFILL.buckets) + 1)
+        self._left_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
         for table in self._pools:
             self._tell(table)
@@ -47,13 +49,13 @@ class ControlLoop:
     def left(self, table: WorkerTable) -> None:
         """A worker has gone: what it has counted stays counted."""
         if table in self._decodes:
-            for name, metric in _COUNTERS.items():
-                self._left[name] += table.read(metric)[0]
+            for counter in _COUNTERS:
+                self._left[counter] += table.value(counter)
             self._decodes.remove(table)
             self._meter.links = len(self._decodes)
         elif table in self._pools:
             self._pools.remove(table)
-            counts = table.read(POOL_WAIT_PREFILL)[:-1]
+            counts = table.read(_WAIT)[:-1]
             self._left_waits = [sum(pair) for pair in zip(self._left_waits, counts, strict=True)]
 
     def step(self, now_s: float) -> None:
@@ -66,29 +68,20 @@ class ControlLoop:
             for table in self._pools:
                 table.set_knob(change.knob, change.after)
 
-    def families(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def families(self) -> Iterator[Family]:
         """What the loop wants now, and how often it has changed its mind, for Prometheus."""
-        reserve = GaugeMetricFamily("trinity_control_reserve", "Share of pool slots owed to prefill queries")
-        reserve.add_metric([], self.law.reserve if self._settings.enabled else self._reserve)
-        flush = GaugeMetricFamily(
-            "trinity_control_flush_prefill_seconds", "Bound on a prefill query's wait for company"
-        )
-        flush.add_metric([], self.law.flush_prefill_s)
-        changes = CounterMetricFamily("trinity_control_changes_total", "Changes made by the control loop")
-        changes.add_metric([], self.law.changes)
-        yield from (reserve, flush, changes)
+        yield ControlMetrics.RESERVE.now(self.law.reserve if self._settings.enabled else self._reserve)
+        yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)
+        yield ControlMetrics.CHANGES.now(self.law.changes)
 
     def readings(self) -> Readings:
-        counts = [self._left_waits, *(table.read(POOL_WAIT_PREFILL)[:-1] for table in self._pools)]
+        counts = [self._left_waits, *(table.read(_WAIT)[:-1] for table in self._pools)]
         return Readings(
-            link_busy_s=self._sum("trinity_kv_link_busy_seconds_total"),
-            row_s=self._sum("trinity_decode_row_seconds_total"),
-            stall_s=self._sum("trinity_decode_stall_seconds_total"),
+            link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
+            row_s=self._sum(DecodeMetrics.ROW_SECONDS),
+            stall_s=self._sum(DecodeMetrics.STALL_SECONDS),
             wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)],
         )
 
-    def _sum(self, name: str) -> float:
-        return self._left[name] + sum(table.read(_COUNTERS[name])[0] for table in self._decodes)
-
-
-_COUNTERS = {metric.name: metric for metric in METRICS["decode"] if isinstance(metric, Counter)}
+    def _sum(self, counter: Counter) -> float:
+        return self._left[counter] + sum(table.value(counter) for table in self._decodes)

@@ -3,7 +3,9 @@
 Every sample says which node and which model it is of, so that one Prometheus can hold many nodes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -39,35 +41,24 @@ class NodeCollector(Collector):
             yield from families()
 
 
+_KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
 def _of_tables(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
-    families: dict[str, Family] = {}
+    families: dict[str, Any] = {}
     for name, table in tables.items():
         for metric in table.metrics:
-            labels = ("worker", *(label for label, _ in metric.labels))
-            values = (name, *(value for _, value in metric.labels))
-            read = table.read(metric)
-            if isinstance(metric, Histogram):
-                histogram = families.setdefault(
-                    metric.exported, HistogramMetricFamily(metric.exported, metric.help, labels=labels)
-                )
-                assert isinstance(histogram, HistogramMetricFamily)
-                *counts, total = read
-                histogram.add_metric(values, _cumulated(metric.buckets, counts), total)
-                continue
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = families.setdefault(metric.exported, kind(metric.exported, metric.help, labels=labels))
-            assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
-            family.add_metric(values, read[0])
+            label, value = ((metric.label[0],), (metric.label[1],)) if metric.label else ((), ())
+            if metric.name not in families:
+                families[metric.name] = _KINDS[metric.kind](metric.name, metric.help, labels=("worker", *label))
+            *counts, last = table.read(metric)  # a histogram's buckets and its sum, or one value
+            more = (_cumulated(table.edges(metric), counts),) if isinstance(metric, Histogram) else ()
+            families[metric.name].add_metric((name, *value), *more, last)
     return families.values()
 
 
-def _cumulated(edges: tuple[float, ...], counts: list[float]) -> list[tuple[str, float]]:
-    total = 0.0
-    buckets = []
-    for edge, count in zip([*map(str, edges), "+Inf"], counts, strict=True):
-        total += count
-        buckets.append((edge, total))
-    return buckets
+def _cumulated(edges: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    return list(zip([*map(str, edges), "+Inf"], accumulate(counts), strict=True))
 
 
 def render(collector: NodeCollector) -> str:

@@ -17,14 +17,14 @@ then         the worker's note, 1,024 bytes of UTF-8, ended by a 0
 import bisect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from ipc import MemoryReference, SharedMemory
-from runtime.node.config import Role
-from runtime.node.metrics.columns import KNOBS, Histogram, Metric
+from runtime.node.config import Role, SloSection
+from runtime.node.metrics.columns import KNOBS, METRICS, Counter, Gauge, Histogram, Knob, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 4
@@ -41,46 +41,42 @@ class State(IntEnum):
 
 
 class WorkerTable:
-    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference.
+    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference; SLOs as planned."""
 
-    Both give the same `metrics`: `metrics_of` the role and the node's SLOs.
-    """
-
-    def __init__(self, memory: SharedMemory, role: Role, metrics: Sequence[Metric]) -> None:
+    def __init__(self, memory: SharedMemory, role: Role, slo: SloSection) -> None:
         self._memory = memory
         self._header = memory.view[: _HEADER_WORDS * 8].cast("Q")
         self._note = memory.view[-_NOTE_BYTES:]
         self._values = memory.view[_HEADER_WORDS * 8 : -_NOTE_BYTES].cast("d")
         self._array = np.frombuffer(memory.view[:-_NOTE_BYTES], np.float64, offset=_HEADER_WORDS * 8)
-        self._offsets: dict[str, int] = {}
-        self._edges: dict[str, tuple[float, ...]] = {}
-        self.metrics = tuple(metrics)
+        self._offsets: dict[Metric, int] = {}
+        self._edges = _edges(role, slo)
+        self._totals: dict[Counter, float] = {}
+        self.metrics = METRICS[role]
         offset = 0
-        for metric in metrics:
-            self._offsets[metric.name] = offset
-            offset += metric.words
-            if isinstance(metric, Histogram):
-                self._edges[metric.name] = metric.buckets
+        for metric in self.metrics:
+            self._offsets[metric] = offset
+            offset += _words_of(metric, self._edges)
         self._knobs = {name: offset + number for number, name in enumerate(KNOBS[role])}
         self.role = role
 
     @classmethod
-    def create(cls, role: Role, name: str, metrics: Sequence[Metric]) -> "WorkerTable":
-        words = _words(role, metrics)
-        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role, metrics)
+    def create(cls, role: Role, name: str, slo: SloSection) -> "WorkerTable":
+        words = _words(role, slo)
+        table = cls(SharedMemory.create(f"trinity-table-{name}", words * 8), role, slo)
         table._header[0], table._header[1], table._header[6] = _MAGIC, _VERSION, words
-        for name in table._knobs:
-            table.set_knob(name, math.nan)
+        for knob in table._knobs:
+            table.set_knob(knob, math.nan)
         table.beat()  # until a worker takes it over, its heartbeat is as old as the table
         return table
 
     @classmethod
-    def open(cls, reference: MemoryReference, role: Role, metrics: Sequence[Metric]) -> "WorkerTable":
+    def open(cls, reference: MemoryReference, role: Role, slo: SloSection) -> "WorkerTable":
         """Raises `ValueError` if the memory is no table, or one of other metrics."""
-        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, metrics)
+        table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, slo)
         if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
             raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
-        if table._header[6] != (words := _words(role, metrics)):
+        if table._header[6] != (words := _words(role, slo)):
             raise ValueError(f"worker table of {role}: {table._header[6]} words, its metrics need {words}")
         return table
 
@@ -94,8 +90,9 @@ class WorkerTable:
     def begin(self, epoch: int, pid: int) -> None:
         """A new process takes the table over: its gauges start at zero, its counters go on."""
         for metric in self.metrics:
-            if metric.kind == "gauge":
-                self._values[self._offsets[metric.name]] = 0.0
+            if isinstance(metric, Gauge):
+                self.set(metric, 0.0)
+        self._totals.clear()
         self._header[4], self._header[5] = epoch, pid
         self.note = ""
         self.state = State.STARTING
@@ -105,37 +102,45 @@ class WorkerTable:
         """Called by the worker's own loop: a loop that hangs lets its heartbeat grow old."""
         self._header[3] = time.monotonic_ns()
 
-    def address(self, name: str) -> int:
-        """Where a metric's value (float64) is, or a histogram's first bucket, for compiled code that counts."""
-        return self._memory.address + 8 * (_HEADER_WORDS + self._offsets[name])
+    def address(self, metric: Counter | Histogram) -> int:
+        """Where a counter's value (float64) is, or a histogram's first bucket, for compiled code that counts."""
+        return self._memory.address + 8 * (_HEADER_WORDS + self._offsets[metric])
 
-    def edges(self, name: str) -> tuple[float, ...]:
-        """A histogram's buckets' upper edges, without the last one's."""
-        return self._edges[name]
+    def edges(self, histogram: Histogram) -> tuple[float, ...]:
+        """Its buckets' upper edges, without the last one's."""
+        return self._edges[histogram]
 
-    def add(self, name: str, amount: float = 1.0) -> None:
-        self._values[self._offsets[name]] += amount
+    def __contains__(self, metric: Metric) -> bool:
+        return metric in self._offsets
 
-    def set(self, name: str, value: float) -> None:
-        self._values[self._offsets[name]] = value
+    def add(self, counter: Counter, amount: float = 1.0) -> None:
+        self._values[self._offsets[counter]] += amount
+
+    def total(self, counter: Counter, total: float) -> None:
+        """What the worker has counted by itself since it began: the counter grows by what is new in it."""
+        self.add(counter, total - self._totals.get(counter, 0.0))
+        self._totals[counter] = total
+
+    def set(self, gauge: Gauge, value: float) -> None:
+        self._values[self._offsets[gauge]] = value
 
     def observe(self, histogram: Histogram, value: float) -> None:
-        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        offset, edges = self._offsets[histogram], self._edges[histogram]
         self._values[offset + bisect.bisect_left(edges, value)] += 1
         self._values[offset + len(edges) + 1] += value
 
     def observe_many(self, histogram: Histogram, values: Sequence[float]) -> None:
         """All of a step's observations at once."""
-        offset, edges = self._offsets[histogram.name], self._edges[histogram.name]
+        offset, edges = self._offsets[histogram], self._edges[histogram]
         buckets = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
         self._array[offset : offset + len(edges) + 1] += buckets
         self._array[offset + len(edges) + 1] += sum(values)
 
-    def knob(self, name: str) -> float:
+    def knob(self, name: Knob) -> float:
         """What the supervisor wants of this worker now; NaN until a worker has begun with its configured value."""
         return self._values[self._knobs[name]]
 
-    def begin_knob(self, name: str, configured: float) -> None:
+    def begin_knob(self, name: Knob, configured: float) -> None:
         """A worker starts: a knob without a value gets the configured one, any other stays as it was set."""
         if math.isnan(self.knob(name)):
             self.set_knob(name, configured)
@@ -163,7 +168,7 @@ class WorkerTable:
 
     # ---- the supervisor writes
 
-    def set_knob(self, name: str, value: float) -> None:
+    def set_knob(self, name: Knob, value: float) -> None:
         """The worker takes it over with the next round of its loop, within the bounds it knows."""
         self._values[self._knobs[name]] = value
 
@@ -179,9 +184,11 @@ class WorkerTable:
 
     def read(self, metric: Metric) -> list[float]:
         """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
-        offset = self._offsets[metric.name]
-        words = len(self._edges[metric.name]) + 2 if metric.name in self._edges else 1
-        return list(self._values[offset : offset + words])
+        offset = self._offsets[metric]
+        return list(self._values[offset : offset + _words_of(metric, self._edges)])
+
+    def value(self, metric: Counter | Gauge) -> float:
+        return self._values[self._offsets[metric]]
 
     def close(self) -> None:
         self._array = np.empty(0)  # it holds the memory too
@@ -191,5 +198,15 @@ class WorkerTable:
         self._memory.close()
 
 
-def _words(role: Role, metrics: Sequence[Metric]) -> int:
-    return _HEADER_WORDS + sum(metric.words for metric in metrics) + len(KNOBS[role]) + _NOTE_BYTES // 8
+def _edges(role: Role, slo: SloSection) -> dict[Histogram, tuple[float, ...]]:
+    return {metric: metric.edges(slo) for metric in METRICS[role] if isinstance(metric, Histogram)}
+
+
+def _words_of(metric: Metric, edges: Mapping[Histogram, tuple[float, ...]]) -> int:
+    return len(edges[metric]) + 2 if isinstance(metric, Histogram) else 1  # the last bucket is +Inf; then the sum
+
+
+def _words(role: Role, slo: SloSection) -> int:
+    edges = _edges(role, slo)
+    words = sum(_words_of(metric, edges) for metric in METRICS[role])
+    return _HEADER_WORDS + words + len(KNOBS[role]) + _NOTE_BYTES // 8

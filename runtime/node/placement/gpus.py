@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import GaugeMetricFamily
+from runtime.node.metrics.figures import Family, Figure, GpuMetrics
 
 SYSTEM_PCI = Path("/sys/bus/pci/devices")
 
@@ -69,42 +69,28 @@ class Gpus:
         status = self._nvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], kind)
         return bool(status == self._nvml.NVML_P2P_STATUS_OK)
 
-    def families(self) -> Iterator[GaugeMetricFamily]:
+    def families(self) -> Iterator[Family]:
         """What Prometheus sees; without NVML only that it is not there. A figure that a GPU lacks is left out."""
         reason = "" if self._nvml else self.missing
-        up = GaugeMetricFamily("trinity_nvml_up", "1 if NVML works; else reason says why not", labels=["reason"])
-        up.add_metric([reason], float(not reason))
-        yield up
-        for name, text, read in self._figures():
-            family = GaugeMetricFamily(name, text, labels=["gpu", "uuid"])
+        yield GpuMetrics.NVML_UP.of({reason: not reason})
+        for figure, read in self._figures():
+            found: dict[tuple[str, ...], float] = {}
             for index, handle, _ in self._handles:
                 with contextlib.suppress(self._nvml.NVMLError):  # not supported by this GPU, or by an instance
-                    family.add_metric([index, self._uuid(handle)], read(handle))
-            if family.samples:
-                yield family
+                    found[index, self._uuid(handle)] = read(handle)
+            if found:
+                yield figure.of(found)
 
-    def _figures(self) -> Sequence[tuple[str, str, Callable[[Any], float]]]:
+    def _figures(self) -> Sequence[tuple[Figure, Callable[[Any], float]]]:
         if (nvml := self._nvml) is None:
             return ()
         return (
-            ("trinity_gpu_memory_bytes", "Memory", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).total),
-            ("trinity_gpu_memory_used_bytes", "Memory in use", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used),
-            (
-                "trinity_gpu_busy_ratio",
-                "Share of time with a kernel running",
-                lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
-            ),
-            (
-                "trinity_gpu_memory_busy_ratio",
-                "Share of time in which memory was read or written",
-                lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100,
-            ),
-            ("trinity_gpu_power_watts", "Power drawn", lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
-            (
-                "trinity_gpu_temperature_celsius",
-                "Temperature",
-                lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
-            ),
+            (GpuMetrics.MEMORY, lambda h: nvml.nvmlDeviceGetMemoryInfo(h).total),
+            (GpuMetrics.MEMORY_USED, lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used),
+            (GpuMetrics.BUSY, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
+            (GpuMetrics.MEMORY_BUSY, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100),
+            (GpuMetrics.POWER, lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
+            (GpuMetrics.TEMPERATURE, lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)),
         )
 
     def _enumerate(self) -> Iterator[tuple[str, Any, Any]]:

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from runtime.node.config import NodeConfig
+from runtime.node.metrics.figures import ControlMetrics, Family, NodeMetrics, ProcessMetrics
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-
-Family = CounterMetricFamily | GaugeMetricFamily
 
 
 @dataclass(frozen=True)
@@ -79,68 +77,37 @@ class NodeFigures:
         self, statuses: Sequence[WorkerStatus], supervisor_pid: int, spares: Sequence[WorkerStatus] = ()
     ) -> Iterator[Family]:
         """All of them now. `spares`: the standby workers."""
-        yield from self._states(statuses)
+        yield from _states(statuses)
         pids = {status.name: status.pid for status in (*statuses, *spares)}
         yield from self._processes(pids | {"supervisor": supervisor_pid})
-        loaded = [((s.name,), float(s.phase == "standby")) for s in spares]
-        yield _gauge("trinity_standby_up", "1 while the standby worker could take another's place", ("worker",), loaded)
+        yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in spares})
         yield from self._promises()
-        yield _gauge("trinity_node_info", "The node's version", ("version",), [((self.version,), 1.0)])
-        labels = ("worker", "role", "device", "uuid")
-        places = [((w.name, w.role, w.shown_device, w.gpu), 1.0) for w in self.workers]
-        yield _gauge("trinity_worker_info", "Where a worker is placed", labels, places)
+        yield NodeMetrics.INFO.of({self.version: 1.0})
+        yield ProcessMetrics.INFO.of({(w.name, w.role, w.shown_device, w.gpu): 1.0 for w in self.workers})
         memory = psutil.virtual_memory()
-        yield _gauge("trinity_node_memory_bytes", "The machine's memory", (), [((), float(memory.total))])
-        available = [((), float(memory.available))]
-        yield _gauge("trinity_node_memory_available_bytes", "What of it can be had", (), available)
-
-    def _states(self, statuses: Sequence[WorkerStatus]) -> Iterator[Family]:
-        worker = ("worker",)
-        up = [((s.name,), float(s.phase == "ready")) for s in statuses]
-        yield _gauge("trinity_worker_up", "1 while the worker is ready", worker, up)
-        age = [((s.name,), s.heartbeat_age_s) for s in statuses]
-        yield _gauge("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", worker, age)
-        state = [((s.name, s.phase), 1.0) for s in statuses]
-        yield _gauge("trinity_worker_state", "The worker's state, 1", ("worker", "state"), state)
-        failed = [((s.name,), float(s.failed_starts)) for s in statuses]
-        help = "Starts of the worker that failed since it was last ready; 3 and more: it cannot run"
-        yield _gauge("trinity_worker_failed_starts", help, worker, failed)
-        restarts = CounterMetricFamily("trinity_worker_restarts_total", "Restarts of the worker", labels=worker)
-        for status in statuses:
-            restarts.add_metric([status.name], status.restarts)
-        yield restarts
+        yield NodeMetrics.MEMORY.now(memory.total)
+        yield NodeMetrics.MEMORY_AVAILABLE.now(memory.available)
 
     def _processes(self, pids: dict[str, int]) -> Iterator[Family]:
-        worker = ("worker",)
         usages = {name: self.usage(pid) for name, pid in pids.items()}
-        cpu = CounterMetricFamily("trinity_worker_cpu_seconds_total", "Processor time, over restarts", labels=worker)
-        for name, usage in usages.items():
-            cpu.add_metric([name], self._spent.setdefault(name, _Spent()).total(pids[name], usage.cpu_s))
-        yield cpu
-        resident = [((name,), float(usage.resident_bytes)) for name, usage in usages.items()]
-        yield _gauge("trinity_worker_resident_memory_bytes", "Resident memory", worker, resident)
-        threads = [((name,), float(usage.threads)) for name, usage in usages.items()]
-        yield _gauge("trinity_worker_threads", "Threads", worker, threads)
-        fds = [((name,), float(usage.fds)) for name, usage in usages.items()]
-        yield _gauge("trinity_worker_open_fds", "Open descriptors", worker, fds)
+        spent = {name: self._spent.setdefault(name, _Spent()).total(pids[name], u.cpu_s) for name, u in usages.items()}
+        yield ProcessMetrics.CPU_SECONDS.of(spent)
+        yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})
+        yield ProcessMetrics.THREADS.of({name: usage.threads for name, usage in usages.items()})
+        yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
 
     def _promises(self) -> Iterator[Family]:
         slo, control = self.config.slo, self.config.control
-        limits = [(("ttft",), slo.ttft_s), (("tpot",), slo.tpot_s), (("search",), slo.search_s)]
-        yield _gauge("trinity_slo_limit_seconds", "The SLO's limit", ("slo",), limits)
-        yield _gauge("trinity_slo_objective_ratio", "Promised share of requests", (), [((), slo.objective)])
-        link = [((), control.link_target)]
-        yield _gauge("trinity_control_link_target_ratio", "KV link use that is wanted at least", (), link)
-        stall = [((), control.decode_stall_target)]
-        yield _gauge("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne", (), stall)
-        wait = [((), control.prefill_wait_target_s)]
-        yield _gauge("trinity_control_wait_target_seconds", "P95 wait of prefill queries that is borne", (), wait)
+        yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
+        yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
+        yield ControlMetrics.LINK_TARGET.now(control.link_target)
+        yield ControlMetrics.STALL_TARGET.now(control.decode_stall_target)
+        yield ControlMetrics.WAIT_TARGET.now(control.prefill_wait_target_s)
 
 
-def _gauge(
-    name: str, text: str, labels: Sequence[str], values: Sequence[tuple[tuple[str, ...], float]]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family
+def _states(statuses: Sequence[WorkerStatus]) -> Iterator[Family]:
+    yield ProcessMetrics.UP.of({s.name: s.phase == "ready" for s in statuses})
+    yield ProcessMetrics.HEARTBEAT_AGE.of({s.name: s.heartbeat_age_s for s in statuses})
+    yield ProcessMetrics.STATE.of({(s.name, s.phase): 1.0 for s in statuses})
+    yield ProcessMetrics.FAILED_STARTS.of({s.name: s.failed_starts for s in statuses})
+    yield ProcessMetrics.RESTARTS.of({s.name: s.restarts for s in statuses})

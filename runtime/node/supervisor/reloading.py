@@ -5,12 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from runtime.node.metrics.columns import METRICS, Gauge
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.supervisor.child import Child, Phase
 
 log = logging.getLogger("supervisor")
-
-_GAUGES = {metric.name: metric for metric in METRICS["pool"] if isinstance(metric, Gauge)}
 
 
 class Reload(msgspec.Struct, frozen=True):
@@ -68,9 +66,9 @@ class Reloading:
             self._told = child.name
             table.set_knob("reload_of", self._which)
             table.set_knob("reload", float(self._number))
-        elif table.read(_GAUGES["trinity_pool_reload"])[0] == self._number:
+        elif table.value(PoolMetrics.RELOAD) == self._number:
             self._waiting.pop(0)
-            if table.read(_GAUGES["trinity_pool_reload_refused"])[0]:
+            if table.value(PoolMetrics.RELOAD_REFUSED):
                 self._trouble = f"{child.name}: {table.note or 'the collection cannot be served'}"
             else:
                 self._done.append(child.name)

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
 from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
-from runtime.node.metrics.columns import metrics_of
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
@@ -188,7 +187,7 @@ class Supervisor:
         )
 
     def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
-        table = WorkerTable.create(place.role, place.name, metrics_of(place.role, self._plan.config.slo))
+        table = WorkerTable.create(place.role, place.name, self._plan.config.slo)
         return Child(place, table, Backoff(self._random), needed, epoch=self._epochs.get(place.name, 0))
 
     def _begin(self, place: WorkerPlan) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
-from runtime.node.metrics.columns import PROBE_STALL, PROBE_TIME
+from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.serving.decode.row import Row
@@ -56,7 +56,7 @@ class Probes:
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
             row.probes.append(Probe(row.generated, row.asked_ns, self._clock(), 0, 0, "failed"))
-        self._table.add("trinity_decode_probes_total")
+        self._table.add(DecodeMetrics.PROBES)
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
         """Take in what has come; what was put into rows' contexts."""
@@ -103,5 +103,5 @@ class Probes:
         row.stalled_ns += stalled
         row.ticket = None
         row.probes.append(Probe(row.asked_at, row.asked_ns, now, stalled, passages, outcome))
-        self._table.observe(PROBE_STALL, stalled / 1e9)
-        self._table.observe(PROBE_TIME, (now - row.asked_ns) / 1e9)
+        self._table.observe(DecodeMetrics.PROBE_STALL, stalled / 1e9)
+        self._table.observe(DecodeMetrics.PROBE_TIME, (now - row.asked_ns) / 1e9)

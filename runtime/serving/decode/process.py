@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
 from runtime.node.beside import beside
-from runtime.node.metrics.columns import (
-    DECODE_TIME,
-    E2E_TIME,
-    HANDOVER_TIME,
-    ITL_TIME,
-    MALFORMED_MESSAGES,
-    PULL_TIME,
-    ROOM_TIME,
-    TPOT_TIME,
-    TTFT_TIME,
-)
+from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.worker import Worker
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
@@ -101,7 +91,6 @@ class DecodeWorker:
             worker.log,
         )
         self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
-        self._counted: dict[str, float] = {}  # what the metrics have been told of other parts' counters
         self._counted_ns = time.monotonic_ns()
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
@@ -137,8 +126,8 @@ class DecodeWorker:
         now = time.monotonic_ns()
         passed_s, self._counted_ns = (now - self._counted_ns) / 1e9, now
         rows = self._batch.rows
-        self._table.add("trinity_decode_row_seconds_total", passed_s * len(rows))
-        self._table.add("trinity_decode_stall_seconds_total", passed_s * sum(row.stalled for row in rows))
+        self._table.add(DecodeMetrics.ROW_SECONDS, passed_s * len(rows))
+        self._table.add(DecodeMetrics.STALL_SECONDS, passed_s * sum(row.stalled for row in rows))
 
     # ---- receive
 
@@ -217,7 +206,7 @@ class DecodeWorker:
                 self._guard(row, partial(self._advance, scores=scores))
         now = time.monotonic_ns()
         drawn = [row for row, _ in batch if row.cached < len(row.context)]
-        self._table.observe_many(ITL_TIME, [(now - row.token_ns) / 1e9 for row in drawn])
+        self._table.observe_many(DecodeMetrics.INTER_TOKEN, [(now - row.token_ns) / 1e9 for row in drawn])
         for row in drawn:
             row.token_ns = now
         return True
@@ -265,7 +254,7 @@ class DecodeWorker:
                     tuple(row.probes),
                 )
             )
-            self._table.add("trinity_generation_tokens_total", len(row.fresh))
+            self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.fresh))
             row.pending_text, row.fresh, row.probes = "", [], []
             if row.finish is not None:
                 self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
@@ -277,27 +266,26 @@ class DecodeWorker:
         batch, blocks, table = self._batch, self._blocks.statistics(), self._table
         waiting = self._bridge.waiting + len(batch.rows) - batch.running
         self._follower.step(time.monotonic_ns())
-        table.set("trinity_num_requests_waiting", waiting)
-        table.set("trinity_num_requests_running", batch.running)
-        table.set("trinity_kv_cache_usage_perc", blocks.held / blocks.total)
-        table.set("trinity_decode_kv_blocks", blocks.total)
-        table.set("trinity_decode_kv_blocks_held", blocks.held)
-        table.set("trinity_decode_kv_blocks_cached", blocks.cached)
-        table.set("trinity_decode_swap_blocks_used", self._swap.total - self._swap.free)
-        for name, value in (
-            ("trinity_kv_handover_bytes_total", self._bridge.pulled_bytes),
-            ("trinity_kv_link_busy_seconds_total", self._bridge.busy_ns / 1e9),
-            ("trinity_decode_prefix_query_tokens_total", blocks.lookup_tokens),
-            ("trinity_decode_prefix_hit_tokens_total", blocks.hit_tokens),
-            ("trinity_decode_kv_evictions_total", blocks.evictions),
-            ("trinity_decode_preemptions_swap_total", batch.preemptions.swapped),
-            ("trinity_decode_preemptions_recompute_total", batch.preemptions.recomputed),
-            ("trinity_decode_swap_out_blocks_total", batch.preemptions.blocks_out),
-            ("trinity_decode_swap_in_blocks_total", batch.preemptions.blocks_in),
-            (MALFORMED_MESSAGES.name, self._link.malformed.count + self._sink.statistics().malformed),
+        table.set(DecodeMetrics.WAITING, waiting)
+        table.set(DecodeMetrics.RUNNING, batch.running)
+        table.set(DecodeMetrics.KV_USED, blocks.held / blocks.total)
+        table.set(DecodeMetrics.KV_BLOCKS, blocks.total)
+        table.set(DecodeMetrics.KV_BLOCKS_HELD, blocks.held)
+        table.set(DecodeMetrics.KV_BLOCKS_CACHED, blocks.cached)
+        table.set(DecodeMetrics.SWAP_BLOCKS_USED, self._swap.total - self._swap.free)
+        for counter, value in (
+            (DecodeMetrics.HANDOVER_BYTES, self._bridge.pulled_bytes),
+            (DecodeMetrics.LINK_BUSY_SECONDS, self._bridge.busy_ns / 1e9),
+            (DecodeMetrics.PREFIX_QUERY_TOKENS, blocks.lookup_tokens),
+            (DecodeMetrics.PREFIX_HIT_TOKENS, blocks.hit_tokens),
+            (DecodeMetrics.KV_EVICTIONS, blocks.evictions),
+            (DecodeMetrics.PREEMPTIONS_SWAP, batch.preemptions.swapped),
+            (DecodeMetrics.PREEMPTIONS_RECOMPUTE, batch.preemptions.recomputed),
+            (DecodeMetrics.SWAP_OUT_BLOCKS, batch.preemptions.blocks_out),
+            (DecodeMetrics.SWAP_IN_BLOCKS, batch.preemptions.blocks_in),
+            (DecodeMetrics.MALFORMED, self._link.malformed.count + self._sink.statistics().malformed),
         ):
-            table.add(name, value - self._counted.get(name, 0))
-            self._counted[name] = value
+            table.total(counter, value)
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
         self._link.report(
             waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
@@ -305,15 +293,7 @@ class DecodeWorker:
         )  # fmt: skip
 
     def _record(self, row: Row) -> None:
-        spans = stages.spans_seconds(row.request.stages, row.generated)
-        self._table.observe(HANDOVER_TIME, spans["handover"])
-        self._table.observe(ROOM_TIME, spans["room"])
-        self._table.observe(PULL_TIME, spans["pull"])
-        self._table.observe(DECODE_TIME, spans["decode"])
-        self._table.observe(TTFT_TIME, spans["ttft"])
-        self._table.observe(E2E_TIME, spans["e2e"])
-        if "tpot" in spans:
-            self._table.observe(TPOT_TIME, spans["tpot"])
+        stages.observe(self._table, row.request.stages, row.generated)
 
     # ---- ends
 
@@ -322,7 +302,7 @@ class DecodeWorker:
         try:
             action(row)
         except TrinityError as error:
-            self._table.add("trinity_decode_failed_total")
+            self._table.add(DecodeMetrics.FAILED)
             self._log.info("failed: %s: %s", error.code, error.message, extra={"request": row.id})
             self._link.send(Failed(row.id, error.code, error.message, error.param))
             self._remove(row)
@@ -331,7 +311,7 @@ class DecodeWorker:
         """Forget a cancelled request, on its way in or as a row."""
         self._bridge.drop(request_id)
         for row in [row for row in self._batch.rows if row.id == request_id]:
-            self._table.add("trinity_decode_cancelled_total")
+            self._table.add(DecodeMetrics.CANCELLED)
             self._remove(row)
 
     def _remove(self, row: Row) -> None:

@@ -12,29 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import TrinityError, error_of
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import (
-    DECODE_TIME,
-    E2E_TIME,
-    EMBED_TIME,
-    RETRIEVAL_TIME,
-    SEARCH_TIME,
-    TPOT_TIME,
-    TTFT_TIME,
-)
+from runtime.node.metrics.columns import FrontendMetrics, Slo, StatusClass
 from runtime.node.metrics.table import WorkerTable
 from runtime.serving.frontend.requests import ClientGone, Ended
-from runtime.serving.stages import spans_seconds
+from runtime.serving.stages import observe, spans_seconds
 
 _WHOLE = ("stop", "length")
-_STATUS = {2: "2xx", 4: "4xx", 5: "5xx"}
-_TIMES = {
-    "embed": EMBED_TIME,
-    "retrieval": RETRIEVAL_TIME,
-    "decode": DECODE_TIME,
-    "ttft": TTFT_TIME,
-    "tpot": TPOT_TIME,
-    "e2e": E2E_TIME,
-}
+_STATUS: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
 _SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
 
 
@@ -48,39 +32,36 @@ class Measures:
     def ended(self, ended: Ended) -> None:
         """A generation that was accepted has ended."""
         if ended.code in _WHOLE:
-            self._table.add("trinity_requests_finished_total")
+            self._table.add(FrontendMetrics.REQUESTS["finished"])
             self._judge_answer(ended)
         elif ended.code == ClientGone.code:
-            self._table.add("trinity_requests_cancelled_total")
+            self._table.add(FrontendMetrics.REQUESTS["cancelled"])
         else:
-            self._table.add("trinity_requests_failed_total")
+            self._table.add(FrontendMetrics.REQUESTS["failed"])
             if error_of(ended.code, "").status >= 500:
                 self._broke_all()
 
     def relayed(self, ended: Ended) -> None:
         """As `ended`, of an engine that keeps no table of its own: its times go into this one."""
         self.ended(ended)
-        spans = spans_seconds(ended.stages, ended.completion_tokens)
-        for name, histogram in _TIMES.items():
-            if name in spans:
-                self._table.observe(histogram, spans[name])
-        self._table.add("trinity_prompt_tokens_total", ended.prompt_tokens)
-        self._table.add("trinity_generation_tokens_total", ended.completion_tokens)
+        observe(self._table, ended.stages, ended.completion_tokens)
+        self._table.add(FrontendMetrics.PROMPT_TOKENS, ended.prompt_tokens)
+        self._table.add(FrontendMetrics.GENERATION_TOKENS, ended.completion_tokens)
 
     def refused(self, error: TrinityError) -> None:
         """A generation was not accepted."""
-        self._table.add("trinity_requests_refused_total")
+        self._table.add(FrontendMetrics.REQUESTS["refused"])
         if error.status >= 500:
             self._broke_all()
 
     def responded(self, path: str, status: int, seconds: float) -> None:
         """An HTTP answer is out."""
         if status // 100 in _STATUS:
-            self._table.add(f"trinity_http_responses_{_STATUS[status // 100]}_total")
+            self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS[status // 100]])
         if not _SEARCH_PATH.fullmatch(path):
             return
         if status == 200:
-            self._table.observe(SEARCH_TIME, seconds)
+            self._table.observe(FrontendMetrics.SEARCH_TIME, seconds)
             self._judge("search", seconds <= self._slo.search_s)
         elif status >= 500:
             self._judge("search", False)
@@ -95,13 +76,14 @@ class Measures:
         self._judge("all", all(kept))
 
     def _broke_all(self) -> None:
-        for slo in ("ttft", "tpot", "all"):
-            self._judge(slo, False)
+        self._judge("ttft", False)
+        self._judge("tpot", False)
+        self._judge("all", False)
 
-    def _judge(self, slo: str, kept: bool) -> None:
-        self._table.add(f"trinity_slo_requests_{slo}_total")
+    def _judge(self, slo: Slo, kept: bool) -> None:
+        self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
         if not kept:
-            self._table.add(f"trinity_slo_violations_{slo}_total")
+            self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])
 
 
 class MeasuredApp:

@@ -16,7 +16,7 @@ import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.config import HttpSection, OpenAiSection
-from runtime.node.metrics.columns import MALFORMED_MESSAGES
+from runtime.node.metrics.columns import FrontendMetrics
 from runtime.node.placement.plan import read_api_keys
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
@@ -204,7 +204,7 @@ def _answers(worker: Worker) -> PromptAnswers | None:
         return None
 
     def count(event: Event) -> None:
-        worker.table.add(f"trinity_answer_cache_{event}_total")
+        worker.table.add(FrontendMetrics.ANSWER_CACHE[event])
 
     return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
 
@@ -214,7 +214,6 @@ async def _beat(worker: Worker, link: Engine, server: _Server, search: AsyncSear
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
-    restarts = malformed = 0
     follower = None if search is None else Follower(search.library, search.client, worker.table)
     while True:
         worker.table.beat()
@@ -226,10 +225,9 @@ async def _beat(worker: Worker, link: Engine, server: _Server, search: AsyncSear
             if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
                 link.end_all(Unavailable("the node has stopped before the answer was whole"))
         found = link.statistics()
-        worker.table.set("trinity_requests_in_flight", found.in_flight)
-        worker.table.add("trinity_requests_restarted_total", found.restarts - restarts)
-        worker.table.add(MALFORMED_MESSAGES.name, found.malformed - malformed)
-        restarts, malformed = found.restarts, found.malformed
+        worker.table.set(FrontendMetrics.IN_FLIGHT, found.in_flight)
+        worker.table.total(FrontendMetrics.RESTARTED, found.restarts)
+        worker.table.total(FrontendMetrics.MALFORMED, found.malformed)
         await asyncio.sleep(_BEAT_S)
 
 

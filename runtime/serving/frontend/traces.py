@@ -174,7 +174,9 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
         completion_tokens=len(request.told.tokens) if request else 0,
         elapsed_s=since(now_ns),
         first_token_s=None if first is None else since(first),
-        stages=tuple(StageTime(name, since(begin), since(end)) for name, begin, end in stages.stages_of(notes.stamps)),
+        stages=tuple(
+            StageTime(stage.name, since(begin), since(end)) for stage, begin, end in stages.stages_of(notes.stamps)
+        ),
         probes=tuple(
             ProbeTime(
                 probe.at_token,

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING
 from ipc import IpcError
 from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
 from runtime.node.beside import beside
-from runtime.node.metrics.columns import (
-    ADMISSION_TIME,
-    EMBED_TIME,
-    MALFORMED_MESSAGES,
-    PREFILL_TIME,
-    QUEUE_TIME,
-    RETRIEVAL_TIME,
-)
+from runtime.node.metrics.columns import PrefillMetrics
 from runtime.node.worker import Worker
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
@@ -41,14 +34,6 @@ from runtime.serving.prefill.job import Job
 
 if TYPE_CHECKING:
     import torch
-
-_STAGE_TIMES = {
-    "queue": QUEUE_TIME,
-    "embed": EMBED_TIME,
-    "retrieval": RETRIEVAL_TIME,
-    "admission": ADMISSION_TIME,
-    "prefill": PREFILL_TIME,
-}
 
 
 class PrefillWorker:
@@ -104,7 +89,6 @@ class PrefillWorker:
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
         self._offered: dict[int, Job] = {}  # offer id → the job whose KV waits to be pulled
         self._announced: dict[int, Job] = {}  # announcement → the waiting job that decode is asked to keep room for
-        self._counted: dict[str, int] = {}  # what the metrics have been told of the block manager
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
@@ -320,19 +304,18 @@ class PrefillWorker:
         found = self._blocks.statistics()
         table = self._table
         self._follower.step(time.monotonic_ns())
-        table.set("trinity_prefill_waiting", waiting)
-        table.set("trinity_prefill_running", running)
-        table.set("trinity_prefill_kv_blocks", found.total)
-        table.set("trinity_prefill_kv_blocks_held", found.held)
-        table.set("trinity_prefill_kv_blocks_cached", found.cached)
-        for name, value in (
-            ("trinity_prefill_prefix_query_tokens_total", found.lookup_tokens),
-            ("trinity_prefill_prefix_hit_tokens_total", found.hit_tokens),
-            ("trinity_prefill_kv_evictions_total", found.evictions),
-            (MALFORMED_MESSAGES.name, self._link.malformed.count + self._source.statistics().malformed),
+        table.set(PrefillMetrics.WAITING, waiting)
+        table.set(PrefillMetrics.RUNNING, running)
+        table.set(PrefillMetrics.KV_BLOCKS, found.total)
+        table.set(PrefillMetrics.KV_BLOCKS_HELD, found.held)
+        table.set(PrefillMetrics.KV_BLOCKS_CACHED, found.cached)
+        for counter, value in (
+            (PrefillMetrics.PREFIX_QUERY_TOKENS, found.lookup_tokens),
+            (PrefillMetrics.PREFIX_HIT_TOKENS, found.hit_tokens),
+            (PrefillMetrics.KV_EVICTIONS, found.evictions),
+            (PrefillMetrics.MALFORMED, self._link.malformed.count + self._source.statistics().malformed),
         ):
-            table.add(name, value - self._counted.get(name, 0))
-            self._counted[name] = value
+            table.total(counter, value)
         self._link.report(
             waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
             self._blocks.evicted_ns,
@@ -340,11 +323,10 @@ class PrefillWorker:
 
     def _record(self, job: Job) -> None:
         stamps = job.stages
-        self._table.add("trinity_prompt_tokens_total", len(job.tokens))
+        self._table.add(PrefillMetrics.PROMPT_TOKENS, len(job.tokens))
         if job.request.resume is not None:
             return  # its times were told by the worker that had it before
-        for name, begin, end in stages.stages_of(stamps):
-            self._table.observe(_STAGE_TIMES[name], (end - begin) / 1e9)
+        stages.observe(self._table, stamps)
 
     # ---- ends
 
@@ -357,7 +339,7 @@ class PrefillWorker:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: TrinityError | IpcError) -> None:
-        self._table.add("trinity_prefill_failed_total")
+        self._table.add(PrefillMetrics.FAILED)
         known = error if isinstance(error, TrinityError) else WorkerLost(str(error))
         self._log.info("failed: %s: %s", known.code, known.message, extra={"request": job.id})
         self._link.send(Failed(job.id, known.code, known.message, known.param))

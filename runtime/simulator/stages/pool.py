@@ -9,7 +9,7 @@ import numpy as np
 
 from ipc import STAGES, Stage
 from runtime.node.config import PoolSection
-from runtime.node.metrics.columns import POOL_WAIT_PREFILL
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured, fewest_slots
@@ -23,6 +23,7 @@ _MOST_SLOTS = 512
 _DRAWN = 1 << 14  # extends at a time
 _ASKS = 1 << 10  # at first
 Reply = Callable[[str], None]
+_WAIT = PoolMetrics.WAIT["prefill"]
 
 
 def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
@@ -50,11 +51,11 @@ class SimPool:
         for active in (1, 2, 4, 8) * 4:  # as a pool has measured it before its first query
             self.scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
         self.words = np.zeros(core.POOL_WORDS, np.int64)
-        self.waits = np.zeros(len(POOL_WAIT_PREFILL.buckets) + 1)
+        self.waits = np.zeros(len(_WAIT.buckets) + 1)
 
     @property
     def wait_counts(self) -> list[float]:
-        """Prefill queries' waits for a slot, by POOL_WAIT_PREFILL's buckets."""
+        """Prefill queries' waits for a slot, by the buckets of their metric."""
         found: list[float] = self.waits.tolist()
         return found
 
@@ -119,8 +120,8 @@ class Pools:
             handles=np.concatenate([handle_of(pool.scheduler.tables) for pool in self.pools]),
             groups=np.zeros((0, 2 + count), np.int64),
             drawn=np.zeros(0, np.int64),
-            waits=np.zeros((count, len(POOL_WAIT_PREFILL.buckets) + 1)),
-            edges=np.array(POOL_WAIT_PREFILL.buckets),
+            waits=np.zeros((count, len(_WAIT.buckets) + 1)),
+            edges=np.array(_WAIT.buckets),
         )
         self._state.words[core.FREE] = asks
         self._state.words[core.RING_NS] = ns(times.ring_s)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ipc import RingClient, SearchSpec
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import metrics_of
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
 from runtime.node.supervisor.child import COMMAND, kill_group, spawn
@@ -116,19 +116,16 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
 def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
     """So far; the last one's count comes just after its answers."""
     time.sleep(0.01)
-    named = {metric.name: metric for metric in metrics_of("pool", plan.config.slo)}
-    extends, seconds, *queries = (
-        table.read(named[f"trinity_pool_{name}_total"])[0]
-        for name in ("extends", "loop_seconds", "queries_prefill", "queries_decode")
-    )
-    return Totals(extends, sum(queries), seconds)
+    extends, seconds = table.value(PoolMetrics.EXTENDS), table.value(PoolMetrics.LOOP_SECONDS)
+    queries = sum(map(table.value, PoolMetrics.QUERIES))
+    return Totals(extends, queries, seconds)
 
 
 @contextmanager
 def _worker(plan: NodePlan) -> Iterator[WorkerTable]:
     """The first pool worker of a plan, without the rest of its node: its table, once it is ready."""
     place = plan.of_role("pool")[0]
-    table = WorkerTable.create("pool", place.name, metrics_of("pool", plan.config.slo))
+    table = WorkerTable.create("pool", place.name, plan.config.slo)
     process = spawn(COMMAND, WorkerSpec(plan, place.name, 1, table.reference, os.getpid()), place)
     try:
         until = time.monotonic() + _START_S

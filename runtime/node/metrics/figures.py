@@ -1,0 +1,76 @@
+"""What the supervisor itself tells Prometheus, beside its workers' tables: of processes, promises, control and GPUs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from runtime.node.metrics.columns import Named
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class Figure(Named):
+    """A gauge, or a counter if its name ends with `_total`."""
+
+    def __init__(self, name: str, help: str, *labels: str) -> None:
+        self.name, self._help, self._labels = name, help, labels
+
+    def of(self, values: Mapping[Any, float]) -> Family:
+        """Its values now, by the values of its labels: a string, where it has one label."""
+        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        family = kind(self.name, self._help, labels=self._labels)
+        for labels, value in values.items():
+            family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+        return family
+
+    def now(self, value: float) -> Family:
+        """Its value, if it has no labels."""
+        return self.of({(): value})
+
+
+class NodeMetrics:
+    INFO = Figure("trinity_node_info", "The node's version", "version")
+    MEMORY = Figure("trinity_node_memory_bytes", "The machine's memory")
+    MEMORY_AVAILABLE = Figure("trinity_node_memory_available_bytes", "What of it can be had")
+    SLO_LIMIT = Figure("trinity_slo_limit_seconds", "The SLO's limit", "slo")
+    SLO_OBJECTIVE = Figure("trinity_slo_objective_ratio", "Promised share of requests")
+
+
+class ProcessMetrics:
+    INFO = Figure("trinity_worker_info", "Where a worker is placed", "worker", "role", "device", "uuid")
+    UP = Figure("trinity_worker_up", "1 while the worker is ready", "worker")
+    STANDBY_UP = Figure("trinity_standby_up", "1 while the standby worker could take another's place", "worker")
+    HEARTBEAT_AGE = Figure("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", "worker")
+    STATE = Figure("trinity_worker_state", "The worker's state, 1", "worker", "state")
+    FAILED_STARTS = Figure(
+        "trinity_worker_failed_starts",
+        "Starts of the worker that failed since it was last ready; 3 and more: it cannot run",
+        "worker",
+    )
+    RESTARTS = Figure("trinity_worker_restarts_total", "Restarts of the worker", "worker")
+    CPU_SECONDS = Figure("trinity_worker_cpu_seconds_total", "Processor time, over restarts", "worker")
+    RESIDENT = Figure("trinity_worker_resident_memory_bytes", "Resident memory", "worker")
+    THREADS = Figure("trinity_worker_threads", "Threads", "worker")
+    OPEN_FDS = Figure("trinity_worker_open_fds", "Open descriptors", "worker")
+
+
+class ControlMetrics:
+    RESERVE = Figure("trinity_control_reserve", "Share of pool slots owed to prefill queries")
+    FLUSH_PREFILL = Figure("trinity_control_flush_prefill_seconds", "Bound on a prefill query's wait for company")
+    CHANGES = Figure("trinity_control_changes_total", "Changes made by the control loop")
+    LINK_TARGET = Figure("trinity_control_link_target_ratio", "KV link use that is wanted at least")
+    STALL_TARGET = Figure("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne")
+    WAIT_TARGET = Figure("trinity_control_wait_target_seconds", "P95 wait of prefill queries that is borne")
+
+
+class GpuMetrics:
+    NVML_UP = Figure("trinity_nvml_up", "1 if NVML works; else reason says why not", "reason")
+    MEMORY = Figure("trinity_gpu_memory_bytes", "Memory", "gpu", "uuid")
+    MEMORY_USED = Figure("trinity_gpu_memory_used_bytes", "Memory in use", "gpu", "uuid")
+    BUSY = Figure("trinity_gpu_busy_ratio", "Share of time with a kernel running", "gpu", "uuid")
+    MEMORY_BUSY = Figure(
+        "trinity_gpu_memory_busy_ratio", "Share of time in which memory was read or written", "gpu", "uuid"
+    )
+    POWER = Figure("trinity_gpu_power_watts", "Power drawn", "gpu", "uuid")
+    TEMPERATURE = Figure("trinity_gpu_temperature_celsius", "Temperature", "gpu", "uuid")
