@@ -29,7 +29,8 @@ import httpx
 
 from benchmarks.machine import machine, machine_load
 from runtime.engines.openai.assembly import fit, with_passages
-from runtime.node.config import OpenAiSection, load_config
+from runtime.node.config import OpenAiSection
+from runtime.node.config_file import load_config
 from runtime.node.placement.plan import read_engine_key
 from runtime.retrieval.passages import Passage
 from runtime.testing.node import running

@@ -34,7 +34,8 @@ from benchmarks import kills
 from benchmarks.machine import machine_load
 from launchers.http_client import post
 from runtime.errors import TrinityError
-from runtime.node.config import NodeConfig, load_config
+from runtime.node.config import NodeConfig
+from runtime.node.config_file import load_config
 from runtime.node.supervisor.admin import restart_node
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node, leftovers, running, token_of

@@ -23,7 +23,8 @@ import psutil
 from benchmarks.machine import machine_load
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
-from runtime.node.config import NodeConfig, load_config
+from runtime.node.config import NodeConfig
+from runtime.node.config_file import load_config
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node, running
 

@@ -15,3 +15,6 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "simulate": ("simulate_command", "simulate_node"),
     "calibrate": ("simulate_command", "calibrate_machine"),
 }
+
+PARSING_THEMSELVES = ("demo",)
+"""Commands that are given their options unread: `launchers.bootstrap` reads the demo's before anything is installed."""

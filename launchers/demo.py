@@ -7,23 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from launchers.demo_check import check_equality
-from launchers.demo_options import (
-    ASK,
-    BUILT_IN_QUESTIONS,
-    CHECK,
-    EVERY_TOKENS,
-    KEEP,
-    MAX_TOKENS,
-    PORT,
-    QUESTIONS,
-)
+from launchers.demo_options import BUILT_IN_QUESTIONS, demo_parser
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
@@ -64,22 +55,10 @@ path = "{collection}"
 """
 
 
-def demo(
-    questions: Annotated[
-        int, typer.Option(min=QUESTIONS.least, max=QUESTIONS.most, help=QUESTIONS.help)
-    ] = QUESTIONS.default,
-    ask: Annotated[list[str] | None, typer.Option(help=ASK)] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=MAX_TOKENS.least, max=MAX_TOKENS.most, help=MAX_TOKENS.help)
-    ] = MAX_TOKENS.default,
-    every_tokens: Annotated[
-        int, typer.Option(min=EVERY_TOKENS.least, max=EVERY_TOKENS.most, help=EVERY_TOKENS.help)
-    ] = EVERY_TOKENS.default,
-    port: Annotated[int, typer.Option(min=PORT.least, max=PORT.most, help=PORT.help)] = PORT.default,
-    keep: Annotated[bool, typer.Option(help=KEEP)] = False,
-    check: Annotated[bool, typer.Option(help=CHECK)] = False,
-) -> None:
+def demo(context: typer.Context) -> None:
     """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
+    options = demo_parser("trinity demo").parse_args(context.args)
+    keep = options.keep
     for kind in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(kind) is signal.SIG_DFL:  # else it was started to outlive its terminal
             signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node as Ctrl-C does
@@ -92,16 +71,16 @@ def demo(
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
-    config.write_text(CONFIG.format(name=NAME, port=port, model=smollm.NAME, collection=collection))
+    config.write_text(CONFIG.format(name=NAME, port=options.port, model=smollm.NAME, collection=collection))
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [
-            _ask(node, question, max_tokens, every_tokens, console)
-            for question in [*(ask or []), *BUILT_IN_QUESTIONS[:questions]]
+            _ask(node, question, options.max_tokens, options.every_tokens, console)
+            for question in [*options.ask, *BUILT_IN_QUESTIONS[: options.questions]]
         ]
         if timings:
             console.print(_timing_table(timings))
-        if check:
+        if options.check:
             check_equality(node.url, smollm.NAME, console)
     except BaseException:
         keep = False

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from runtime.checks.diagnosis import diagnose
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 

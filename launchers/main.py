@@ -15,14 +15,14 @@ from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
-from launchers.commands import ELSEWHERE
+from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
 from launchers.node_option import NodeArgument
 from launchers.placement_table import show_placement
 from launchers.status import show_status
 from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 from runtime.node.logs.format import LEVELS
 from runtime.node.logs.log import log_to_stderr
 from runtime.node.placement.layout import lay_out
@@ -141,6 +141,9 @@ def stop(
     print(f"node {info.name!r} stopped")
 
 
+_UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
 def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     """The command line, with the one command that `arguments` name, or with all (for --help).
 
@@ -160,7 +163,11 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
         if name in ELSEWHERE:
             module, attribute = ELSEWHERE[name]
             found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
-            app.add_typer(found, name=name) if isinstance(found, typer.Typer) else app.command(name)(found)
+            settings = _UNREAD if name in PARSING_THEMSELVES else None
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name)
+            else:
+                app.command(name, context_settings=settings)(found)
     return app
 
 

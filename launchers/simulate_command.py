@@ -42,7 +42,7 @@ def simulate_node(
 ) -> None:
     """Run a trace through a simulated node, with production's scheduler, router and control law."""
     # Whoever only asks for help need not wait for compiled code.
-    from runtime.node.config import load_config
+    from runtime.node.config_file import load_config
     from runtime.simulator.capacity import capacity, demands
     from runtime.simulator.node import simulate
     from runtime.simulator.plan import plans
@@ -103,7 +103,7 @@ def calibrate_machine(
     ],
 ) -> None:
     """Measure the service times of this machine; let it do nothing else meanwhile."""
-    from runtime.node.config import load_config
+    from runtime.node.config_file import load_config
     from runtime.simulator.times.calibrate import calibrate
     from runtime.simulator.times.roofline import draw_roofline
     from runtime.simulator.times.service import ServiceTimes

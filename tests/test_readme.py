@@ -8,7 +8,7 @@ import typer.main
 
 from launchers.config_command import reference
 from launchers.main import command_line
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,21 +1,16 @@
 """The node's configuration: typed TOML, refused with the key's name and the nearest known one before anything starts.
 
-`load_config(path)` gives a `NodeConfig` as written; `placement.resolve` turns it into a `NodePlan`, where every worker
-has a device, cores and an endpoint.
+`config_file.load_config(path)` gives a `NodeConfig` as written; `placement.resolve` turns it into a `NodePlan`, where
+every worker has a device, cores and an endpoint.
 """
 
-import difflib
-import os
-import re
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
-from runtime.node.expected import expected_at
+from runtime.node.expected import explained
 
 Role = Literal["pool", "prefill", "decode", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
@@ -24,9 +19,6 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-
-_MOST_NAME = 255  # bytes: Linux's NAME_MAX
-_MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,26 +330,6 @@ class NodeConfig(_Section, frozen=True):
         return self.model if isinstance(self.model, ModelSection) else None
 
 
-def load_config(path: Path) -> NodeConfig:
-    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: the configuration is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from error
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # beside the parser's own: a number of 5,000 digits, arrays in arrays
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    try:
-        return _absolute(parse_config(raw), path.resolve().parent)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}") from error
-
-
 def parse_config(raw: dict[str, Any]) -> NodeConfig:
     """A `NodeConfig` from TOML's own types. Raises `ConfigError` that names the key, its value and what is expected."""
     model = raw.get("model")
@@ -366,117 +338,4 @@ def parse_config(raw: dict[str, Any]) -> NodeConfig:
     try:
         return msgspec.convert(raw, NodeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), raw)) from error
-
-
-def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
-    replace = msgspec.structs.replace
-
-    def under(key: str, path: str) -> str:
-        if not path:
-            return ""
-        if "\0" in path:
-            raise ConfigError(f"{key} = {path!r}: no path has a NUL in it")
-        try:
-            whole = folder / Path(path).expanduser()
-        except RuntimeError as error:
-            raise ConfigError(f"{key} = {path!r}: {error}") from error
-        if (size := len(os.fsencode(whole))) > _MOST_PATH or any(len(os.fsencode(p)) > _MOST_NAME for p in whole.parts):
-            raise ConfigError(
-                f"{key} = {path[:40]!r}…: a path of {size} bytes; it has {_MOST_PATH} at most, each part {_MOST_NAME}"
-            )
-        return str(whole)
-
-    http = replace(config.http, api_keys_file=under("http.api_keys_file", config.http.api_keys_file))
-    collections = tuple(
-        replace(
-            found,
-            path=under(f"collections[{index}].path", found.path),
-            embedder=found.embedder
-            if found.embedder.startswith(("http://", "https://"))
-            else under(f"collections[{index}].embedder", found.embedder),
-            embedder_key_file=under(f"collections[{index}].embedder_key_file", found.embedder_key_file),
-        )
-        for index, found in enumerate(config.collections)
-    )
-    model = config.model
-    if isinstance(model, ModelSection) and _is_path(model.name):
-        model = replace(model, name=under("model.name", model.name))
-    elif isinstance(model, OpenAiSection):
-        model = replace(model, api_key_file=under("model.api_key_file", model.api_key_file))
-    node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
-    log = replace(config.log, directory=under("log.directory", config.log.directory))
-    return replace(config, node=node, log=log, http=http, model=model, collections=collections)
-
-
-def _is_path(name: str) -> bool:
-    return "/" in name or name.startswith((".", "~"))
-
-
-_AT = re.compile(r" - at `\$([^`]*)`\Z")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`\Z", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(.*?)`")
-
-
-def _explain(message: str, raw: dict[str, Any]) -> str:
-    """msgspec's message, with the key's dotted name, the value found there, the choices where it has some, and for
-    unknown keys the nearest known."""
-    at = _AT.search(message)
-    path = at.group(1).lstrip(".") if at else ""
-    reason = _AT.sub("", message)
-    if unknown := _UNKNOWN.match(reason):
-        key = unknown.group(1)
-        return f"{path}.{_shown(key)}".removeprefix(".") + f": unknown key{_nearest(_section(path, raw), key)}"
-    if missing := _MISSING.match(reason):
-        return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
-    value = _lookup(raw, path)
-    shown = "" if value is None else f" = {value!r}"
-    choices = expected_at(NodeConfig, path)
-    return f"{path}{shown}: " + (f"expected {choices}" if choices else f"{reason[0].lower()}{reason[1:]}")
-
-
-def _shown(key: str) -> str:
-    """A key as one would write it; one with a line's end or a dot in it, as Python would."""
-    return key if re.fullmatch(r"[\w-]+", key) else repr(key)
-
-
-def _lookup(raw: Any, path: str) -> Any:
-    for part in re.findall(r"[^.\[\]]+", path):
-        if isinstance(raw, dict):
-            raw = raw.get(part)
-        elif isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
-            raw = raw[int(part)]
-        else:
-            return None
-    return raw if isinstance(raw, str | int | float | bool) else None
-
-
-_SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "": NodeConfig,
-    "node": NodeSection,
-    "log": LogSection,
-    "http": HttpSection,
-    "model": ModelSection,
-    "prefill": PrefillSection,
-    "decode": DecodeSection,
-    "handover": HandoverSection,
-    "pool": PoolSection,
-    "control": ControlSection,
-    "slo": SloSection,
-    "answer_cache": AnswerCacheSection,
-    "collections": CollectionSection,
-}
-
-
-def _section(path: str, raw: dict[str, Any]) -> type[msgspec.Struct] | None:
-    if path == "model" and raw["model"].get("engine") == "openai":
-        return OpenAiSection
-    return _SECTIONS.get(path.split("[")[0])
-
-
-def _nearest(section: type[msgspec.Struct] | None, key: str) -> str:
-    known = list(get_type_hints(section)) if section else []
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known here: {', '.join(known)}" if known else ""
+        raise ConfigError(explained(str(error), raw, NodeConfig)) from error

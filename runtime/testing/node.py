@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from runtime.errors import TrinityError, Unavailable
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.checks.needs import needed_bytes
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import restart_node
 from runtime.testing.node import Node

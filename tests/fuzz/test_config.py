@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, load_config, parse_config
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.config_file import load_config
 from runtime.node.placement.plan import resolve
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.toml import TEXT, values, written

@@ -10,7 +10,6 @@ from typer.main import get_command
 
 from launchers import bootstrap
 from launchers.commands import ELSEWHERE, OWN
-from launchers.demo_options import demo_parser
 from launchers.main import command_line
 
 
@@ -69,13 +68,9 @@ def test_what_is_right_is_let_through(arguments: list[str]) -> None:
     bootstrap.check(arguments)
 
 
-def test_the_bootstrap_knows_the_commands_and_the_demos_options() -> None:
+def test_the_bootstrap_knows_the_commands() -> None:
     commands = get_command(command_line()).commands  # type: ignore[attr-defined]
     assert {*OWN, *ELSEWHERE} == set(commands)
-    options = {name for option in commands["demo"].params for name in (*option.opts, *option.secondary_opts)}
-    assert options | {"-h", "--help"} == set(demo_parser("demo")._option_string_actions)
-    defaults = {option.name: option.default for option in commands["demo"].params}
-    assert defaults == vars(demo_parser("demo").parse_args([]))
 
 
 def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +80,21 @@ def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: py
     monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
     bootstrap.main(["test", "tests/gpu", "-k", "recall"])
     assert run == [*(command for _, command in bootstrap.CHECKS), (*bootstrap.TESTS, "tests/gpu", "-k", "recall")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "Tokens an answer may have. [1 to 1024; default: 96]"),
+        (["--max-tokens", "0"], 2, "argument --max-tokens: 0 is outside 1..1024"),
+        (["--no-such"], 2, "unrecognized arguments: --no-such"),
+    ],
+)
+def test_the_demo_itself_reads_its_options_as_the_bootstrap_does(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line(["demo"])(["demo", *arguments])
+    assert ended.value.code == code
+    shown = capsys.readouterr()
+    assert text in " ".join((shown.out + shown.err).split())

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, load_config, parse_config
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.config_file import load_config
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown section": ({"pol": {}}, "pol: unknown key; did you mean 'pool'?"),

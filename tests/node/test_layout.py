@@ -8,7 +8,8 @@ from rich.console import Console
 
 from launchers.placement_table import show_placement
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, load_config, parse_config
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.config_file import load_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine, parse_cores

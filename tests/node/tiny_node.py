@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 from runtime.node.logs.format import Formatter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine

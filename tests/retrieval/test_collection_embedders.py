@@ -11,7 +11,7 @@ from runtime.checks.diagnosis import diagnose
 from runtime.checks.needs import host_bytes
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
-from runtime.node.config import load_config
+from runtime.node.config_file import load_config
 from runtime.node.placement.plan import NodePlan, resolve
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document

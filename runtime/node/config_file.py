@@ -1,0 +1,77 @@
+"""A configuration's file: read as TOML, its relative paths made absolute."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from runtime.errors import ConfigError
+from runtime.node.config import ModelSection, NodeConfig, OpenAiSection, parse_config
+
+_MOST_NAME = 255  # bytes: Linux's NAME_MAX
+_MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
+
+
+def load_config(path: Path) -> NodeConfig:
+    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: the configuration is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # beside the parser's own: a number of 5,000 digits, arrays in arrays
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    try:
+        return _absolute(parse_config(raw), path.resolve().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
+    replace = msgspec.structs.replace
+
+    def under(key: str, path: str) -> str:
+        if not path:
+            return ""
+        if "\0" in path:
+            raise ConfigError(f"{key} = {path!r}: no path has a NUL in it")
+        try:
+            whole = folder / Path(path).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"{key} = {path!r}: {error}") from error
+        if (size := len(os.fsencode(whole))) > _MOST_PATH or any(len(os.fsencode(p)) > _MOST_NAME for p in whole.parts):
+            raise ConfigError(
+                f"{key} = {path[:40]!r}…: a path of {size} bytes; it has {_MOST_PATH} at most, each part {_MOST_NAME}"
+            )
+        return str(whole)
+
+    http = replace(config.http, api_keys_file=under("http.api_keys_file", config.http.api_keys_file))
+    collections = tuple(
+        replace(
+            found,
+            path=under(f"collections[{index}].path", found.path),
+            embedder=found.embedder
+            if found.embedder.startswith(("http://", "https://"))
+            else under(f"collections[{index}].embedder", found.embedder),
+            embedder_key_file=under(f"collections[{index}].embedder_key_file", found.embedder_key_file),
+        )
+        for index, found in enumerate(config.collections)
+    )
+    model = config.model
+    if isinstance(model, ModelSection) and _is_path(model.name):
+        model = replace(model, name=under("model.name", model.name))
+    elif isinstance(model, OpenAiSection):
+        model = replace(model, api_key_file=under("model.api_key_file", model.api_key_file))
+    node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
+    log = replace(config.log, directory=under("log.directory", config.log.directory))
+    return replace(config, node=node, log=log, http=http, model=model, collections=collections)
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.startswith((".", "~"))
