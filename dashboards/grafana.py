@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runtime.node.metrics.columns import Named
+from runtime.node.figures import Named
 
 Json = dict[str, Any]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.node.metrics.columns import Named
+from runtime.node.figures import Named
 
 Labels = Mapping[str, str]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, Named, PoolMetrics, PrefillMetrics
-from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
+from runtime.node.figures import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"

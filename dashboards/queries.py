@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.node.metrics.columns import FrontendMetrics, Named
-from runtime.node.metrics.figures import NodeMetrics
+from runtime.node.figures import Named, NodeMetrics
+from runtime.node.metrics.columns import FrontendMetrics
 
 RATE = "$__rate_interval"
 

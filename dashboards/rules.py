@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards import queries as q
+from runtime.node.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, RetrievingMetrics
-from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 
 RUNBOOK = "docs/runbook.md"
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards.live import Live
+from runtime.node.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
-from runtime.node.metrics.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 Mood = Literal["good", "warn", "bad", "plain"]

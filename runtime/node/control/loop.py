@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 from runtime.node.config import ControlSection, PoolSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.figures import ControlMetrics, Family
 from runtime.node.metrics.columns import Counter, DecodeMetrics, PoolMetrics
-from runtime.node.metrics.figures import ControlMetrics, Family
 from runtime.node.metrics.table import WorkerTable
 
 log = logging.getLogger("control")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.node.metrics.figures import Family, Figure, GpuMetrics
+from runtime.node.figures import Family, Figure, GpuMetrics
 
 SYSTEM_PCI = Path("/sys/bus/pci/devices")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.figures import ControlMetrics, Family, NodeMetrics, ProcessMetrics
+from runtime.node.figures import ControlMetrics, Family, NodeMetrics, ProcessMetrics
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
 

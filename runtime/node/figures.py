@@ -5,9 +5,16 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from runtime.node.metrics.columns import Named
-
 Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class Named:
+    """Something with a name in Prometheus."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Figure(Named):
