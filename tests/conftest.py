@@ -13,6 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-examples", type=int, default=budget.USUAL, help="examples that each test of tests/fuzz tries"
     )
+    parser.addoption("--kills", type=int, default=4, help="how often tests/live/test_kill.py kills a writer")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,6 +17,7 @@ PROCESS = {
         "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
     "launchers": ("test_bootstrap", "test_entry", "test_service", "test_workers_commands"),
+    "live": ("test_background", "test_kill"),
     "node": (
         "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
         "test_standby", "test_supervisor",

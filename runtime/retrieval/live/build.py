@@ -1,0 +1,96 @@
+"""Building a segment: of growing rows, or of other segments. Also a process: `python -m …live.build DIR JOB`."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from runtime.errors import TrinityError
+from runtime.node.worker import die_with
+from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.documents import StoredDocument
+from runtime.retrieval.live.manifest import SegmentFacts
+from runtime.retrieval.live.replay import replay
+from runtime.retrieval.live.segment import write_segment
+from runtime.retrieval.live.state import State
+
+NICENESS = 10
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A segment to build. From the growing rows before `next_row`, which the log's records before `until` brought; or,
+    where `merged` names segments, from those."""
+
+    number: int
+    until: int
+    next_row: int
+    merged: list[int]
+    threads: int = 1
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A line of the process: how far it is, or how it ended."""
+
+    stage: str = ""
+    part: float = 0.0
+    ended: bool = False
+    segment: SegmentFacts | None = None
+    error: str = ""
+
+
+def build(
+    disk: Disk, state: State, job: Job, progress: Callable[[str, float], None] = lambda stage, part: None
+) -> SegmentFacts | None:
+    """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
+    documents: list[StoredDocument] = []
+    parts = []
+    if job.merged:
+        for segment in [segment for segment in state.segments if segment.facts.number in job.merged]:
+            positions = np.flatnonzero(segment.alive)
+            kept = set(segment.rows[positions].tolist())
+            documents += [document for document in segment.documents.all() if document.row in kept]
+            parts.append(segment.vectors(positions))
+    else:
+        with state.lock:
+            growing = state.growing
+            positions = np.flatnonzero(growing.alive[: job.next_row - growing.first])
+            documents = [growing.documents[position] for position in positions]
+            parts.append(growing.vectors(positions))
+    if not documents:
+        return None
+    order = np.argsort([document.row for document in documents], kind="stable")
+    return write_segment(
+        disk,
+        state.directory,
+        job.number,
+        [documents[position] for position in order],
+        np.concatenate(parts)[order],
+        state.description,
+        dict(state.schema),
+        job.threads,
+        progress,
+    )
+
+
+def main(directory: Path, job: Job) -> None:
+    """Build, and tell it in lines of JSON."""
+
+    def tell(told: Told) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+        sys.stdout.buffer.flush()
+
+    die_with(os.getppid(), signal.SIGKILL)
+    os.nice(NICENESS)
+    try:
+        state = replay(directory, None if job.merged else job.until).state
+        tell(Told(ended=True, segment=build(Disk(), state, job, lambda stage, part: tell(Told(stage, part)))))
+    except TrinityError as error:
+        tell(Told(ended=True, error=error.message))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job))

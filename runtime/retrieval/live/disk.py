@@ -1,0 +1,76 @@
+"""The writes that must survive a power cut: each is there for certain only when its file, or directory, is synced."""
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from runtime.errors import CollectionError, NoRoom
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Disk:
+    """The file system. Tests have one that forgets what was not synced."""
+
+    def write(self, fd: int, content: bytes) -> None:
+        """Append all of it. Raises `OSError` with part of it written."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory last."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """A whole new file under this name, which lasts, or the file that was there."""
+        part = path.with_name(f".{path.name}.part")
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                self.write(fd, content)
+                self.sync(fd)
+            finally:
+                os.close(fd)
+            os.rename(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        self.sync_directory(path.parent)
+
+    def sync_tree(self, directory: Path) -> None:
+        """Make everything in a directory last, but not its own name."""
+        for path in sorted(directory.rglob("*"), reverse=True):
+            if path.is_dir():
+                self.sync_directory(path)
+            else:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self.sync(fd)
+                finally:
+                    os.close(fd)
+        self.sync_directory(directory)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a directory, if it is there; what cannot be removed is left."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def storage_error(error: OSError, what: str) -> CollectionError:
+    """`NoRoom` where there is too little room, else `CollectionError`."""
+    kind = NoRoom if error.errno in _NO_ROOM else CollectionError
+    return kind(f"{what}: {error.strerror or error}")

@@ -1,0 +1,102 @@
+"""The growing segment: the rows of the log, in memory, searched exactly."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.rows import Rows, aligned_empty, code_shape
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.attributes.schema import Schema
+from runtime.retrieval.live.documents import StoredDocument
+from runtime.retrieval.live.operations import Upsert, vectors_of
+
+_LEAST = 64
+
+
+class Growing:
+    """Rows `first`, `first + 1`, …, of which `count` are here."""
+
+    def __init__(self, first: int, dim: int, metric: str) -> None:
+        self.first, self.count = first, 0
+        self.documents: list[StoredDocument] = []
+        self._dim, self._metric = dim, metric
+        self._columns = Columns()
+        self._matrix = self._room(_LEAST)
+        self._alive = np.ones(_LEAST, bool)
+        self._by_id: dict[str, int] = {}
+
+    @property
+    def next_row(self) -> int:
+        return self.first + self.count
+
+    @property
+    def alive(self) -> Bits:
+        """Bool [count], which are not deleted. A view."""
+        return self._alive[: self.count]
+
+    @property
+    def rows(self) -> Rows:
+        """The vectors as exact search takes them: the first `count` rows of it."""
+        return Rows(self._metric, "float32", self._dim, self._matrix, None, np.zeros(self._dim, np.float32), 1.0, None)
+
+    def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """float32 [n, d]."""
+        found: NDArray[np.float32] = self._matrix[positions, : self._dim]
+        return found
+
+    def append(self, operation: Upsert, schema: Schema) -> None:
+        """Raises `CollectionError` for rows that are not the next ones."""
+        if operation.first != self.next_row:
+            raise CollectionError(f"the log has row {operation.first} where row {self.next_row} comes next")
+        total = self.count + len(operation.ids)
+        if total > len(self._matrix):
+            matrix = self._room(max(total, 2 * len(self._matrix)))
+            matrix[: self.count] = self._matrix[: self.count]
+            alive = np.ones(len(matrix), bool)
+            alive[: self.count] = self._alive[: self.count]
+            self._matrix, self._alive = matrix, alive  # searches go on with the one that they have
+        self._matrix[self.count : total, : self._dim] = vectors_of(operation, self._dim)
+        parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
+        for position, (name, title, text, attributes) in enumerate(parts, self.count):
+            self.documents.append(StoredDocument(self.first + position, name, title, text, attributes))
+            self._columns.append(attributes, schema)
+            self._by_id[name] = position
+        self.count = total
+
+    def delete(self, rows: NDArray[np.int64]) -> None:
+        """Hide those of some rows that are here."""
+        here = rows[(rows >= self.first) & (rows < self.next_row)]
+        self._alive[here - self.first] = False
+
+    def row_of(self, name: str) -> int | None:
+        """The row of a document that is here and not deleted."""
+        position = self._by_id.get(name)
+        return None if position is None or not self._alive[position] else self.first + position
+
+    def passing(self, wanted: Filter) -> Bits:
+        return self._columns.passing(wanted)
+
+    def tail(self, first: int, schema: Schema) -> "Growing":
+        """What is left when the rows before `first` are sealed."""
+        rest = Growing(max(first, self.first), self._dim, self._metric)
+        begin = rest.first - self.first
+        if begin < self.count:
+            documents = self.documents[begin:]
+            operation = Upsert(
+                rest.first,
+                [document.id for document in documents],
+                [document.title for document in documents],
+                [document.text for document in documents],
+                [dict(document.attributes) for document in documents],  # type: ignore[arg-type]
+                np.ascontiguousarray(self._matrix[begin : self.count, : self._dim]).tobytes(),
+                [],
+            )
+            rest.append(operation, schema)
+            rest._alive[: rest.count] = self._alive[begin : self.count]
+        return rest
+
+    def _room(self, count: int) -> NDArray[np.float32]:
+        matrix: NDArray[np.float32] = aligned_empty(*code_shape(count, self._dim, "float32"))
+        matrix[:, self._dim :] = 0
+        return matrix

@@ -1,0 +1,210 @@
+"""The log: what was written to a collection since the segments that its manifest names were sealed.
+
+    header  8s magic, 16s identity of the collection, u64 sequence number of the first record, u32 checksum
+    record  u32 mark, u32 payload bytes, u64 sequence number, u32 checksum, payload
+
+Little-endian. Checksums are CRC-32 and begin with the identity, so that a record of another collection, or one inside
+a document's text, is none. A record is written and synced before the next one begins; so after a crash only the last
+one of the last file can be torn. It was never acknowledged, and is cut. Damage before whole records is an error.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.errors import CollectionError
+from runtime.retrieval.live.disk import Disk, storage_error
+
+MAGIC = b"TRNYLOG1"
+MAX_PAYLOAD = 256 << 20
+HEADER = struct.Struct("<8s16sQI")
+RECORD = struct.Struct("<IIQI")
+MARK = 0x43455254  # "TREC"
+_MARK_BYTES = struct.pack("<I", MARK)
+
+
+class Record(NamedTuple):
+    sequence: int
+    payload: bytes
+
+
+def log_path(directory: Path, first: int) -> Path:
+    """The file whose first record has this sequence number."""
+    return directory / "log" / f"{first:020d}.log"
+
+
+def log_files(directory: Path) -> list[tuple[int, Path]]:
+    """The log's files and the sequence numbers that they begin with, in order."""
+    try:
+        names = [path for path in (directory / "log").iterdir() if path.suffix == ".log" and path.stem.isdigit()]
+    except OSError as error:
+        raise storage_error(error, f"{directory / 'log'} cannot be read") from error
+    return sorted((int(path.stem), path) for path in names)
+
+
+def header_of(identity: str, first: int) -> bytes:
+    name = bytes.fromhex(identity)
+    return HEADER.pack(MAGIC, name, first, zlib.crc32(MAGIC + name + first.to_bytes(8, "little")))
+
+
+def record_of(identity: str, sequence: int, payload: bytes) -> bytes:
+    checksum = _checksum(identity, sequence, payload)
+    return RECORD.pack(MARK, len(payload), sequence, checksum) + payload
+
+
+def _checksum(identity: str, sequence: int, payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(bytes.fromhex(identity) + sequence.to_bytes(8, "little")))
+
+
+def whole_records(content: bytes, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
+    """The records that `content` begins with, the first of which has this number, and where each ends."""
+    offset = 0
+    while (record := _record_at(content, offset, identity, sequence)) is not None:
+        offset += RECORD.size + len(record.payload)
+        sequence += 1
+        yield record, offset
+
+
+def _record_at(content: bytes, offset: int, identity: str, sequence: int | None) -> Record | None:
+    if len(content) - offset < RECORD.size:
+        return None
+    mark, size, number, checksum = RECORD.unpack_from(content, offset)
+    begin = offset + RECORD.size
+    if mark != MARK or size > min(MAX_PAYLOAD, len(content) - begin) or (sequence is not None and number != sequence):
+        return None
+    payload = content[begin : begin + size]
+    return Record(number, payload) if _checksum(identity, number, payload) == checksum else None
+
+
+def holds_record(content: bytes, identity: str) -> bool:
+    """Whether there is a whole record of this collection anywhere: what stands before it was damaged, not torn."""
+    at = content.find(_MARK_BYTES)
+    while at >= 0:
+        if _record_at(content, at, identity, None) is not None:
+            return True
+        at = content.find(_MARK_BYTES, at + 1)
+    return False
+
+
+class LogFile(NamedTuple):
+    """What was read of a file: its records, where the last one ends, and how many bytes behind it are none."""
+
+    records: list[Record]
+    end: int
+    torn_bytes: int
+
+
+def read_log(path: Path, identity: str, first: int, *, last: bool) -> LogFile:
+    """All of a file. `last`: it may be torn. Raises `CollectionError` for damage before whole records.
+
+    A header that is torn is one without records behind it: then `end` is 0.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise storage_error(error, f"{path} cannot be read") from error
+    if content[: HEADER.size] != header_of(identity, first):
+        if not last or holds_record(content, identity) or len(content) > HEADER.size:
+            raise CollectionError(f"{path} is damaged: it does not begin as a log of this collection that begins there")
+        return LogFile([], 0, len(content))
+    found, end = [], HEADER.size
+    for record, offset in whole_records(content[HEADER.size :], identity, first):
+        found.append(record)
+        end = HEADER.size + offset
+    torn = len(content) - end
+    if torn and not last:
+        raise CollectionError(f"{path} is damaged at byte {end}, and is not the last file of the log")
+    if torn and holds_record(content[end:], identity):
+        raise CollectionError(f"{path} is damaged at byte {end}: whole records come behind it; nothing was cut")
+    return LogFile(found, end, torn)
+
+
+class LogWriter:
+    """Appends records to one file."""
+
+    def __init__(self, disk: Disk, path: Path, identity: str, first: int, *, end: int = 0) -> None:
+        """Go on at `end` of a file that is there, cutting what is behind, or begin one (0). Raises `OSError`."""
+        self._disk, self._identity = disk, identity
+        self.path, self.end = path, end
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(self._fd, end)
+            os.lseek(self._fd, end, os.SEEK_SET)
+            if not end:
+                self._append(header_of(identity, first))
+            disk.sync(self._fd)
+            disk.sync_directory(path.parent)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Write a record; `sync` makes it last. Raises `OSError`, with nothing of it left."""
+        self._append(record_of(self._identity, sequence, payload))
+
+    def _append(self, content: bytes) -> None:
+        try:
+            self._disk.write(self._fd, content)
+        except OSError:
+            os.ftruncate(self._fd, self.end)
+            os.lseek(self._fd, self.end, os.SEEK_SET)
+            raise
+        self.end += len(content)
+
+    def sync(self) -> None:
+        """Raises `OSError`; whether the last record lasts is not known then."""
+        self._disk.sync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LogFollower:
+    """Reads a log that another process writes, from the beginning of one of its files on."""
+
+    def __init__(self, directory: Path, identity: str, first: int) -> None:
+        """Raises `FileNotFoundError` if there is no such file (any more)."""
+        self._directory, self._identity = directory, identity
+        self.sequence = first  # of the next record
+        self._first, self._offset = first, 0
+        self._fd = os.open(log_path(directory, first), os.O_RDONLY | os.O_CLOEXEC)
+
+    def poll(self) -> list[Record]:
+        """The records that came since. Costs two looks at the file system where none did."""
+        found: list[Record] = []
+        while True:
+            found += self._read()
+            following = log_path(self._directory, self.sequence)
+            if self.sequence == self._first or not following.exists():
+                return found
+            found += self._read()  # what was written between the look at this file and the next one's beginning
+            if log_path(self._directory, self.sequence) == following:
+                try:
+                    fd = os.open(following, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:  # sealed meanwhile: the manifest says where to go on
+                    return found
+                os.close(self._fd)
+                self._fd, self._first, self._offset = fd, self.sequence, 0
+
+    def _read(self) -> list[Record]:
+        size = os.fstat(self._fd).st_size
+        if self._offset == 0:
+            if size < HEADER.size or os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self._first):
+                return []
+            self._offset = HEADER.size
+        if size <= self._offset:
+            return []
+        content = os.pread(self._fd, size - self._offset, self._offset)
+        found, end = [], 0
+        for record, offset in whole_records(content, self._identity, self.sequence):
+            found.append(record)
+            end = offset
+        self._offset += end
+        self.sequence += len(found)
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)

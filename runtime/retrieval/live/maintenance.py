@@ -1,0 +1,147 @@
+"""Sealing and merging beside the writer: a niced process builds, and the writer takes what it built.
+
+A merge takes MERGED segments of about one size, so a document is built anew only as often as segments grow by that
+factor; and a segment of which too much is deleted is built anew alone.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+
+from runtime.errors import CollectionError
+from runtime.retrieval.live.build import Job, Told
+from runtime.retrieval.live.manifest import SegmentFacts
+from runtime.retrieval.live.segment import Segment
+
+MERGED = 4
+MOST_DELETED = 0.25  # of a segment's rows
+_RETRY_S = 10.0
+_log = logging.getLogger("live")
+
+
+def to_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
+    """The numbers of segments that are to become one; none where all is well."""
+    tiers: dict[int, list[int]] = defaultdict(list)
+    for segment in segments:
+        size = int(segment.alive.sum())
+        if size < (1 - MOST_DELETED) * segment.size:
+            return [segment.facts.number]
+        tier, limit = 0, MERGED * seal_rows
+        while size >= limit:
+            tier, limit = tier + 1, limit * MERGED
+        tiers[tier].append(segment.facts.number)
+    full = [numbers for _, numbers in sorted(tiers.items()) if len(numbers) >= MERGED]
+    return full[0] if full else []
+
+
+Build = Callable[[Path, Job], SegmentFacts | None]
+"""Builds a segment for the collection in a directory."""
+
+
+class Maintained(Protocol):
+    """What a `Maintenance` needs of a writer."""
+
+    def maintain(self, build: Build) -> bool:
+        """Have one segment built by `build`, if one is due, and take it. Whether one was."""
+
+
+class Process:
+    """A build in a process of its own. `progress`: its stage, and the part of it that is done."""
+
+    def __init__(self, directory: Path, job: Job) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "runtime.retrieval.live.build",
+            str(directory),
+            msgspec.json.encode(job).decode(),
+        ]
+        limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
+        )
+        self.progress = ("start", 0.0)
+
+    def wait(self) -> SegmentFacts | None:
+        """What it built. Raises `CollectionError`."""
+        output: IO[bytes] | None = self._process.stdout
+        assert output is not None
+        ended: Told | None = None
+        with output:
+            for line in output:
+                told = msgspec.json.decode(line, type=Told)
+                self.progress = (told.stage, told.part)
+                ended = told if told.ended else ended
+        code = self._process.wait()
+        if ended is None:
+            raise CollectionError(f"the process that built a segment ended with {code}, without one")
+        if ended.error:
+            raise CollectionError(ended.error)
+        return ended.segment
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class Maintenance:
+    """The thread that has segments built while the writer is open."""
+
+    def __init__(self, writer: Maintained, start: bool) -> None:
+        self._writer = writer
+        self._wake, self._stopped = threading.Event(), False
+        self._process: Process | None = None
+        self._lock = threading.Lock()
+        self.trouble = ""  # why the last build was not taken
+        self._thread = threading.Thread(target=self._run, name="live-maintenance", daemon=True) if start else None
+        if self._thread is not None:
+            self._thread.start()
+
+    @property
+    def progress(self) -> tuple[str, float] | None:
+        """How far the build is that runs; None where none does."""
+        process = self._process
+        return None if process is None else process.progress
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the build that runs, and the thread."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(_RETRY_S if self.trouble else None)
+            self._wake.clear()
+            try:
+                while not self._stopped and self._writer.maintain(self._build):
+                    self.trouble = ""
+            except CollectionError as error:
+                if not self._stopped:
+                    self.trouble = error.message
+                    _log.warning("a segment was not built: %s", error.message)
+
+    def _build(self, directory: Path, job: Job) -> SegmentFacts | None:
+        with self._lock:
+            if self._stopped:
+                raise CollectionError("the writer is closed")
+            self._process = Process(directory, job)
+        try:
+            return self._process.wait()
+        finally:
+            self._process = None

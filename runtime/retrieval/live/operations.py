@@ -1,0 +1,63 @@
+"""What a record of the log says: operations, in MessagePack. All of a record's take effect, or none."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.schema import Value
+
+_Value = str | int | float | bool | list[str]
+
+
+class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
+    """Documents under rows `first`, `first + 1`, …; `replaced` are the rows that they had before.
+
+    vectors: float32 [documents, d] as bytes, as the metric wants them (normalised for cosine).
+    """
+
+    first: int
+    ids: list[str]
+    titles: list[str]
+    texts: list[str]
+    attributes: list[dict[str, _Value]]
+    vectors: bytes
+    replaced: list[int]
+
+
+class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """Rows that are no more."""
+
+    rows: list[int]
+
+
+Operation = Upsert | Delete
+
+
+def encode(operations: list[Operation]) -> bytes:
+    return msgspec.msgpack.encode(operations)
+
+
+def decode(payload: bytes, dim: int) -> list[Operation]:
+    """Raises `CollectionError` for a payload that is not one of a collection of vectors of this length."""
+    try:
+        operations: list[Any] = msgspec.msgpack.decode(payload, type=list[Upsert | Delete])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CollectionError(f"a record of the log cannot be read: {error}") from error
+    for operation in operations:
+        if isinstance(operation, Upsert):
+            count = len(operation.ids)
+            same = count == len(operation.titles) == len(operation.texts) == len(operation.attributes)
+            if not same or len(operation.vectors) != count * dim * 4 or operation.first < 0:
+                raise CollectionError("a record of the log is damaged: its parts do not fit together")
+    return operations
+
+
+def vectors_of(operation: Upsert, dim: int) -> NDArray[np.float32]:
+    """float32 [documents, d]."""
+    return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
+
+
+__all__ = ["Delete", "Operation", "Upsert", "Value", "decode", "encode", "vectors_of"]

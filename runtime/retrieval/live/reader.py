@@ -1,0 +1,109 @@
+"""Reading a live collection that another process writes to."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.live.disk import storage_error
+from runtime.retrieval.live.documents import StoredDocument
+from runtime.retrieval.live.log import LogFollower
+from runtime.retrieval.live.manifest import MANIFEST, Manifest, read_description, read_manifest
+from runtime.retrieval.live.operations import decode
+from runtime.retrieval.live.search import search
+from runtime.retrieval.live.state import State
+from runtime.retrieval.search.gather import Nearest
+
+_ATTEMPTS = 5
+
+
+class LiveReader:
+    """A collection as of the last `poll`. Any number of processes may read; each sees what is acknowledged, and may
+    see a write that is about to be. Files that the writer removes are kept by who has them open."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CollectionError`."""
+        self.directory = directory
+        self.description = read_description(directory)
+        for attempt in range(_ATTEMPTS):
+            self._seen = self._place()
+            manifest = read_manifest(directory)
+            try:
+                self.state = State(directory, self.description, manifest)
+                self._follower = self._follow(manifest)
+                break
+            except CollectionError:  # the writer may have gone on meanwhile
+                if self._place() == self._seen or attempt == _ATTEMPTS - 1:
+                    raise
+        self._generation = manifest.generation
+        self.poll()
+
+    def poll(self) -> bool:
+        """Take in what was written since. Whether anything was. Costs microseconds where nothing was.
+
+        Raises `CollectionError` for what is damaged; what was read before goes on being served.
+        """
+        place = self._place()
+        changed = False
+        if place != self._seen:
+            manifest = read_manifest(self.directory)
+            if manifest.generation != self._generation:
+                try:
+                    self.state.advance(manifest)
+                    if self._follower.sequence < manifest.sequence:
+                        follower = self._follow(manifest)
+                        self._follower.close()
+                        self._follower = follower
+                except CollectionError:
+                    if self._place() != place:  # replaced once more: the next poll reads that one
+                        return False
+                    raise
+                self._generation, changed = manifest.generation, True
+            self._seen = place
+        for record in self._follower.poll():
+            self.state.apply(decode(record.payload, self.description.dim))
+            changed = True
+        return changed
+
+    def search(
+        self,
+        queries: NDArray[np.float32],
+        k: int = 10,
+        top_m: int = 64,
+        search_width: int = 1,
+        wanted: Filter | None = None,
+    ) -> Nearest:
+        """See `search.search`."""
+        return search(self.state, queries, k, top_m, search_width, wanted)
+
+    def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
+        """The documents of rows that a search found; None for one that was deleted and merged away since."""
+        return self.state.documents(rows)
+
+    def close(self) -> None:
+        self._follower.close()
+        self.state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _follow(self, manifest: Manifest) -> LogFollower:
+        try:
+            return LogFollower(self.directory, self.description.identity, manifest.sequence)
+        except OSError as error:
+            raise storage_error(error, f"the log of {self.directory} cannot be read") from error
+
+    def _place(self) -> tuple[int, int, int]:
+        try:
+            found = os.stat(self.directory / MANIFEST)
+        except OSError as error:
+            raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error
+        return found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,0 +1,104 @@
+"""Search over a state: sealed segments by their graphs, growing rows exactly, the nearest of all.
+
+Where only a part of a segment's rows may be results (a filter, deletions), either each of them is compared with the
+query, or the graph is walked with a list that is longer by as much as the part is smaller, so that it holds as many
+rows that may be results as it would without. Comparing n rows costs about as much as walking over n / ROWS_A_STEP
+entries of the list; see docs/benchmarks.md for how that was measured.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from gpu.params import MAX_TOP_M
+from runtime.errors import InvalidRequest
+from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.filters import Filter, binds, check_filter
+from runtime.retrieval.live.state import State
+from runtime.retrieval.search.gather import Nearest, merge_nearest
+
+ROWS_A_STEP = 16
+
+
+def search(
+    state: State,
+    queries: NDArray[Any],
+    k: int,
+    top_m: int = 64,
+    search_width: int = 1,
+    wanted: Filter | None = None,
+    threads: int = 1,
+) -> Nearest:
+    """The k nearest rows of each query [q, d] → row numbers int64 [q, k] and distances float32 [q, k].
+
+    -1 and +inf where fewer pass. A row that was deleted before this began is never among them.
+    Raises `InvalidRequest`, `InvalidFilter`.
+    """
+    from gpu.cpu.exact import nearest  # compiled code is loaded by whoever searches first
+
+    demanded = state.description.demanded
+    if demanded is not None and not binds(wanted, demanded):
+        raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
+    with state.lock:
+        if wanted is not None:
+            check_filter(wanted, state.schema)
+        segments, growing = state.segments, state.growing
+        rows, count, first = growing.rows, growing.count, growing.first
+        allowed = growing.alive if wanted is None else growing.alive & growing.passing(wanted)
+        positions = np.flatnonzero(allowed)
+        masks = [_mask(segment.alive, None if wanted is None else segment.passing(wanted)) for segment in segments]
+    try:
+        parts = [
+            search_segment(segment.index, queries, k, top_m, search_width, mask, threads)
+            for segment, mask in zip(segments, masks, strict=True)
+        ]
+        nodes, distances = nearest(rows, queries, k, None if len(positions) == count else positions, count)
+    except GpuError as error:
+        raise InvalidRequest(str(error)) from error
+    parts.append((np.where(nodes >= 0, nodes + first, -1), distances))
+    return parts[0] if len(parts) == 1 else merge_nearest(parts, k)
+
+
+def search_segment(
+    index: GraphIndex,
+    queries: NDArray[Any],
+    k: int,
+    top_m: int,
+    search_width: int,
+    allowed: Bits | None,
+    threads: int = 1,
+) -> Nearest:
+    """The k nearest of the rows that are allowed. Raises `GpuError`."""
+    top_m = max(k, top_m)
+    if allowed is None:
+        return index.search(queries, k, top_m, search_width, threads=threads)
+    rows = np.flatnonzero(allowed)
+    longer = walk_length(top_m, len(rows), index.size)
+    if longer is None:
+        return index.exact(queries, k, rows)
+    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed)
+    short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
+    if len(short):  # what passes is far from these queries
+        ids[short], distances[short] = index.exact(np.asarray(queries)[short], k, rows)
+    return ids, distances
+
+
+def walk_length(top_m: int, allowed: int, size: int) -> int | None:
+    """top_m of a walk that finds as well as one of `top_m` would if all rows were allowed; None: compare each row."""
+    if not allowed:
+        return None
+    longer = -(-top_m * size // allowed)
+    return None if longer > MAX_TOP_M or allowed <= ROWS_A_STEP * longer else longer
+
+
+def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
+    """Which rows may be results; None for all."""
+    if passing is None:
+        return None if alive.all() else alive.copy()
+    return alive & passing
+
+
+__all__: Sequence[str] = ["search", "search_segment", "walk_length"]

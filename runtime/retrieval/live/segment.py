@@ -1,0 +1,200 @@
+"""A sealed segment: an index whose ids are row numbers, documents and attributes, in a directory that never changes.
+
+segment.json         its size, and the checksums of the others
+index/               see `gpu.storage`
+documents.sqlite     see `documents`
+attributes.msgpack   see `Columns.encode`
+"""
+
+import hashlib
+import os
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from runtime.errors import CollectionError, NoRoom
+from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.filters import Filter, canonical
+from runtime.retrieval.attributes.schema import Schema
+from runtime.retrieval.collections.manifest import FileFacts, facts_of
+from runtime.retrieval.live.disk import Disk, storage_error
+from runtime.retrieval.live.documents import SegmentDocuments, StoredDocument
+from runtime.retrieval.live.manifest import Description, SegmentFacts
+
+_DESCRIPTION, _DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
+_FILES = (_DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
+_MAX_BYTES = 1 << 16
+_FILTERS_KEPT = 64
+BUILDING = ".building-"
+Progress = Callable[[str, float], None]
+
+
+class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: int
+    files: dict[str, FileFacts]
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / "segments" / str(number)
+
+
+class Segment:
+    """A segment that is open. `rows`: int64 [size], ascending. `alive`: bool [size], which are not deleted."""
+
+    def __init__(self, facts: SegmentFacts, index: GraphIndex, columns: Columns, documents: SegmentDocuments) -> None:
+        """Use `load`."""
+        assert index.data.ids is not None
+        self.facts, self.index, self.columns, self.documents = facts, index, columns, documents
+        self.rows: NDArray[np.int64] = index.data.ids
+        self.alive: Bits = np.ones(index.size, bool)
+        self._passing: OrderedDict[bytes, Bits] = OrderedDict()
+
+    @classmethod
+    def load(cls, directory: Path, facts: SegmentFacts, description: Description, schema: Schema) -> "Segment":
+        """Open a segment of the collection at `directory`. Raises `CollectionError`."""
+        path = segment_path(directory, facts.number)
+        contents = _contents(path, facts)
+        try:
+            index = GraphIndex.load(path / _INDEX)
+            index.check_graph()
+        except GpuError as error:
+            raise CollectionError(str(error)) from error
+        ids = index.data.ids
+        if ids is None or len(ids) != facts.size or ids[0] < 0 or (np.diff(ids) <= 0).any():
+            raise CollectionError(f"{path / _INDEX} is damaged: its ids are not the rows of {facts.size} documents")
+        if (index.dim, index.metric) != (description.dim, description.metric):
+            raise CollectionError(f"{path / _INDEX} is not an index of this collection")
+        if facts_of(path / _ATTRIBUTES) != contents.files[_ATTRIBUTES]:
+            raise CollectionError(f"{path / _ATTRIBUTES} is damaged: its checksum is not the one it was sealed with")
+        columns = Columns.decode((path / _ATTRIBUTES).read_bytes(), schema)
+        if columns.size != facts.size:
+            raise CollectionError(f"{path / _ATTRIBUTES} has {columns.size} rows, not {facts.size}")
+        return cls(facts, index, columns, SegmentDocuments(path / _DOCUMENTS))
+
+    @property
+    def size(self) -> int:
+        return self.index.size
+
+    def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where those of some rows are that are here."""
+        found = np.searchsorted(self.rows, rows)
+        here = found < self.size
+        here[here] = self.rows[found[here]] == rows[here]
+        return found[here]
+
+    def delete(self, rows: NDArray[np.int64]) -> None:
+        """Hide those of some rows that are here."""
+        self.alive[self.positions(rows)] = False
+
+    def passing(self, wanted: Filter) -> Bits:
+        """Whether each row passes a filter. The last filters' answers are kept."""
+        key = canonical(wanted)
+        found = self._passing.pop(key, None)
+        if found is None:
+            found = self.columns.passing(wanted)
+            if len(self._passing) >= _FILTERS_KEPT:
+                self._passing.popitem(last=False)
+        self._passing[key] = found
+        return found
+
+    def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The vectors of some rows, float32 [n, d]: as they came, but for rounding under float16."""
+        rows = self.index.data.rows
+        codes = rows.codes if rows.full is None else rows.full
+        found: NDArray[np.float32] = codes[positions, : rows.dim].astype(np.float32) / np.float32(rows.scale)
+        return found
+
+
+def write_segment(
+    disk: Disk,
+    directory: Path,
+    number: int,
+    documents: Sequence[StoredDocument],
+    vectors: NDArray[np.float32],
+    description: Description,
+    schema: Schema,
+    threads: int = 1,
+    progress: Progress = lambda stage, part: None,
+) -> SegmentFacts:
+    """Seal documents, by ascending row, and their vectors float32 [n, d]. It is there whole and lasts, or not at all.
+
+    Raises `CollectionError`, `NoRoom`.
+    """
+    building = directory / "segments" / f"{BUILDING}{number}"
+    path = segment_path(directory, number)
+    try:
+        disk.remove(building)
+        building.mkdir()
+        SegmentDocuments.write(building / _DOCUMENTS, documents)
+        columns = Columns.of((document.attributes for document in documents), schema)
+        (building / _ATTRIBUTES).write_bytes(columns.encode())
+        index = GraphIndex.build(
+            vectors,
+            metric=description.metric,  # type: ignore[arg-type]
+            degree=description.degree,
+            dtype=description.dtype,  # type: ignore[arg-type]
+            neighbor_codes=description.dtype != "int8",
+            ids=np.array([document.row for document in documents], np.int64),
+            threads=threads,
+            progress=progress,
+        )
+        index.save(building / _INDEX)
+        contents = _Contents(len(documents), {name: facts_of(building / name) for name in _FILES})
+        text = msgspec.json.encode(contents)
+        (building / _DESCRIPTION).write_bytes(text)
+        disk.sync_tree(building)
+        disk.remove(path)  # of a build that was not taken
+        os.rename(building, path)
+        disk.sync_directory(path.parent)
+    except OSError as error:
+        disk.remove(building)
+        raise storage_error(error, f"{path} cannot be written") from error
+    except (sqlite3.Error, MemoryError) as error:
+        disk.remove(building)
+        raise NoRoom(f"{path} cannot be written: {error}") from error
+    except GpuError as error:
+        disk.remove(building)
+        raise CollectionError(f"{path} cannot be built: {error}") from error
+    return SegmentFacts(number, len(documents), hashlib.sha256(text).hexdigest())
+
+
+def verify_segment(directory: Path, facts: SegmentFacts, description: Description, schema: Schema) -> None:
+    """Read a segment to the end. Raises `CollectionError` that names what is damaged."""
+    path = segment_path(directory, facts.number)
+    for name, known in _contents(path, facts).files.items():
+        if facts_of(path / name) != known:
+            raise CollectionError(f"{path / name} is damaged: its checksum is not the one it was sealed with")
+    segment = Segment.load(directory, facts, description, schema)
+    try:
+        segment.index.verify()
+        if [document.row for document in segment.documents.all()] != segment.rows.tolist():
+            raise CollectionError(f"{path / _DOCUMENTS} does not have the documents of the index")
+    except GpuError as error:
+        raise CollectionError(str(error)) from error
+    finally:
+        segment.documents.close()
+
+
+def _contents(path: Path, facts: SegmentFacts) -> _Contents:
+    try:
+        with (path / _DESCRIPTION).open("rb") as file:
+            text = file.read(_MAX_BYTES)
+        if hashlib.sha256(text).hexdigest() != facts.sha256:
+            raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum is not the manifest's")
+        contents = msgspec.json.decode(text, type=_Contents)
+        if contents.size != facts.size or set(contents.files) != set(_FILES):
+            raise CollectionError(f"{path / _DESCRIPTION} is damaged: it has {contents.size} rows, not {facts.size}")
+        for name, known in contents.files.items():
+            if (path / name).stat().st_size != known.bytes:
+                raise CollectionError(f"{path / name} is damaged: it does not have {known.bytes} bytes")
+    except OSError as error:
+        raise storage_error(error, f"{error.filename} cannot be read") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CollectionError(f"{path / _DESCRIPTION} is damaged: {error}") from error
+    return contents

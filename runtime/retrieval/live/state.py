@@ -1,0 +1,169 @@
+"""What a collection holds at a moment: its segments, its growing rows, and which rows are deleted.
+
+The writer and every reader have one, and bring it forward by the same records.
+"""
+
+import hashlib
+import io
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.filters import Filter, check_filter
+from runtime.retrieval.attributes.schema import Schema, learn
+from runtime.retrieval.collections.manifest import FileFacts, facts_of
+from runtime.retrieval.live.documents import StoredDocument
+from runtime.retrieval.live.growing import Growing
+from runtime.retrieval.live.manifest import Description, Manifest
+from runtime.retrieval.live.operations import Operation, Upsert
+from runtime.retrieval.live.segment import Segment
+
+Rows = NDArray[np.int64]
+
+
+class State:
+    """`lock` is held while it changes. `sequence`: of the next record that is to be applied."""
+
+    def __init__(self, directory: Path, description: Description, manifest: Manifest) -> None:
+        """Open what a manifest names. Raises `CollectionError`."""
+        self.directory, self.description = directory, description
+        self.lock = threading.RLock()
+        self.segments: tuple[Segment, ...] = ()
+        self.growing = Growing(manifest.next_row, description.dim, description.metric)
+        self.schema: Schema = {}
+        self.sequence = 0
+        self.advance(manifest)
+
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """The next record. Raises `CollectionError` for one that cannot be."""
+        with self.lock:
+            for operation in operations:
+                if isinstance(operation, Upsert):
+                    for attributes in operation.attributes:
+                        self.schema = learn(self.schema, attributes)
+                    self.growing.append(operation, self.schema)
+                self.delete(np.array(operation.replaced if isinstance(operation, Upsert) else operation.rows, np.int64))
+            self.sequence += 1
+
+    def delete(self, rows: Rows) -> None:
+        """Hide rows, wherever they are."""
+        if len(rows):
+            for segment in self.segments:
+                segment.delete(rows)
+            self.growing.delete(rows)
+
+    def advance(self, manifest: Manifest) -> list[Segment]:
+        """Take over what a newer manifest names. What was deleted stays deleted. Returns the segments let go of.
+
+        Raises `CollectionError`, with nothing changed.
+        """
+        known = {segment.facts: segment for segment in self.segments}
+        segments: list[Segment] = []
+        fresh: list[Segment] = []
+        dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
+        try:
+            for facts in manifest.segments:
+                segment = known.get(facts)
+                if segment is None:
+                    segment = Segment.load(self.directory, facts, self.description, manifest.schema)
+                    fresh.append(segment)
+                segments.append(segment)
+        except CollectionError:
+            close(fresh)
+            raise
+        with self.lock:
+            dead = np.concatenate([dead, self.dead_rows()])
+            for segment in segments:
+                segment.delete(dead)
+            schema = {**manifest.schema, **self.schema}
+            self.growing = self.growing.tail(manifest.next_row, schema)
+            self.segments, self.schema = tuple(segments), schema
+            self.sequence = max(self.sequence, manifest.sequence)
+        return [segment for segment in known.values() if segment not in segments]
+
+    def dead_rows(self) -> Rows:
+        """The deleted ones of the rows that are here, int64."""
+        with self.lock:
+            parts = [segment.rows[~segment.alive] for segment in self.segments]
+            return np.concatenate([*parts, np.flatnonzero(~self.growing.alive) + self.growing.first])
+
+    @property
+    def count(self) -> int:
+        """Documents that are there."""
+        with self.lock:
+            alive = [segment.alive for segment in self.segments] + [self.growing.alive]
+            return int(sum(np.count_nonzero(one) for one in alive))
+
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        """The rows of those of some ids that are there."""
+        with self.lock:
+            found: dict[str, int] = {}
+            for name in ids:
+                row = self.growing.row_of(name)
+                if row is not None:
+                    found[name] = row
+            missing = [name for name in ids if name not in found]
+            for segment in self.segments:
+                for name, row in segment.documents.rows_of(missing).items() if missing else ():
+                    positions = segment.positions(np.array([row], np.int64))
+                    if len(positions) and segment.alive[positions[0]]:
+                        found[name] = row
+        return found
+
+    def rows_passing(self, wanted: Filter) -> list[int]:
+        """The rows that are there and pass a filter. Raises `InvalidFilter`."""
+        with self.lock:
+            check_filter(wanted, self.schema)
+            parts = [segment.rows[segment.passing(wanted) & segment.alive] for segment in self.segments]
+            growing = np.flatnonzero(self.growing.passing(wanted) & self.growing.alive) + self.growing.first
+            return [int(row) for row in np.concatenate([*parts, growing])]
+
+    def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
+        """The documents of some rows, None for one that is not here (any more)."""
+        with self.lock:
+            growing, segments = self.growing, self.segments
+        found: list[StoredDocument | None] = []
+        for row in rows:
+            if growing.first <= row < growing.first + len(growing.documents):
+                found.append(growing.documents[row - growing.first])
+                continue
+            here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
+            found.append(here[0].documents.get([row])[0] if here else None)
+        return found
+
+    def close(self) -> None:
+        close(self.segments)
+
+
+def close(segments: Sequence[Segment]) -> None:
+    """Let go of their documents' files; the indexes' memory goes with its last user."""
+    for segment in segments:
+        segment.documents.close()
+
+
+def tombstones_content(rows: Rows) -> tuple[bytes, FileFacts]:
+    """A file of tombstones."""
+    file = io.BytesIO()
+    np.save(file, np.sort(rows), allow_pickle=False)
+    content = file.getvalue()
+    return content, FileFacts(len(content), hashlib.sha256(content).hexdigest())
+
+
+def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
+    """The deleted rows of sealed segments as of a manifest. Raises `CollectionError`."""
+    if manifest.tombstones is None:
+        return np.empty(0, np.int64)
+    path = manifest.tombstones_path(directory)
+    if facts_of(path) != manifest.tombstones:
+        raise CollectionError(f"{path} is damaged: its checksum is not the manifest's")
+    try:
+        rows = np.lib.format.read_array(io.BytesIO(path.read_bytes()), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if rows.ndim != 1 or rows.dtype != np.int64:
+        raise CollectionError(f"{path} is damaged: it holds {rows.dtype} {rows.shape}")
+    return np.asarray(rows)

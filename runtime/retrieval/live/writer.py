@@ -1,0 +1,476 @@
+"""The one process that writes to a live collection."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gpu import GpuError
+from gpu.rows import checked_vectors
+from runtime.errors import CollectionBusy, CollectionError, InvalidDocument, Overloaded, TrinityError
+from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.attributes.schema import Attributes, Schema, learn
+from runtime.retrieval.embedding.embedder import Embedder, embedding_text
+from runtime.retrieval.live import build as building
+from runtime.retrieval.live.build import Job
+from runtime.retrieval.live.disk import Disk, storage_error
+from runtime.retrieval.live.log import LogWriter, log_files, log_path
+from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
+from runtime.retrieval.live.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
+from runtime.retrieval.live.operations import Delete, Operation, Upsert, encode
+from runtime.retrieval.live.replay import replay
+from runtime.retrieval.live.search import search
+from runtime.retrieval.live.segment import Segment, segment_path
+from runtime.retrieval.live.state import tombstones_content
+from runtime.retrieval.search.gather import Nearest
+
+SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
+MAX_BATCH = 4096  # documents
+MAX_BATCH_BYTES = 64 << 20
+MAX_ID_BYTES = 512
+MAX_TEXT_BYTES = 4 << 20
+_MOST_GROWING = 16  # times SEAL_ROWS: beyond, upserts are refused until segments were sealed
+_log = logging.getLogger("live")
+
+
+class Upserted(msgspec.Struct, frozen=True):
+    """A document to store. `vector`: d numbers, or None to have it embedded from title and text."""
+
+    id: str
+    text: str = ""
+    title: str = ""
+    attributes: Attributes = {}
+    vector: ArrayLike | None = None
+
+
+@dataclass
+class _Group:
+    """Operations that become one record: what has been decided in it so far."""
+
+    next_row: int
+    schema: Schema
+    operations: list[Operation] = field(default_factory=list)
+    rows: dict[str, int | None] = field(default_factory=dict)  # of ids: None where it deletes them
+    size: int = 0
+
+
+@dataclass
+class _Pending:
+    """A write that waits for its record."""
+
+    decide: Callable[[_Group], int]
+    alone: bool  # decided by what is stored: nothing may stand before it in a record
+    result: int = 0
+    error: TrinityError | None = None
+    done: bool = False
+
+
+class LiveWriter:
+    """Upserts and deletes: acknowledged, that is returned from, once they are synced to the log. Thread-safe.
+
+    Writes of several threads share a record, and its sync. `state` is searched as a reader's is.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        embedder: Embedder | None = None,
+        seal_rows: int = SEAL_ROWS,
+        threads: int = 1,
+        background: bool = True,
+        disk: Disk | None = None,
+    ) -> None:
+        """Open a collection for writing.
+
+        embedder: for documents that come without a vector. seal_rows: growing rows that become a segment. threads:
+        cores for building segments. background: have a process build them; else only `flush` and `compact` do.
+        Raises `CollectionBusy` if another process writes to it, `CollectionError`, `NoRoom`.
+        """
+        self.directory, self.repaired = directory, ""
+        self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
+        self._lock_fd = _locked(directory)
+        try:
+            self.state, self._manifest, first, end, torn = replay(directory)
+            try:
+                self._log = LogWriter(
+                    self._disk, log_path(directory, first), self.state.description.identity, first, end=end
+                )
+            except OSError as error:
+                self.state.close()
+                raise storage_error(error, f"{log_path(directory, first)} cannot be written") from error
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        if torn:
+            self.repaired = f"{log_path(directory, first)}: the last {torn} bytes were no whole record, and were cut"
+            _log.warning("%s", self.repaired)
+        self._log_first = first
+        self._broken = ""
+        self._closed = False
+        self._pending: list[_Pending] = []
+        self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
+        self._building = threading.RLock()  # one build at a time
+        self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
+        self._remove_leftovers()
+        self.maintenance = Maintenance(self, start=background)
+        self.maintenance.wake()
+
+    def upsert(self, documents: Sequence[Upserted]) -> int:
+        """Store documents, in the place of those with their ids. All of them or, with an error, none. How many.
+
+        Raises `InvalidDocument` for what cannot be stored, `NoRoom`, `Overloaded` while too much waits to be sealed,
+        `CollectionError` if the disk failed: whether the documents are kept is not known then.
+        """
+        if not documents:
+            return 0
+        _check(documents)
+        vectors = self._vectors(documents)
+        if self.state.growing.count >= _MOST_GROWING * self._seal_rows:
+            self.maintenance.wake()
+            raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
+        return self._write(_Pending(lambda group: self._decide_upsert(group, documents, vectors), alone=False))
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Delete documents by id; those that are not there are passed over. How many were there. Raises as `upsert`."""
+        if isinstance(ids, str):
+            raise InvalidDocument("ids is a string; a list of them is needed", "ids")
+        return self._write(_Pending(lambda group: self._decide_delete(group, ids), alone=False)) if ids else 0
+
+    def delete_where(self, wanted: Filter) -> int:
+        """Delete the documents that pass a filter. How many. Raises `InvalidFilter`, and as `upsert`."""
+
+        def decide(group: _Group) -> int:
+            rows = self.state.rows_passing(wanted)
+            group.operations += [Delete(rows)] if rows else []
+            return len(rows)
+
+        return self._write(_Pending(decide, alone=True))
+
+    def search(
+        self,
+        queries: NDArray[np.float32],
+        k: int = 10,
+        top_m: int = 64,
+        search_width: int = 1,
+        wanted: Filter | None = None,
+    ) -> Nearest:
+        """See `search.search`."""
+        return search(self.state, queries, k, top_m, search_width, wanted)
+
+    def flush(self) -> None:
+        """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
+        with self._building:
+            self._seal(self._build_here)
+
+    def compact(self) -> None:
+        """Make one segment of everything, without what is deleted, and wait for that. Raises as `flush`."""
+        with self._building:
+            self._seal(self._build_here)
+            segments = self.state.segments
+            if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
+                self._merge([segment.facts.number for segment in segments], self._build_here)
+
+    def maintain(self, build: Build) -> bool:
+        """See `Maintained`."""
+        with self._building:
+            if self._closed:
+                return False
+            if self.state.growing.count >= self._seal_rows:
+                self._seal(build)
+                return True
+            numbers = to_merge(self.state.segments, self._seal_rows)
+            if numbers:
+                self._merge(numbers, build)
+            return bool(numbers)
+
+    def close(self) -> None:
+        """End the background build and let another process write. Idempotent. What is in the log stays there."""
+        self.maintenance.stop()
+        with self._building, self._commit_lock:
+            if not self._closed:
+                self._closed = True
+                self._log.close()
+                self.state.close()
+                os.close(self._lock_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- writing
+
+    def _write(self, pending: _Pending) -> int:
+        with self._pending_lock:
+            self._pending.append(pending)
+        with self._commit_lock:
+            while not pending.done:
+                self._commit()
+        if pending.error is not None:
+            raise pending.error
+        if self.state.growing.count >= self._seal_rows:
+            self.maintenance.wake()
+        return pending.result
+
+    def _commit(self) -> None:
+        """Make a record of what waits."""
+        group = _Group(self.state.growing.next_row, self.state.schema)
+        taken: list[_Pending] = []
+        with self._pending_lock:
+            waiting = list(self._pending)
+        for pending in waiting:
+            if taken and (pending.alone or group.size > MAX_BATCH_BYTES):
+                break
+            taken.append(pending)
+            kept = (group.next_row, group.schema, len(group.operations))
+            try:
+                if self._closed or self._broken:
+                    raise CollectionError(self._broken or f"{self.directory} was closed")
+                pending.result = pending.decide(group)
+            except TrinityError as error:
+                group.next_row, group.schema = kept[:2]
+                del group.operations[kept[2] :]
+                pending.error = error
+            if pending.alone:
+                break
+        failed = self._append(group.operations) if group.operations else None
+        for pending in taken:
+            pending.error = pending.error or failed
+            pending.done = True
+        with self._pending_lock:
+            self._pending = [pending for pending in self._pending if not pending.done]
+
+    def _append(self, operations: list[Operation]) -> TrinityError | None:
+        """Log a record, have it last, and let it take effect."""
+        path = self._log.path
+        try:
+            self._log.append(self.state.sequence, encode(operations))
+        except OSError as error:
+            return storage_error(error, f"{path} cannot be written; nothing was stored")
+        try:
+            self._log.sync()
+        except OSError as error:
+            self._broken = f"{path}: {error.strerror}; whether the last write is kept is not known: open it again"
+            return storage_error(error, self._broken)
+        self.state.apply(operations)
+        return None
+
+    def _decide_upsert(self, group: _Group, documents: Sequence[Upserted], vectors: NDArray[np.float32]) -> int:
+        schema = group.schema
+        for document in documents:
+            schema = learn(schema, document.attributes)
+        ids = [document.id for document in documents]
+        replaced = self._rows_of(group, ids)
+        operation = Upsert(
+            group.next_row,
+            ids,
+            [document.title for document in documents],
+            [document.text for document in documents],
+            [{name: _plain(value) for name, value in document.attributes.items()} for document in documents],
+            vectors.tobytes(),
+            sorted(replaced.values()),
+        )
+        group.operations.append(operation)
+        group.rows |= {name: group.next_row + number for number, name in enumerate(ids)}
+        group.next_row, group.schema = group.next_row + len(ids), schema
+        group.size += len(operation.vectors) + sum(len(document.text) for document in documents)
+        return len(ids)
+
+    def _decide_delete(self, group: _Group, ids: Sequence[str]) -> int:
+        rows = self._rows_of(group, list(dict.fromkeys(ids)))
+        group.operations += [Delete(sorted(rows.values()))] if rows else []
+        group.rows |= dict.fromkeys(rows)
+        return len(rows)
+
+    def _rows_of(self, group: _Group, ids: list[str]) -> dict[str, int]:
+        stored = self.state.rows_of([name for name in ids if name not in group.rows])
+        decided = {name: row for name in ids if (row := group.rows.get(name)) is not None}
+        return stored | decided
+
+    def _vectors(self, documents: Sequence[Upserted]) -> NDArray[np.float32]:
+        """float32 [documents, d], as the metric wants them."""
+        description = self.state.description
+        matrix = np.empty((len(documents), description.dim), np.float32)
+        texts = [number for number, document in enumerate(documents) if document.vector is None]
+        if texts and self._embedder is None:
+            raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and there is no embedder")
+        if texts and self._embedder is not None:
+            found = self._embedder.embed(
+                [embedding_text(documents[number].title, documents[number].text) for number in texts], "passage"
+            )
+            if found.shape[1] != description.dim:
+                raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} numbers, not {description.dim}")
+            matrix[texts] = found
+        for number, document in enumerate(documents):
+            if document.vector is not None:
+                try:
+                    vector = np.asarray(document.vector, np.float32)
+                except (ValueError, TypeError) as error:
+                    raise InvalidDocument(f"the vector of document {document.id!r} is none: {error}") from error
+                if vector.shape != (description.dim,):
+                    raise InvalidDocument(
+                        f"the vector of document {document.id!r} has shape {list(vector.shape)}; this collection's "
+                        f"have {description.dim} numbers",
+                        "vector",
+                    )
+                matrix[number] = vector
+        try:
+            return checked_vectors(matrix, description.metric)
+        except GpuError as error:
+            raise InvalidDocument(f"a vector cannot be stored: {error}", "vector") from error
+
+    # --- segments
+
+    def _build_here(self, directory: Path, job: Job) -> SegmentFacts | None:
+        return building.build(self._disk, self.state, job)
+
+    def _seal(self, build: Build) -> None:
+        with self._commit_lock:
+            if not self.state.growing.count:
+                return
+            self._rotate()
+            job = Job(self._number(), self.state.sequence, self.state.growing.next_row, [], self._threads)
+        self._take(job, build(self.directory, job))
+
+    def _merge(self, numbers: list[int], build: Build) -> None:
+        job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads)
+        self._take(job, build(self.directory, job))
+
+    def _number(self) -> int:
+        self._next_segment += 1
+        return self._next_segment - 1
+
+    def _rotate(self) -> None:
+        """Let the next record begin a file, so that those before it can be removed once they are sealed."""
+        sequence = self.state.sequence
+        if sequence == self._log_first:
+            return
+        path = log_path(self.directory, sequence)
+        try:
+            following = LogWriter(self._disk, path, self.state.description.identity, sequence)
+        except OSError as error:
+            self._disk.remove(path)
+            raise storage_error(error, f"{path} cannot be written") from error
+        self._log.close()
+        self._log, self._log_first = following, sequence
+
+    def _take(self, job: Job, facts: SegmentFacts | None) -> None:
+        """Put a segment in the place of what it was built from."""
+        with self._commit_lock:
+            segments = [one for one in self._manifest.segments if one.number not in job.merged]
+            segments += [] if facts is None else [facts]
+            self._generation += 1
+            manifest = Manifest(
+                generation=self._generation,
+                segments=segments,
+                sequence=job.until,
+                next_row=job.next_row,
+                next_segment=self._next_segment,
+                schema=dict(self.state.schema),
+            )
+            try:
+                dead = self._dead_rows_of(manifest)
+                if len(dead):
+                    content, tombstones = tombstones_content(dead)
+                    self._disk.write_file(manifest.tombstones_path(self.directory), content)
+                    manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
+                write_sealed(self._disk, self.directory / MANIFEST, manifest)
+            except OSError as error:
+                raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
+            self.state.advance(manifest)
+            self._manifest = manifest
+        self._remove_leftovers()
+
+    def _dead_rows_of(self, manifest: Manifest) -> NDArray[np.int64]:
+        """The deleted rows of the segments that a manifest names."""
+        known = {segment.facts: segment for segment in self.state.segments}
+        dead, found = self.state.dead_rows(), [np.empty(0, np.int64)]
+        for facts in manifest.segments:
+            segment = known.get(facts)
+            if segment is None:
+                segment = Segment.load(self.directory, facts, self.state.description, self.state.schema)
+                found.append(np.intersect1d(segment.rows, dead))
+                segment.documents.close()
+            else:
+                found.append(segment.rows[~segment.alive])
+        return np.concatenate(found)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what the manifest does not name: what was merged, sealed, or left by a build that was killed."""
+        manifest = self._manifest
+        kept = {segment_path(self.directory, facts.number) for facts in manifest.segments}
+        kept.add(manifest.tombstones_path(self.directory))
+        with contextlib.suppress(OSError):
+            for folder in ("segments", "tombstones"):
+                for path in (self.directory / folder).iterdir():
+                    if path not in kept:
+                        self._disk.remove(path)
+            for first, path in log_files(self.directory):
+                if first < manifest.sequence:
+                    self._disk.remove(path)
+
+
+def _check(documents: Sequence[Upserted]) -> None:
+    if len(documents) > MAX_BATCH:
+        raise InvalidDocument(f"the batch has {len(documents)} documents; the limit is {MAX_BATCH}", "documents")
+    seen: set[str] = set()
+    total = 0
+    for number, document in enumerate(documents):
+        for name in ("id", "text", "title"):
+            value = getattr(document, name)
+            if not isinstance(value, str):
+                raise InvalidDocument(
+                    f"the {name} of document {number + 1} is {value!r:.80}; it must be a string", name
+                )
+            try:
+                size = len(value.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidDocument(f"the {name} of document {number + 1} holds an unpaired surrogate") from error
+            limit = MAX_ID_BYTES if name == "id" else MAX_TEXT_BYTES
+            if size > limit:
+                raise InvalidDocument(f"the {name} of document {number + 1} has {size} bytes; the limit is {limit}")
+            total += size
+        if not document.id:
+            raise InvalidDocument(f"document {number + 1} has an empty id", "id")
+        if document.id in seen:
+            raise InvalidDocument(f"the id {document.id!r} comes twice in the batch", "id")
+        seen.add(document.id)
+    if total > MAX_BATCH_BYTES:
+        raise InvalidDocument(f"the batch has {total} bytes of text; the limit is {MAX_BATCH_BYTES}", "documents")
+
+
+def _plain(value: object) -> "str | int | float | bool | list[str]":
+    return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor that holds the writer's lock, which goes with this process."""
+    path = directory / "writer.lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise storage_error(error, f"{path} cannot be opened") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise CollectionBusy(f"{directory} is written to by {owner}; only one process may") from error
+    except OSError as error:
+        os.close(fd)
+        raise storage_error(error, f"{path} cannot be locked") from error
+    return fd

@@ -1,0 +1,45 @@
+"""Small collections to write to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.writer import LiveWriter, Upserted
+
+DIM = 8
+
+
+def vector_of(seed: int, dim: int = DIM) -> NDArray[np.float32]:
+    """A vector that is this seed's own."""
+    return np.random.default_rng(seed).standard_normal(dim).astype(np.float32)
+
+
+def document(name: str, seed: int, **attributes: Any) -> Upserted:
+    return Upserted(name, f"text {seed}", f"title {seed}", attributes, vector_of(seed))
+
+
+def documents(names: range, **attributes: Any) -> list[Upserted]:
+    return [document(str(number), number, **attributes) for number in names]
+
+
+def new_writer(directory: Path, **options: Any) -> LiveWriter:
+    """A new collection, without a process beside it."""
+    create(directory, DIM, metric="l2", degree=8)
+    return open_writer(directory, **options)
+
+
+def open_writer(directory: Path, **options: Any) -> LiveWriter:
+    disk = options.pop("disk", None) or Disk()
+    return LiveWriter(directory, background=options.pop("background", False), disk=disk, **options)
+
+
+def contents(writer: Any) -> dict[str, str]:
+    """Texts by id, of all that is there."""
+    rows = np.setdiff1d(np.arange(writer.state.growing.next_row), writer.state.dead_rows())
+    found = [one for one in writer.state.documents(rows.tolist()) if one is not None]
+    assert len({one.id for one in found}) == len(found) == writer.state.count
+    return {one.id: one.text for one in found}

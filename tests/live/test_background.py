@@ -1,0 +1,30 @@
+"""Segments are built by a process beside the writer, which goes on writing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.errors import Overloaded
+from runtime.retrieval.live.writer import LiveWriter
+from tests.live.small import contents, documents, new_writer, open_writer
+
+
+def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a", seal_rows=8, background=True) as writer:
+        built = _until(writer, lambda: len(writer.state.segments) > 0)
+        assert built
+        expected = contents(writer)
+    with open_writer(tmp_path / "a") as writer:
+        assert contents(writer) == expected
+
+
+def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
+    for number in range(200):
+        try:
+            writer.upsert(documents(range(8 * number, 8 * number + 8)))
+        except Overloaded:
+            with writer._building:  # held while a build runs
+                pass
+        if there():
+            return True
+    with writer._building:
+        return there()

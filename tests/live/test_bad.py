@@ -1,0 +1,354 @@
+"""What can go wrong with a live collection: torn and damaged files, a full disk, a second writer, bad documents."""
+
+import errno
+import random
+import shutil
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import (
+    CollectionBusy,
+    CollectionError,
+    InvalidDocument,
+    InvalidFilter,
+    InvalidRequest,
+    NoRoom,
+    Overloaded,
+    TrinityError,
+)
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.live import writer as limits
+from runtime.retrieval.live.collection import create, info, verify
+from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.log import HEADER, RECORD, log_path
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writer import Upserted
+from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
+
+
+def _records(path: Path) -> list[int]:
+    """Where the records of a log file end."""
+    content, ends = path.read_bytes(), [HEADER.size]
+    while ends[-1] < len(content):
+        ends.append(ends[-1] + RECORD.size + struct.unpack_from("<I", content, ends[-1] + 4)[0])
+    return ends
+
+
+def test_a_log_that_is_torn_at_any_byte_is_cut_at_the_last_whole_record_and_says_so(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "whole") as writer:
+        for number in range(2):
+            writer.upsert([document(str(number), number)])
+    ends = _records(log_path(tmp_path / "whole", 0))
+    for size in range(ends[-1]):
+        torn = tmp_path / "torn"
+        shutil.copytree(tmp_path / "whole", torn)
+        with log_path(torn, 0).open("r+b") as file:
+            file.truncate(size)
+        kept = max([number for number, end in enumerate(ends) if end <= size], default=0)
+        whole = size == 0 or size in ends
+        assert (verify(torn) == "") == whole
+        with open_writer(torn) as writer:
+            assert (writer.repaired == "") == whole
+            assert len(contents(writer)) == kept
+            writer.upsert([document("more", 99)])
+        with open_writer(torn) as writer:
+            assert writer.repaired == ""
+            assert len(contents(writer)) == kept + 1
+        shutil.rmtree(torn)
+
+
+def test_a_log_that_is_damaged_before_whole_records_is_an_error_and_nothing_is_cut(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "whole") as writer:
+        for number in range(3):
+            writer.upsert([document(str(number), number)])
+    path = log_path(tmp_path / "whole", 0)
+    content = path.read_bytes()
+    for place in range(0, _records(path)[2], 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+        with pytest.raises(CollectionError, match="damaged"):
+            open_writer(tmp_path / "whole")
+        assert len(path.read_bytes()) == len(content)
+
+
+def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert([document("0", 0)])
+    stolen = log_path(tmp_path / "a", 0).read_bytes()[HEADER.size :]
+    with new_writer(tmp_path / "b") as writer:
+        writer.upsert([document("0", 0)])
+        writer.upsert([Upserted("1", stolen.decode("latin-1"), vector=vector_of(1))])
+    path = log_path(tmp_path / "b", 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    with open_writer(tmp_path / "b") as writer:
+        assert "were cut" in writer.repaired
+        assert contents(writer) == {"0": "text 0"}
+
+
+def test_any_damaged_file_is_an_error_and_nothing_worse(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    whole = tmp_path / "whole"
+    with new_writer(whole) as writer:
+        writer.upsert(documents(range(20), tags=["a", "b"], year=3))
+        writer.flush()
+        writer.delete(["3", "4"])
+        writer.upsert(documents(range(20, 25)))
+        writer.flush()
+        writer.upsert(documents(range(25, 28)))
+        expected = contents(writer)
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file() and path.name != "writer.lock"]
+    assert len(files) > 15
+    for name in files:
+        content = (whole / name).read_bytes()
+        hostile = [b"", chance.randbytes(len(content)), content[: len(content) // 2], content * 2]
+        for _ in range(2):
+            place = chance.randrange(len(content))
+            hostile.append(content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :])
+        for bad in hostile:
+            if bad == content:
+                continue
+            damaged = tmp_path / "damaged"
+            shutil.copytree(whole, damaged)
+            (damaged / name).write_bytes(bad)
+            for use in (verify, _opened_and_searched, _read):
+                try:
+                    use(damaged)
+                except CollectionError:
+                    continue
+                if use is verify and name.parts[0] != "log":
+                    pytest.fail(f"{name} was damaged, and nobody said so")
+            shutil.rmtree(damaged)
+    with open_writer(whole) as writer:
+        assert contents(writer) == expected
+
+
+def _opened_and_searched(directory: Path) -> None:
+    with open_writer(directory) as writer:
+        writer.search(vector_of(1)[None], k=5)
+        contents(writer)
+
+
+def _read(directory: Path) -> None:
+    with LiveReader(directory) as reader:
+        reader.search(vector_of(1)[None], k=5)
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
+    import os
+
+    with new_writer(tmp_path / "a") as first:
+        with pytest.raises(CollectionBusy, match=f"process {os.getpid()}"):
+            open_writer(tmp_path / "a")
+        first.upsert(documents(range(2)))
+    with open_writer(tmp_path / "a") as second:
+        assert len(contents(second)) == 2
+
+
+class _FullDisk(Disk):
+    """Has room for so many bytes more."""
+
+    room = 1 << 40
+
+    def write(self, fd: int, content: bytes) -> None:
+        fits = content[: max(self.room, 0)]
+        self.room -= len(fits)
+        super().write(fd, fits)
+        if len(fits) < len(content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_refuses_a_write_whole_and_takes_it_when_there_is_room(tmp_path: Path) -> None:
+    disk = _FullDisk()
+    with new_writer(tmp_path / "a", disk=disk) as writer, LiveReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(3)))
+        held = contents(writer)
+        for room in range(0, 300, 7):
+            disk.room = room
+            with pytest.raises(NoRoom, match="nothing was stored"):
+                writer.upsert(documents(range(2, 8)))
+            reader.poll()
+            assert contents(reader) == contents(writer) == held
+        disk.room = 100
+        for seal in (writer.flush, writer.compact):
+            with pytest.raises(NoRoom):
+                seal()
+            assert contents(writer) == held
+        disk.room = 1 << 40
+        writer.upsert(documents(range(2, 8)))
+        writer.flush()
+        reader.poll()
+        assert set(contents(reader)) == set(contents(writer)) == {str(number) for number in range(8)}
+    with open_writer(tmp_path / "a") as writer:
+        assert writer.repaired == ""
+        assert len(contents(writer)) == 8
+
+
+def test_the_file_size_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> None:
+    import resource
+
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(3)))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (writer._log.end + 50, hard))
+            with pytest.raises(NoRoom):
+                writer.upsert(documents(range(3, 6)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert writer.upsert(documents(range(3, 6))) == 3
+        assert len(contents(writer)) == 6
+
+
+def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_is_opened_again(tmp_path: Path) -> None:
+    class Failing(Disk):
+        fails = False
+
+        def sync(self, fd: int) -> None:
+            if self.fails:
+                raise OSError(errno.EIO, "Input/output error")
+            super().sync(fd)
+
+    disk = Failing()
+    with new_writer(tmp_path / "a", disk=disk) as writer:
+        writer.upsert(documents(range(2)))
+        disk.fails = True
+        with pytest.raises(CollectionError, match="whether the last write is kept is not known"):
+            writer.upsert(documents(range(2, 4)))
+        disk.fails = False
+        with pytest.raises(CollectionError, match="open it again"):
+            writer.upsert(documents(range(4, 6)))
+    with open_writer(tmp_path / "a") as writer:
+        assert set(contents(writer)) in ({"0", "1"}, {"0", "1", "2", "3"})
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ([document("a", 1), document("a", 2)], "'a' comes twice"),
+        ([document("", 1)], "empty id"),
+        ([Upserted("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} numbers"),
+        ([Upserted("a", vector=[[1.0] * DIM])], "shape"),
+        ([Upserted("a", vector=[float("nan")] * DIM)], "finite"),
+        ([Upserted("a", vector=["x"] * DIM)], "is none"),
+        ([Upserted("a", "no vector")], "no embedder"),
+        ([Upserted("a" * 513, vector=vector_of(1))], "513 bytes"),
+        ([Upserted("\ud800", vector=vector_of(1))], "surrogate"),
+        ([Upserted(7, vector=vector_of(1))], "must be a string"),  # type: ignore[arg-type]
+        ([document("a", 1, year="x")], "'year' is a string.*integer before"),
+        ([document("a", 1, **{"a b": 1})], "cannot be a name"),
+        ([document(str(number), 1) for number in range(limits.MAX_BATCH + 1)], "limit is 4096"),
+    ],
+)
+def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_is_stored(
+    tmp_path: Path, batch: list[Upserted], said: str
+) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert([document("first", 0, year=1)])
+        with pytest.raises(InvalidDocument, match=said):
+            writer.upsert([document("good", 5, new=True), *batch])
+        assert contents(writer) == {"first": "text 0"}
+        assert set(writer.state.schema) == {"year"}
+
+
+def test_filters_of_a_search_are_checked_and_a_demanded_attribute_must_be_bound(tmp_path: Path) -> None:
+    create(tmp_path / "a", DIM, metric="l2", demanded="tenant")
+    with open_writer(tmp_path / "a") as writer:
+        writer.upsert([document(name, seed, tenant=name) for seed, name in enumerate("ab")])
+        query = vector_of(0)[None]
+        for wanted in (None, parse_filter({"type": "ne", "key": "tenant", "value": "a"})):
+            with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
+                writer.search(query, 2, wanted=wanted)
+        bound = parse_filter({"type": "eq", "key": "tenant", "value": "b"})
+        assert writer.search(query, 2, wanted=bound)[0].tolist() == [[1, -1]]
+        with pytest.raises(InvalidFilter, match="the known ones: tenant"):
+            writer.delete_where(parse_filter({"type": "eq", "key": "colour", "value": "b"}))
+
+
+def test_upserts_are_refused_while_too_much_waits_to_be_sealed(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a", seal_rows=4) as writer:
+        for begin in range(0, 64, 4):
+            writer.upsert(documents(range(begin, begin + 4)))
+        with pytest.raises(Overloaded, match="64 documents wait"):
+            writer.upsert(documents(range(2)))
+        writer.flush()
+        assert writer.upsert(documents(range(2))) == 2
+
+
+def test_writes_of_many_threads_are_all_there_and_share_records(tmp_path: Path) -> None:
+    class Slow(Disk):
+        gate = threading.Event()
+
+        def sync(self, fd: int) -> None:
+            self.gate.wait(30)
+            super().sync(fd)
+
+    disk = Slow()
+    disk.gate.set()
+    with new_writer(tmp_path / "a", disk=disk) as writer:
+        disk.gate.clear()
+        threads = [threading.Thread(target=writer.upsert, args=(documents(range(n, n + 3)),)) for n in range(0, 60, 2)]
+        for thread in threads:
+            thread.start()
+        while len(writer._pending) < len(threads):
+            pass
+        disk.gate.set()
+        for thread in threads:
+            thread.join(60)
+        assert set(contents(writer)) == {str(number) for number in range(61)}
+        assert writer.state.sequence <= 2
+        before = contents(writer)
+    with open_writer(tmp_path / "a") as writer:
+        assert contents(writer) == before
+
+
+def test_a_search_goes_on_with_what_it_began_with_and_a_delete_hides_at_once(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(40)))
+        writer.flush()
+        reader.poll()
+        old = reader.state.segments[0]
+        writer.delete(["7"])
+        reader.poll()
+        query = vector_of(7)[None]
+        assert 7 not in reader.search(query, 40)[0]
+        writer.compact()
+        assert old.documents.get([5])[0].id == "5"  # removed from the directory, and still open here
+        assert np.asarray(old.index.search(query, 3)[0]).shape == (1, 3)
+        reader.poll()
+        assert reader.state.segments[0] is not old
+        assert reader.documents([7, 8])[0] is None
+        assert info(tmp_path / "a").segments == [(1, 39, 0)]
+
+
+@pytest.mark.parametrize("leave", ["segments/.building-7", "segments/9", "tombstones/5.npy", "log/.x.part"])
+def test_what_a_killed_build_left_is_removed(tmp_path: Path, leave: str) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(4)))
+    path = tmp_path / "a" / leave
+    if leave.startswith("segments"):
+        path.mkdir()
+        (path / "x").write_bytes(b"x")
+    else:
+        path.write_bytes(b"x")
+    assert verify(tmp_path / "a") == ""
+    with open_writer(tmp_path / "a") as writer:
+        assert len(contents(writer)) == 4
+    assert not path.exists() or leave.startswith("log")
+
+
+def test_a_build_that_is_killed_is_said_and_begun_anew(tmp_path: Path) -> None:
+    def killed(directory: Path, job: Any) -> Any:
+        raise CollectionError("the process that built a segment ended with -9, without one")
+
+    with new_writer(tmp_path / "a", seal_rows=4) as writer:
+        writer.upsert(documents(range(9)))
+        with pytest.raises(TrinityError, match="-9"):
+            writer.maintain(killed)
+        writer.upsert(documents(range(9, 11)))
+        assert writer.maintain(writer._build_here)
+        assert len(contents(writer)) == 11
+        assert [segment.size for segment in writer.state.segments] == [11]

@@ -1,0 +1,79 @@
+"""A writer that is killed at a random moment loses nothing that it had acknowledged. `--kills` sets how often."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.retrieval.live.collection import create, verify
+from runtime.retrieval.live.reader import LiveReader
+from tests.live.small import DIM, contents, document, open_writer
+
+
+@pytest.fixture
+def kills(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("--kills"))
+
+
+def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_back(
+    tmp_path: Path, kills: int
+) -> None:
+    chance = random.Random(7)
+    directory = tmp_path / "collection"
+    create(directory, DIM, metric="l2", degree=8)
+    expected: dict[str, str] = {}
+    sealed = 0
+    for life in range(kills):
+        lines = _run_and_kill(
+            directory, life, writes=chance.choice([5, 50, 150, 2000 if kills > 4 else 80]), chance=chance
+        )
+        held: dict[str, str] = {}
+        possible = _after(expected, lines)
+        with open_writer(directory, seal_rows=16) as writer:
+            held = contents(writer)
+            sealed += len(writer.state.segments)
+        assert held in possible
+        with LiveReader(directory) as reader:
+            assert contents(reader) == held
+        assert verify(directory) == ""
+        assert not list((directory / "segments").glob(".building-*"))
+        expected = held
+    assert sealed, "no segment was ever sealed: the test does not test what it is for"
+
+
+def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random) -> list[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.live.writing", str(directory), str(seed)], stdout=subprocess.PIPE, text=True
+    )
+    output = process.stdout
+    assert output is not None
+    lines: list[str] = []
+    with output:
+        for line in output:
+            lines.append(line)
+            if line.startswith("done") and (writes := writes - 1) <= 0:
+                break
+        # Somewhere in the next write, or behind it.
+        lines += [output.readline() for _ in range(chance.randint(0, 3))]
+        os.kill(process.pid, signal.SIGKILL)
+        lines += output.readlines()
+    process.wait(60)
+    return lines
+
+
+def _after(before: dict[str, str], lines: list[str]) -> list[dict[str, str]]:
+    """What may be there: with and without the write that was not acknowledged."""
+    held, begun = dict(before), dict(before)
+    for line in lines:
+        match line.split():
+            case ["begin", "delete", _, *names]:
+                begun = {name: text for name, text in held.items() if name not in names}
+            case ["begin", "upsert", step, *names]:
+                begun = held | {name: document(name, int(step) + int(name)).text for name in names}
+            case ["done"]:
+                held = begun
+    return [held, begun]

@@ -1,0 +1,132 @@
+"""A live collection does what a dictionary with brute force does, whatever is done to it in whatever order."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.live.maintenance import to_merge
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writer import LiveWriter, Upserted
+from tests.live.small import DIM, contents, document, new_writer, open_writer, vector_of
+
+_NAMES = some.sampled_from([str(number) for number in range(30)])
+_COLOURS = some.sampled_from(["red", "green"])
+
+
+class Model(RuleBasedStateMachine):
+    directories: Callable[[], Path]
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = type(self).directories() / "collection"
+        self.writer: LiveWriter = new_writer(self.directory, seal_rows=8)
+        self.reader = LiveReader(self.directory)
+        self.expected: dict[str, Upserted] = {}
+        self.seeds = itertools.count()
+
+    def teardown(self) -> None:
+        if hasattr(self, "reader"):
+            self.reader.close()
+            self.writer.close()
+
+    @rule(names=some.lists(_NAMES, unique=True, min_size=1, max_size=6), colour=_COLOURS, size=some.integers(0, 3))
+    def upsert(self, names: list[str], colour: str, size: int) -> None:
+        given = [document(name, next(self.seeds), colour=colour, size=size) for name in names]
+        assert self.writer.upsert(given) == len(names)
+        self.expected |= {one.id: one for one in given}
+
+    @rule(names=some.lists(_NAMES, max_size=6))
+    def delete(self, names: list[str]) -> None:
+        assert self.writer.delete(names) == len(set(names) & set(self.expected))
+        for name in names:
+            self.expected.pop(name, None)
+
+    @rule(colour=_COLOURS, size=some.integers(0, 3))
+    def delete_by_filter(self, colour: str, size: int) -> None:
+        if not {"colour", "size"} <= set(self.writer.state.schema):
+            return
+        gone = [n for n, one in self.expected.items() if one.attributes == {"colour": colour, "size": size}]
+        assert self.writer.delete_where(_filter(colour, size)) == len(gone)
+        for name in gone:
+            del self.expected[name]
+
+    @rule()
+    def flush(self) -> None:
+        self.writer.flush()
+
+    @rule()
+    def compact(self) -> None:
+        self.writer.compact()
+
+    @rule()
+    def maintain(self) -> None:
+        while self.writer.maintain(self.writer._build_here):
+            pass
+        assert not to_merge(self.writer.state.segments, 8)
+
+    @rule()
+    def reopen_the_writer(self) -> None:
+        self.writer.close()
+        self.writer = open_writer(self.directory, seal_rows=8)
+        assert self.writer.repaired == ""
+
+    @rule()
+    def reopen_the_reader(self) -> None:
+        self.reader.close()
+        self.reader = LiveReader(self.directory)
+
+    @rule()
+    def poll(self) -> None:
+        self.reader.poll()
+        assert self.reader.poll() is False
+
+    @rule(seed=some.integers(0, 99), k=some.integers(1, 40), colour=_COLOURS | some.none(), size=some.integers(0, 3))
+    def search(self, seed: int, k: int, colour: str | None, size: int) -> None:
+        self.reader.poll()
+        wanted = None if colour is None else _filter(colour, size)
+        if wanted is not None and not {"colour", "size"} <= set(self.writer.state.schema):
+            return
+        passing = [
+            one
+            for one in self.expected.values()
+            if colour is None or one.attributes == {"colour": colour, "size": size}
+        ]
+        query = vector_of(seed)
+        distances = {one.id: float(np.square(np.asarray(one.vector) - query).sum()) for one in passing}
+        nearest = sorted(distances, key=lambda name: distances[name])[:k]
+        for side in (self.writer, self.reader):
+            rows, found = side.search(query[None], k, top_m=512, wanted=wanted)
+            got = [one for one in side.state.documents(rows[0][rows[0] >= 0].tolist())]
+            assert [one.id for one in got if one] == nearest
+            assert np.allclose(found[0, : len(nearest)], [distances[name] for name in nearest], rtol=1e-4)
+            assert (rows[0, len(nearest) :] == -1).all()
+
+    @invariant()
+    def both_hold_what_the_dictionary_holds(self) -> None:
+        if hasattr(self, "expected"):
+            assert contents(self.writer) == {name: one.text for name, one in self.expected.items()}
+
+
+def _filter(colour: str, size: int) -> Filter:
+    parts: list[Any] = [
+        {"type": "eq", "key": "colour", "value": colour},
+        {"type": "in", "key": "size", "value": [size]},
+    ]
+    return parse_filter({"type": "and", "filters": parts})
+
+
+def test_a_live_collection_is_a_dictionary_that_is_searched(tmp_path_factory: Any) -> None:
+    class Bound(Model):
+        directories = staticmethod(lambda: tmp_path_factory.mktemp("live"))
+
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Bound, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
+    assert vector_of(0).shape[0] == DIM

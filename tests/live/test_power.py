@@ -1,0 +1,130 @@
+"""After a power cut everything that was acknowledged is there, and nothing that was deleted."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from runtime.retrieval.live.collection import create, verify
+from runtime.retrieval.live.writer import LiveWriter
+from tests.live.lossy import LossyDisk
+from tests.live.small import DIM, contents, document, open_writer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_was_acknowledged_outlasts_a_power_cut_at_any_write(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    root = tmp_path / "collection"
+    disk = LossyDisk(root)
+    create(root, DIM, metric="l2", degree=8, disk=disk)
+    writer: LiveWriter = open_writer(root, seal_rows=6, disk=disk)
+    expected: dict[str, str] = {}
+    try:
+        for step in range(40):
+            _do_something(writer, chance, expected, step)
+            if chance.random() < 0.3:
+                after = tmp_path / f"after-{step}"
+                disk.after_power_cut(after, chance)
+                with open_writer(after) as found:
+                    assert contents(found) == expected
+                assert verify(after) == ""
+    finally:
+        writer.close()
+        disk.forget()
+
+
+def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str, str], step: int) -> None:
+    names = [str(number) for number in chance.sample(range(25), chance.randint(1, 5))]
+    match chance.choice(["upsert", "upsert", "upsert", "delete", "maintain", "flush", "compact"]):
+        case "upsert":
+            given = [document(name, 1000 * step + int(name)) for name in names]
+            writer.upsert(given)
+            expected |= {one.id: one.text for one in given}
+        case "delete":
+            writer.delete(names)
+            for name in names:
+                expected.pop(name, None)
+        case "maintain":
+            writer.maintain(writer._build_here)
+        case "flush":
+            writer.flush()
+        case "compact":
+            writer.compact()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_path: Path, seed: int) -> None:
+    class Cut(Exception):
+        pass
+
+    class Failing(LossyDisk):
+        left = 10**9
+
+        def sync(self, fd: int) -> None:
+            self._tick()
+            super().sync(fd)
+
+        def sync_directory(self, directory: Path) -> None:
+            self._tick()
+            super().sync_directory(directory)
+
+        def _tick(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise Cut
+
+    chance = random.Random(100 + seed)
+    root = tmp_path / "collection"
+    disk = Failing(root)
+    create(root, DIM, metric="l2", degree=8, disk=disk)
+    expected: dict[str, str] = {}
+    for life in range(6):
+        writer = open_writer(root, seal_rows=6, disk=disk)
+        disk.left = chance.randint(0, 40)
+        acknowledged, attempted = dict(expected), dict(expected)
+        try:
+            for step in range(60):
+                attempted = dict(acknowledged)
+                _do_something(_Recorded(writer, attempted), chance, acknowledged, 1000 * life + step)  # type: ignore[arg-type]
+        except Cut:
+            pass
+        disk.left = 10**9
+        writer._log.close()
+        writer.state.close()
+        after = tmp_path / f"after-{life}"
+        disk.after_power_cut(after, chance)
+        with open_writer(after) as found:
+            held = contents(found)
+        assert held in (acknowledged, attempted), "what is there is neither with the last write nor without it"
+        import os
+
+        os.close(writer._lock_fd)
+        disk.forget()
+        root = after
+        disk = Failing(root)
+        for path in [root, *root.rglob("*")]:
+            if path.is_dir():
+                LossyDisk.sync_directory(disk, path)
+            else:
+                with path.open("rb") as file:
+                    LossyDisk.sync(disk, file.fileno())
+        expected = held
+    disk.forget()
+
+
+class _Recorded:
+    """A writer whose writes are noted before they are made: one that was cut off may be there or not."""
+
+    def __init__(self, writer: LiveWriter, attempted: dict[str, str]) -> None:
+        self._writer, self._attempted = writer, attempted
+        self.maintain, self.flush, self.compact = writer.maintain, writer.flush, writer.compact
+        self._build_here = writer._build_here
+
+    def upsert(self, given: list) -> None:  # type: ignore[type-arg]
+        self._attempted |= {one.id: one.text for one in given}
+        self._writer.upsert(given)
+
+    def delete(self, names: list[str]) -> None:
+        for name in names:
+            self._attempted.pop(name, None)
+        self._writer.delete(names)

@@ -1,0 +1,32 @@
+"""A writer in a process of its own, for killing: tells each write before and after it is made.
+
+python -m tests.live.writing DIR SEED
+"""
+
+import random
+import sys
+from pathlib import Path
+
+from runtime.retrieval.live.writer import LiveWriter
+from tests.live.small import document
+
+
+def main(directory: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with LiveWriter(directory, seal_rows=16) as writer:
+        print("open", flush=True)
+        for step in range(1_000_000):
+            names = [str(number) for number in chance.sample(range(60), chance.randint(1, 8))]
+            deletes = chance.random() < 0.3
+            print("begin", "delete" if deletes else "upsert", 1000 * step, *names, flush=True)
+            if deletes:
+                writer.delete(names)
+            else:
+                writer.upsert([document(name, 1000 * step + int(name)) for name in names])
+            print("done", flush=True)
+            if chance.random() < 0.1:
+                writer.compact()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
