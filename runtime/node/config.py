@@ -227,7 +227,7 @@ class PoolSection(Placed, frozen=True):
 class HandoverSection(_Section, frozen=True):
     """KV from prefill to decode. In order "decode_first" decode keeps room for a prompt before prefill runs it.
 
-    Between two steps of a running batch decode copies for about `slice_s`, a tenth of a step at most. It takes in
+    Between two steps of a running batch decode copies for about `slice_s`, a thirtieth of a step at most. It takes in
     another prompt while what waits for a place in the batch has less than `waiting_share` of its blocks.
     """
 

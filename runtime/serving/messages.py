@@ -83,7 +83,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """A worker's load, sent when it changes and at least twice a second.
+    """A worker's load, sent when it changes and at least every 250 ms.
 
     `frontend_epoch` is the one it serves (0: none). A `draining` worker finishes what it has and is given nothing new.
     Of requests that came before `evicted_ns` it has given up cached KV blocks, the longest unused first.

@@ -25,11 +25,12 @@ from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.catalogue import Catalogue
 from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
-from runtime.serving.frontend.http import Service, Settings, create_app
+from runtime.serving.frontend.http import create_app
 from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.frontend.service import Service, Settings
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import (
     Cancel,

@@ -86,7 +86,8 @@ def test_the_defaults_of_connections_are_on_the_page() -> None:
 
 
 def test_every_endpoint_is_on_the_page() -> None:
-    from runtime.serving.frontend.http import Service, Settings, create_app
+    from runtime.serving.frontend.http import create_app
+    from runtime.serving.frontend.service import Service, Settings
     from tests.frontend.fakes import Metrics, Search
     from tests.frontend.links import Stand
 

@@ -6,9 +6,9 @@ import pytest
 
 from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
 from runtime.serving import stages
-from runtime.serving.frontend.http import Settings
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Placement
+from runtime.serving.frontend.service import Settings
 from runtime.serving.frontend.traces import MAX_PROBES, Traces
 from runtime.serving.messages import Prefill, Probe, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from runtime.serving.frontend.api_types import ChatBody, CompletionBody, RetrievalBody
 from runtime.serving.frontend.embeddings import EmbeddingsBody
-from runtime.serving.frontend.http import Settings
+from runtime.serving.frontend.service import Settings
 from runtime.serving.frontend.vector_stores import StoreSearchBody
 from tests.frontend.fakes import WAIT, Cluster
 from tests.frontend.test_vector_stores import Stand

@@ -10,7 +10,7 @@
 What a worker has seen is known from what this router gave it, and forgotten once the worker reports that it has given
 up cached blocks of a later request: the longest unused go first.
 
-Reports lag behind by up to half a second, so a worker's load is the larger of what it reports and what this router
+Reports lag behind by up to 250 ms, so a worker's load is the larger of what it reports and what this router
 has given it. Draining workers get nothing new; the number of requests in flight is bounded.
 """
 
