@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, MemoryRefused
 from ipc.memory.device import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Source
@@ -40,6 +41,7 @@ class CudaMemory:
         self._cuda, self._device, self._context = cuda, device, context
         self._address, self.size, self._exported = address, size, exported
         self._open = True
+        self._staged: list[int] = []
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         self.stream = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
         self._aside = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
@@ -112,20 +114,10 @@ class CudaMemory:
 
     def store_word(self, offset: int, value: int) -> None:
         # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
-        with self._here():
-            self._store(self.stream, offset, value)
-
-    def _store(self, stream: int, offset: int, value: int) -> None:
         flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
-        stored = self._cuda.cuStreamWriteValue32(stream, self._address + offset, value, flag)
-        _checked(self._cuda, "cuStreamWriteValue32", stored)
-
-    def wait_word(self, offset: int, value: int) -> None:
-        # SYNC POINT: arena word, see `store_word`. GEQ compares around 2³².
-        flag = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
         with self._here():
-            waits = self._cuda.cuStreamWaitValue32(self.stream, self._address + offset, value, flag)
-            _checked(self._cuda, "cuStreamWaitValue32", waits)
+            stored = self._cuda.cuStreamWriteValue32(self.stream, self._address + offset, value, flag)
+            _checked(self._cuda, "cuStreamWriteValue32", stored)
 
     def word(self, offset: int) -> int:
         return self.words(offset, 1, 4)[0]
@@ -156,13 +148,17 @@ class CudaMemory:
         _checked(self._cuda, "cuStreamQuery", code)
         return True
 
-    def unblock(self, offset: int, value: int) -> None:
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Pinned: a copy to other memory would be waited for."""
         with self._here():
-            self._store(self._aside, offset, value)
-            self._wait_for(self._aside)
+            address = int(_checked(self._cuda, "cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
+        self._staged.append(address)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        array[:] = 0
+        return array
 
     def close(self) -> None:
-        """Waits for what is queued; whoever waits for a word that nobody stores must be unblocked before."""
+        """Waits for what is queued."""
         if not self._open:
             return
         self._open = False
@@ -171,6 +167,8 @@ class CudaMemory:
                 self._wait_for(self.stream)
             for stream in (self.stream, self._aside):
                 _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
+            for address in self._staged:
+                _checked(self._cuda, "cuMemFreeHost", self._cuda.cuMemFreeHost(address))
             if self._exported:
                 _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
             else:

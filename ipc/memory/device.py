@@ -4,22 +4,19 @@ Work on the memory is queued and done in order: on the host at once, on a GPU wh
 all that is promised, and all that is needed: a word that is stored after a write is seen after it.
 """
 
-import os
-import time
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ipc.errors import InvalidArgument, MemoryRefused, PeerLost
+from ipc.errors import InvalidArgument, MemoryRefused
 from ipc.memory import atomics
 from ipc.memory.shared import MemoryReference, Pid, SharedMemory
 
 MAX_BYTES = 1 << 40
 MAX_WORD = (1 << 32) - 1
 HANDLE_BYTES = 64  # of a CUDA IPC handle
-_WAIT_NS = 1_000_000_000
 
 
 class CudaReference(msgspec.Struct, frozen=True, tag=True):
@@ -99,9 +96,6 @@ class DeviceMemory(Protocol):
     def store_word(self, offset: int, value: int) -> None:
         """Queue a store that is seen after everything queued before."""
 
-    def wait_word(self, offset: int, value: int) -> None:
-        """Let what is queued next wait until the word is `value` or, counted around 2³², beyond it."""
-
     def word(self, offset: int) -> int:
         """The word as it is now, whatever is queued."""
 
@@ -114,8 +108,8 @@ class DeviceMemory(Protocol):
     def idle(self) -> bool:
         """Whether everything queued is done. Never waits; raises MemoryRefused if some of it failed."""
 
-    def unblock(self, offset: int, value: int) -> None:
-        """Store a word at once, past the queue: what waits for it goes on."""
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Host memory to `read` into while nobody waits; it goes with this one."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -155,14 +149,6 @@ class HostMemory:
         # SYNC POINT: arena word. The release keeps the copy before it; `word` acquires.
         atomics.store_release(self._memory.address + offset, value)
 
-    def wait_word(self, offset: int, value: int) -> None:
-        """Raises PeerLost after a second: on the host a word is stored before anybody is told to wait for it."""
-        end = time.monotonic_ns() + _WAIT_NS
-        while not reached(self.word(offset), value):
-            if time.monotonic_ns() > end:
-                raise PeerLost(f"the word at {offset} is {self.word(offset)} and did not become {value} within 1 s")
-            os.sched_yield()
-
     def word(self, offset: int) -> int:
         # SYNC POINT: arena word, see `store_word`.
         return atomics.load_acquire(self._memory.address + offset)
@@ -177,8 +163,8 @@ class HostMemory:
         """Always."""
         return True
 
-    def unblock(self, offset: int, value: int) -> None:
-        self.store_word(offset, value)
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.zeros(nbytes, np.uint8)
 
     def close(self) -> None:
         del self._bytes

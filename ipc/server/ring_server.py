@@ -42,40 +42,45 @@ class RingServer(SessionServer):
     def receive(self, limit: int = 256) -> list[Request]:
         """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
 
+        Those with vectors in the arena come when the vectors are out of it, be it later than others.
         Descriptors that cannot be served are answered here (status 'invalid_request' or 'stale_epoch') and do not
         appear; a client whose descriptors no correct client writes is evicted.
         """
         now = time.monotonic_ns()
         self._part()
-        self.look_at_late()
         requests: list[Request] = []
         desk, words, found = self.desk, self.desk.words, -1
-        left = 2 * limit  # some of what is found are no requests
-        while found != exchange.NONE and left and len(requests) < limit:
+        left, accepted = 2 * limit, 0  # some of what is found are no requests
+        while found != exchange.NONE and left and accepted < limit:
             left -= 1
             found = exchange.next_request(desk.address)
             if found == exchange.CANCEL:
-                self._cancel(words[exchange.ROW], words[exchange.REQUEST_ID])
+                row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
+                requests += [self._request(vector, now) for vector in self.arrived()]  # it may be one of them
+                self._cancel(row, request_id)
             elif found == exchange.EVICT:
                 self.evict(words[exchange.ROW])
             elif found == exchange.ACCEPTED:
                 place = desk.places[words[exchange.ROW]]
                 assert place is not None
-                vector = place.vectors[words[exchange.SLOT], : words[exchange.DIM]].copy()
-                requests.append(self._request(place, vector, now))
-            elif found == exchange.ARENA and (taken := self.take_from_arena()) is not None:
-                place = desk.places[words[exchange.ROW]]
-                assert place is not None
-                exchange.accept_request(desk.address)
-                requests.append(self._request(place, taken, now))
+                requests.append(self._request(place.vectors[words[exchange.SLOT], : words[exchange.DIM]], now))
+                exchange.release_request(desk.address)
+                accepted += 1
+            elif found == exchange.ARENA:
+                self.take_from_arena()
+                accepted += 1
+        requests += [self._request(vector, now) for vector in self.arrived()]
         desk.ring_bells()
         # Those who wait for an answer come first, but not for ever.
         if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
             self.housekeep(now)
         return requests
 
-    def _request(self, place: ClientPlace, vector: Float32s, now: int) -> Request:
+    def _request(self, vector: Float32s, now: int) -> Request:
+        """The one that the desk's words describe; the vector is copied."""
         words = self.desk.words
+        place = self.desk.places[words[exchange.ROW]]
+        assert place is not None
         session = self._sessions.get(place.handle)
         if session is None:
             session = self._sessions[place.handle] = _Session(place, {}, set())
@@ -85,11 +90,9 @@ class RingServer(SessionServer):
             served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
             words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
         )  # fmt: skip
-        request = Request(
-            place.handle, words[exchange.REQUEST_ID], spec, served.identity, words[exchange.ENQUEUE], now, vector
+        return Request(
+            place.handle, words[exchange.REQUEST_ID], spec, served.identity, words[exchange.ENQUEUE], now, vector.copy()
         )
-        exchange.release_request(self.desk.address)
-        return request
 
     def _cancel(self, row: int, request_id: int) -> None:
         place = self.desk.places[row]
@@ -109,7 +112,7 @@ class RingServer(SessionServer):
     @property
     def _ended(self) -> bool:
         self._part()
-        return bool(self._cancelled)
+        return bool(self._cancelled) or self.reading
 
     def cancellations(self) -> list[Cancel]:
         """Outstanding requests whose client cancelled them, or is gone, since the last call.

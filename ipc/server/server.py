@@ -1,16 +1,15 @@
 """The pool's side of sessions: who is attached, whose requests may be read, and sleeping until something comes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Self
 
-from ipc.errors import InvalidArgument, IpcError
+from ipc.errors import InvalidArgument, IpcError, MemoryRefused
 from ipc.ring import exchange
 from ipc.ring.descriptors import Float32s
 from ipc.ring.spin import SpinBudget
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
-from ipc.server.places import ClientPlace
 from ipc.server.reception import Reception
 from ipc.server.roster import Roster
 from ipc.session.device_arena import DeviceArena
@@ -62,7 +61,6 @@ class SessionServer:
         self._reception = Reception(endpoint)
         self._roster = Roster(self._reception, terms, max_clients, self._arena)
         self._clients = self._roster.clients
-        self._late: list[ClientPlace] = []  # those whose device is still at a vector
 
     def _terms(self, collections: Catalogue | Mapping[str, int]) -> Terms:
         if not isinstance(collections, Catalogue):
@@ -87,29 +85,34 @@ class SessionServer:
         if place is not None:
             self._roster.evict(place)
 
-    def take_from_arena(self) -> Float32s | None:
-        """The vector of the request found, which lies in the arena, out of it: `accept` and `release` it then.
+    def take_from_arena(self) -> None:
+        """The request found has its vector in the arena: it is accepted, and comes with `arrived`.
 
-        None: its client's device is still at it, or its client was evicted. Nobody else waits for it.
+        Its client is evicted if it names a place that it cannot have.
         """
         words = self.desk.words
         place = self.desk.places[words[exchange.ROW]]
         assert place is not None
         try:
-            if self._arena.is_written(place, words[exchange.SLOT]):
-                return self._arena.take(place, words[exchange.SLOT], words[exchange.DIM])
-            place.requests.pause()
-            self._late.append(place)
+            self._arena.put(place, words)
         except IpcError:
             self._roster.evict(place)
-        return None
+            return
+        exchange.accept_request(self.desk.address)
+        exchange.release_request(self.desk.address)
 
-    def look_at_late(self) -> bool:
-        """Have those looked at again whose vectors were not written yet. Whether there are any."""
-        late, self._late = self._late, []
-        for place in late:
-            place.requests.resume()
-        return bool(late)
+    def arrived(self) -> Iterator[Float32s]:
+        """Vectors out of the arena that are there by now; the desk's words are each one's request meanwhile."""
+        try:
+            yield from self._arena.arrived(self.desk.words)
+        except MemoryRefused:  # the device has failed, and with it whoever has vectors there
+            for place in set(self._arena.readers):
+                self._roster.evict(place)
+
+    @property
+    def reading(self) -> bool:
+        """Whether vectors are on their way out of the arena: look for them with `arrived`, and do not sleep."""
+        return self._arena.reading
 
     @property
     def clients(self) -> int:
@@ -122,14 +125,9 @@ class SessionServer:
         return self._roster.counts["malformed"]
 
     @property
-    def late(self) -> bool:
-        """Whether there are clients for `look_at_late`."""
-        return bool(self._late)
-
-    @property
     def _ended(self) -> bool:
         """Whether there is something to do that is in no ring."""
-        return self.desk.vacant
+        return self.desk.vacant or self.reading
 
     # ---- sleeping and sessions
 
@@ -143,7 +141,6 @@ class SessionServer:
         Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
         """
         begin = time.monotonic_ns()
-        self.look_at_late()
         if begin >= self._next_housekeeping:
             self.housekeep(begin)
         limit = int(timeout_ms * 1e6)

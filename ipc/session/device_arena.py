@@ -7,9 +7,11 @@ byte 0      magic | version | slots | stride | payload bytes | epoch | payload o
 offset      payload of slot 0 | of slot 1 | …                                               stride bytes each
 ```
 A client leases some slots for its session and has them to itself. It counts a generation for each use of a slot: it
-writes the payload, then stores the generation in `ready`, and tells the pool (slot, generation) in a descriptor; the
-pool waits for the word, copies the payload out, and stores the generation in `ack`: the slot is free again. Both words
-and both copies are ordered by the queue that they are put on (a CUDA stream), so nobody's host waits for a device.
+writes the payload, then stores the generation in `ready`, and tells the pool (slot, generation) in a descriptor. The
+pool copies the word out, then the payload; if the word was the generation, the payload is whole, and the pool stores
+the generation in `ack`: the slot is free again. If not, the client's device is still at it, and the pool copies anew.
+Words and copies of either side are ordered by the queue that they are put on (a CUDA stream), so nobody's host waits
+for a device.
 
 Generations go round 2³². A pool in its next life has another epoch and another arena: leases of the old one are stale.
 """
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, ProtocolViolation, RingFull, StaleEpoch
 from ipc.memory.device import MAX_BYTES, MAX_WORD, DeviceMemory, HostMemory, Reference, Source, reached
@@ -74,7 +77,8 @@ class DeviceArena:
         header = (MAGIC, VERSION, slots, self._stride, payload_bytes, epoch, self._offset, 0)
         memory.write(0, np.array(header, np.int64))
         memory.flush()
-        self._taken = [0] * slots  # generation that was taken out last
+        self._copies = memory.staging(slots * (_LINE + self._stride)).reshape(slots, _LINE + self._stride)
+        self._taken = [0] * slots  # generation that was claimed last
         self._owner = [0] * slots  # 0: free
         self._next_lease = 1
 
@@ -96,22 +100,32 @@ class DeviceArena:
         free = self._owner.count(0)
         raise RingFull(f"{count} neighbouring slots are wanted, {free} of {self.slots} are free, in pieces")
 
-    def is_written(self, lease: int, place: Place) -> bool:
-        """Whether the client has written this place by now. Raises as `take` does."""
-        self._check(lease, place)
-        return reached(self.memory.word(_ready(place.slot)), place.generation)
-
-    def take(self, lease: int, place: Place, target: Source) -> None:
-        """Queue: wait until the client has written this place, copy its payload to `target`, give the slot back.
+    def claim(self, lease: int, place: Place) -> None:
+        """A descriptor names this place: it is to be taken out, once.
 
         Raises ProtocolViolation for a place outside of the client's lease or not its slot's next generation.
         """
         self._check(lease, place)
-        slot, generation = place.slot, place.generation
-        self._taken[slot] = generation
-        self.memory.wait_word(_ready(slot), generation)
-        self.memory.read(self._offset + slot * self._stride, target)
-        self.memory.store_word(_ack(slot), generation)
+        self._taken[place.slot] = place.generation
+
+    def copy_out(self, place: Place) -> None:
+        """Queue: copy what a claimed place holds. Look at it with `taken_out` when the memory is idle."""
+        copy = self._copies[place.slot]
+        # SYNC POINT: arena word. The payload is read after the word; the client stores the word after the payload.
+        self.memory.read(_ready(place.slot), copy[:4])
+        self.memory.read(self._offset + place.slot * self._stride, copy[_LINE : _LINE + self.payload_bytes])
+
+    def taken_out(self, place: Place) -> npt.NDArray[np.uint8] | None:
+        """A place's payload, as long as nothing else is copied out of its slot; the client may have the slot again.
+
+        None: its device had not written it when it was copied.
+        """
+        copy = self._copies[place.slot]
+        if not reached(int(copy[:4].view(np.uint32)[0]), place.generation):
+            return None
+        self.memory.store_word(_ack(place.slot), place.generation)
+        payload: npt.NDArray[np.uint8] = copy[_LINE : _LINE + self.payload_bytes]
+        return payload
 
     def _check(self, lease: int, place: Place) -> None:
         slot, generation = place.slot, place.generation
@@ -122,15 +136,15 @@ class DeviceArena:
             raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
 
     def end_lease(self, lease: int) -> None:
-        """The client is gone: what still waits for it goes on (with what the slot holds), and its slots are free.
+        """The client is gone, and its slots are free.
 
-        Their generations jump, so that nothing the client may have stored, or stores late, passes for its successor's.
+        Their generations jump, so that what its device may still write never passes for the next client's.
         """
         for slot in range(self.slots):
             if self._owner[slot] == lease:
-                self._taken[slot] = (self._taken[slot] + _JUMP) & MAX_WORD
-                self.memory.unblock(_ready(slot), self._taken[slot])
                 self._owner[slot] = 0
+                self._taken[slot] = (self._taken[slot] + _JUMP) & MAX_WORD
+                self.memory.store_word(_ready(slot), self._taken[slot])  # never far behind
 
     @property
     def free_slots(self) -> int:

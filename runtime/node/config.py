@@ -186,6 +186,10 @@ class DecodeSection(KvHolder, frozen=True):
     probe_window_tokens: Annotated[int, Meta(ge=4, le=512)] = 48
 
 
+Doorbell = Literal["eventfd", "zeromq"]
+"""As `ipc` names them; it is not imported here."""
+
+
 class PoolSection(Placed, frozen=True):
     """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
 
@@ -217,7 +221,7 @@ class PoolSection(Placed, frozen=True):
     flush_prefill_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     flush_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
-    doorbell: Literal["eventfd", "zeromq"] = "eventfd"
+    doorbell: Doorbell = "eventfd"
 
     def prefill_target(self, slo: "SloSection") -> float:
         """L_pre,max in seconds."""

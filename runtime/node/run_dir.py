@@ -16,11 +16,11 @@ import pwd
 import stat
 import time
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
+from runtime.node.config import Doorbell
 from runtime.node.placement.plan import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
@@ -45,7 +45,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     collections: tuple[str, ...]
     logs: str = ""
     paths: tuple[str, ...] = ()
-    doorbell: Literal["eventfd", "zeromq"] = "eventfd"
+    doorbell: Doorbell = "eventfd"
 
 
 class RunDir:

@@ -21,7 +21,7 @@ from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
 from runtime.pool.tables import handle_of, new_tables, tables_at
 
-_LATE_NS = 50_000  # after which a vector that was not written yet is looked at again
+_LOOK_NS = 50_000  # how often vectors are looked for that are on their way out of the arena
 _LEARNT = 8  # times that a calibration is learnt: as much as so many extends
 _ROWS = 4096  # of clients, at most, that are to be evicted at a time
 
@@ -146,7 +146,9 @@ class PoolLoop:
         Raises what the engine raises when it fails.
         """
         self.forget_gone()
-        self._server.look_at_late()
+        if self._server.reading:
+            self._take_arrived()
+            until_ns = min(until_ns, time.monotonic_ns() + _LOOK_NS)
         return self._go_on(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
 
     def sleep(self, descriptor: int, at_most_ns: int, awake_ns: int, spin_ns: int) -> int:
@@ -167,27 +169,27 @@ class PoolLoop:
         """After what stopped the loop."""
         while True:
             if stopped == of.IN_ARENA:
-                self._take_from_arena()
-                if self._server.late:  # the rest goes on meanwhile
-                    until_ns = min(until_ns, time.monotonic_ns() + _LATE_NS)
+                self._server.take_from_arena()
+                self.forget_gone()
+                until_ns, spin_ns = min(until_ns, time.monotonic_ns() + _LOOK_NS), 0  # the rest goes on meanwhile
             elif stopped == of.TO_EVICT:
                 self._evict()
             elif stopped == of.ENGINE_FAILED:
                 self._backend.check()
                 raise RuntimeError("the engine has failed and does not say why")
-            else:
+            elif not (self._server.reading and self._take_arrived()):
                 self._server.desk.ring_bells()
                 return stopped
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
 
-    def _take_from_arena(self) -> None:
-        vector = self._server.take_from_arena()
-        self.forget_gone()
-        if vector is not None:
-            address = self._server.desk.address
-            exchange.accept_request(address)
+    def _take_arrived(self) -> bool:
+        """What was asked with vectors in the arena that are out of it by now. Whether there was any."""
+        any_came = False
+        for vector in self._server.arrived():
             _take_in(self.words, self._handle, vector, time.monotonic_ns())
-            exchange.release_request(address)
+            any_came = True
+        self.forget_gone()
+        return any_came
 
     def _evict(self) -> None:
         count = int(self.words[of.EVICT])

@@ -108,7 +108,7 @@ class Pool:
     @property
     def busy(self) -> bool:
         """Whether a query is in the pool."""
-        return self._loop.busy
+        return self._loop.busy or self._server.reading
 
     def step(self) -> None:
         """One turn of the loop, and what Python does between two."""
@@ -118,13 +118,12 @@ class Pool:
         if stopped == IDLE or now >= self._control_ns:
             self._control_ns = now + self._timing.control_ns
             self._control(now)
-        if stopped == IDLE and not self._server.late:
+        if stopped == IDLE and not self._server.reading:
             self._rest(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""
         self._table.beat()
-        self._server.look_at_late()
         self._server.housekeep(now)
         self._loop.forget_gone()
         self._turn_knobs()

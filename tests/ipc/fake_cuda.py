@@ -29,6 +29,7 @@ class FakeCuda:
 
         self._real = driver
         self._memory: dict[int, SharedMemory] = {}
+        self._pinned: dict[int, Any] = {}
         self._next = 100
         self._lazy, self._copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
@@ -161,10 +162,16 @@ class FakeCuda:
         ctypes.c_uint32.from_address(address).value = value
         return self._done()
 
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
         assert self.contexts == [1]
-        self.calls.append(("wait", stream, address, value, flags))
-        assert (ctypes.c_uint32.from_address(address).value - value) % 2**32 < 2**31, "this would wait for ever here"
+        self.calls.append(("pin", size, flags))
+        pinned = ctypes.create_string_buffer(size)
+        self._pinned[ctypes.addressof(pinned)] = pinned
+        return self._done(ctypes.addressof(pinned))
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append(("unpin", address))
+        del self._pinned[address]
         return self._done()
 
 

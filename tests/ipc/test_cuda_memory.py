@@ -23,18 +23,21 @@ def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own
     arena = DeviceArena(owner, 2, 64, 1)
     number, lease = arena.lease(2)
     client = LeasedSlots(peer, lease)
-    query, slot_of_engine = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+    query = np.arange(16, dtype=np.float32)
     cuda.calls.clear()
     place = client.write(DeviceSpan(query.ctypes.data, query.nbytes))
-    arena.take(number, place, DeviceSpan(slot_of_engine.ctypes.data, 64))
-    wrote, stored, waited, read, acked = cuda.calls
+    arena.claim(number, place)
+    arena.copy_out(place)
+    found = arena.taken_out(place)
+    wrote, stored, word, payload, acked = cuda.calls  # nobody waits for anything
     assert (wrote, stored[:2]) == (("on device", peer.stream, 64), ("store", peer.stream))
-    assert waited[:2] == ("wait", owner.stream)
+    assert (word, payload) == (("to host", owner.stream, 4), ("to host", owner.stream, 64))
+    assert acked[:2] == ("store", owner.stream)
     base, theirs = (memory.__cuda_array_interface__["data"][0] for memory in (owner, peer))
-    assert waited[2] - base == stored[2] - theirs  # the same word, each where it has mapped it …
-    assert waited[3:] == stored[3:]  # … and generation; flags 0: with a barrier, and at least
-    assert (read, acked[:2]) == (("on device", owner.stream, 64), ("store", owner.stream))
-    assert slot_of_engine.tolist() == query.tolist()
+    assert acked[2] - base == stored[2] - theirs + 64  # the words of one slot, each where it is mapped …
+    assert acked[3:] == stored[3:]  # … and its generation; flags 0: with a barrier
+    assert found is not None
+    assert found.view(np.float32).tolist() == query.tolist()
 
 
 def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
@@ -44,10 +47,12 @@ def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
     arena.lease(2)
     number, lease = arena.lease(7)
     client = LeasedSlots(CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda), lease)
-    row, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+    row = np.arange(16, dtype=np.float32)
     places = [client.write(row) for _ in range(7)]
     for place in (places[6], places[2]):
-        arena.take(number, place, out)
+        arena.claim(number, place)
+        arena.copy_out(place)
+        assert arena.taken_out(place) is not None
     cuda.calls.clear()
     again = {client.write(row).slot for _ in range(2)}
     assert again == {places[6].slot, places[2].slot}
@@ -57,10 +62,10 @@ def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
     assert [call[0] for call in cuda.calls].count("to host") == 2
 
 
-def test_looking_at_a_word_and_unblocking_do_not_queue_behind_a_stream_that_waits() -> None:
+def test_looking_at_a_word_does_not_queue_behind_what_the_stream_has_to_do() -> None:
     cuda, owner, _ = ends()
+    owner.store_word(64, 7)
     cuda.calls.clear()
-    owner.unblock(64, 7)
     assert owner.word(64) == 7
     streams = {call[1] for call in cuda.calls}
     assert len(streams) == 1
@@ -76,6 +81,7 @@ def test_memory_is_exported_once_opened_lazily_closed_by_the_client_and_freed_by
     assert names.count("export") == names.count("open") == names.count("close") == names.count("free") == 1
     assert names.count("destroy") == 4
     assert names.index("close") < names.index("free")
+    assert names.count("pin") == names.count("unpin")
     with pytest.raises(MemoryRefused, match="until it closes it"):
         _ = owner.reference
 
@@ -144,8 +150,8 @@ def test_the_threads_own_context_is_current_again_after_every_call() -> None:
     cuda, owner, peer = ends()
     assert cuda.contexts == []
     owner.write(0, np.arange(4, dtype=np.float32))
-    owner.unblock(64, 1)
-    owner.wait_word(64, 1)
+    owner.store_word(64, 1)
+    owner.read(64, owner.staging(4))
     assert peer.word(64) == 1
     peer.flush()
     cuda.cuMemcpyHtoDAsync = lambda *_: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ipc import (
     InvalidArgument,
     MemoryRefused,
-    PeerLost,
     ProtocolViolation,
     RingConsumer,
     RingFull,
@@ -94,10 +93,13 @@ def vector(number: int) -> np.ndarray:
 
 
 def taken(arena: DeviceArena, lease: int, place: Place) -> list[float]:
-    out = np.zeros(DIM, np.float32)
-    arena.take(lease, place, out)
+    """As the pool takes it out."""
+    arena.claim(lease, place)
+    arena.copy_out(place)
     arena.memory.flush()
-    found: list[float] = out.tolist()
+    payload = arena.taken_out(place)
+    assert payload is not None
+    found: list[float] = payload.view(np.float32).tolist()
     return found
 
 
@@ -106,6 +108,44 @@ def test_what_a_client_writes_the_pool_takes_out_in_any_order(ends: Ends) -> Non
     places = [client.write(vector(number)) for number in range(4)]
     for number in (2, 0, 3, 1):
         assert taken(arena, lease, places[number]) == vector(number).tolist()
+
+
+def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(ends: Ends) -> None:
+    arena, client, lease = ends()
+    memory, stores = client._memory, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "store_word", lambda *word: stores.append(word))
+        place = client.write(vector(7))
+    arena.claim(lease, place)
+    for _ in range(2):
+        arena.copy_out(place)
+        arena.memory.flush()
+        assert arena.taken_out(place) is None
+    assert arena.memory.word(128) == 0, "it is not the client's again"
+    memory.store_word(*stores[0])
+    memory.flush()
+    arena.copy_out(place)
+    arena.memory.flush()
+    payload = arena.taken_out(place)
+    assert payload is not None
+    assert payload.view(np.float32).tolist() == vector(7).tolist()
+    arena.memory.flush()
+    assert arena.memory.word(128) == place.generation
+
+
+def test_a_slot_that_was_leased_for_ages_and_never_written_is_not_taken_for_written(pair: Pair) -> None:
+    owner, peer = pair(arena_bytes(1, 4 * DIM))
+    arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
+    for _ in range(3000):  # of leases, each of which jumps by 2²⁰
+        lease, lent = arena.lease(1)
+        place = Place(0, (lent.generations[0] + 1) & MAX_WORD)
+        arena.claim(lease, place)
+        arena.copy_out(place)
+        owner.flush()
+        assert arena.taken_out(place) is None
+        arena.end_lease(lease)
+    peer.close()
+    arena.close()
 
 
 def test_a_full_lease_refuses_and_goes_on_when_the_pool_has_taken_one(ends: Ends) -> None:
@@ -186,7 +226,7 @@ def test_generations_go_round(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(1, 4 * DIM))
     arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
     arena._taken = [MAX_WORD - 1]
-    owner.unblock(64, MAX_WORD - 1)
+    owner.store_word(64, MAX_WORD - 1)
     lease, lent = arena.lease(1)
     client = LeasedSlots(peer, lent)
     generations = []
@@ -243,14 +283,6 @@ def test_a_payload_that_is_too_long_is_refused(ends: Ends) -> None:
     _, client, _ = ends()
     with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
         client.write(np.zeros(DIM + 1, np.float32))
-
-
-def test_on_the_host_a_word_that_does_not_come_is_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipc.memory.device._WAIT_NS", 0)
-    memory = HostMemory.create(4096)
-    with pytest.raises(PeerLost, match="the word at 64 is 0 and did not become 1"):
-        memory.wait_word(64, 1)
-    memory.close()
 
 
 def test_gpu_memory_is_not_copied_to_an_arena_on_the_host() -> None:

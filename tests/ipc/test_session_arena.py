@@ -92,7 +92,7 @@ def test_when_all_slots_of_the_arena_are_in_use_vectors_go_into_the_ring_and_non
     with pool_with(memory, 1, 1) as (server, _), attach(server, arena=True) as client:
         for seed in range(SLOTS):
             ask(client, seed=seed)
-        found = server.receive()
+        found = sorted(server.receive(), key=lambda request: request.request_id)
         assert all(np.array_equal(request.vector, vector(seed)) for seed, request in enumerate(found))
         assert len(found) == SLOTS
 
@@ -193,7 +193,7 @@ def test_a_client_that_does_not_ask_for_the_arena_takes_no_slots_of_it(pool: tup
         assert np.array_equal(server.receive()[0].vector, vector(3))
 
 
-def test_a_request_waits_in_the_ring_until_its_vector_is_written_and_others_do_not_wait_for_it(
+def test_a_request_waits_until_its_vector_is_written_and_others_do_not_wait_for_it(
     pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = pool
@@ -212,6 +212,65 @@ def test_a_request_waits_in_the_ring_until_its_vector_is_written_and_others_do_n
         (request,) = server.receive()
         assert request.request_id == late
         assert np.array_equal(request.vector, vector(1))
+
+
+def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_their_way(
+    gpu_pool: tuple[RingServer, FakeCuda],
+) -> None:
+    server, cuda = gpu_pool
+    vectors = [vector(seed) for seed in range(SLOTS)]
+    with attach(server, arena=True) as there, attach(server) as other:
+        for one in vectors:
+            there.submit(span(one), SearchSpec("docs", 1))
+        cuda._lazy = True
+        cuda.calls.clear()
+        for seed in range(SLOTS):
+            late = ask(other, seed=50 + seed)
+            (request,) = server.receive()
+            assert (request.request_id, request.client) == (late, 2)
+            server.publish(request.client, request.request_id)
+            assert len(other.poll()) == 1
+        assert server.wait(60_000), "there is something to look for: this is no time to sleep"
+        cuda.run()
+        found = server.receive()
+        assert len(found) == SLOTS
+        assert all(np.array_equal(request.vector, one) for request, one in zip(found, vectors, strict=True))
+        assert "synchronise" not in {call[0] for call in cuda.calls}
+        assert server.statistics().outstanding == SLOTS
+        cuda._lazy = False
+
+
+def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
+    server, cuda = gpu_pool
+    one = vector(1)
+    with attach(server, arena=True) as gone:
+        gone.submit(span(one), SearchSpec("docs", 1))
+        cuda._lazy = True
+        assert server.receive() == []
+    while server.clients:
+        server.wait(1)
+    with attach(server, arena=True) as next_one:
+        cuda.run()
+        cuda._lazy = False
+        next_one.submit(span(one), SearchSpec("docs", 1))
+        (request,) = server.receive()
+        assert request.client == 2
+        assert np.array_equal(request.vector, one)
+
+
+def test_a_device_that_fails_costs_those_their_session_who_have_vectors_there(
+    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, cuda = gpu_pool
+    one = vector(1)
+    with attach(server, arena=True) as there, attach(server) as other:
+        there.submit(span(one), SearchSpec("docs", 1))
+        code = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        monkeypatch.setattr(cuda, "cuStreamQuery", lambda stream: (code,), raising=False)
+        assert server.receive() == []
+        assert server.statistics().evicted == 1
+        ask(other, seed=2)
+        assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
 @pytest.mark.parametrize("place", [Place(SLOTS - 1, 9), Place(1 << 30, 1), Place(0, 0)])

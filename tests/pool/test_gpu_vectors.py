@@ -97,6 +97,29 @@ def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_i
     assert staged() == []
 
 
+def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
+    start: Start, staged: Staged, queries: Vectors, nearest: Nearest
+) -> None:
+    client, (pool,) = start(16)
+    with pool.held():
+        assert pool.pool._arena is not None
+        cuda: Any = pool.pool._arena.memory._cuda  # type: ignore[attr-defined]
+        cuda._lazy, cuda._copies_per_query = True, 1  # its stream does one copy after each look at it
+        cuda.calls.clear()
+    asked = {}
+    for number in range(24):
+        query = OnGpu(queries[number]) if number % 2 else queries[number]
+        asked[client.submit(query, 4, **ASKED)] = number
+    for ticket, result in collect(client, len(asked)).items():
+        assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
+    with pool.held():
+        names = [call[0] for call in cuda.calls]
+        cuda._lazy = False
+    assert names.count("to host") >= 2 * 12
+    assert "synchronise" not in names
+    assert staged() == []
+
+
 def test_a_pool_without_an_arena_gets_them_through_the_host(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,9 @@ import pytest
 from gpu import GraphIndex
 from ipc import SearchSpec
 from ipc.ring.doorbell import EventfdBell, ZmqSleeper
+from ipc.session.messages import DOORBELLS
 from runtime.errors import InvalidRequest
+from runtime.node.config import Doorbell
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.pool.loop import IDLE
@@ -102,6 +104,10 @@ def test_the_pool_and_its_clients_wake_each_other_as_configured(
             found = [client.search(query, 5, collection="docs", top_m=400).ids.tolist() for query in queries]
             assert found == wanted
     held.release()
+
+
+def test_the_configuration_names_every_doorbell_that_there_is() -> None:
+    assert get_args(Doorbell) == DOORBELLS
 
 
 def test_what_was_asked_once_with_a_number_is_not_asked_with_what_only_equals_it(
