@@ -36,7 +36,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(layer_of(item.nodeid))
+        layer = layer_of(item.nodeid)
+        item.add_marker(layer)
+        if layer == "e2e" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))  # whole nodes, side by side, on a machine that others keep busy
         if budget.examples > budget.USUAL and "tests/fuzz/" in item.nodeid:
             item.add_marker(pytest.mark.timeout(0))  # the long form takes as long as it takes
     if hasattr(config, "workerinput"):  # side by side: what takes long begins first, or the end waits for it alone
