@@ -4,6 +4,7 @@ OWN = ("serve", "status", "top", "restart", "stop")  # of `launchers.main`
 
 ELSEWHERE = {  # commands and groups of commands: module and name
     "index": ("index_commands", "index_app"),
+    "live": ("live_commands", "live_app"),
     "dashboards": ("dashboard_commands", "dashboards_app"),
     "workers": ("workers_commands", "workers_app"),
     "search": ("index_commands", "search"),

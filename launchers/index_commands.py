@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from launchers.live_commands import show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError
 from runtime.node.placement.plan import nodes_dir
@@ -25,6 +26,7 @@ from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, name_
 from runtime.retrieval.ingestion.ingest import Ingested, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES
+from runtime.retrieval.live.manifest import is_live
 from runtime.retrieval.recall import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
@@ -210,6 +212,9 @@ def reload(
 @index_app.command()
 def info(directory: Directory) -> None:
     """Show what a collection is."""
+    if is_live(directory):
+        show_info(directory)
+        return
     found = Collection.info(directory)
     documents = f"yes, {found.document_bytes / 1e6:,.1f} MB" if found.document_bytes else "no"
     for name, value in {
@@ -229,6 +234,9 @@ def info(directory: Directory) -> None:
 @index_app.command()
 def verify(directory: Directory) -> None:
     """Compare every file of a collection with its checksum."""
+    if is_live(directory):
+        show_verified(directory)
+        return
     Collection.verify(directory)
     print(f"{directory}: every file is as it was built")
 

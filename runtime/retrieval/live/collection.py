@@ -10,6 +10,7 @@ from gpu.errors import GpuError
 from gpu.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
+from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.log import LogWriter, log_path
 from runtime.retrieval.live.manifest import (
@@ -48,7 +49,7 @@ def create(
     metric: str = "cosine",
     dtype: str = "float32",
     degree: int = 32,
-    embedder: str | None = None,
+    embedder: EmbedderSpec | None = None,
     demanded: str | None = None,
     schema: Schema | None = None,
     disk: Disk | None = None,

@@ -12,6 +12,7 @@ from gpu.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
 from runtime.retrieval.collections.manifest import FileFacts
+from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 
 DESCRIPTION, MANIFEST = "collection.json", "MANIFEST"
@@ -34,7 +35,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metric: str
     dtype: str = "float32"
     degree: int = 32
-    embedder: str | None = None
+    embedder: EmbedderSpec | None = None
     demanded: str | None = None
     schema: dict[str, Kind] = {}
     kind: str = "live"

@@ -1,0 +1,198 @@
+"""`trinity live …`: collections that take documents and give them up, from the command line."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import typer
+
+from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
+from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
+from runtime.retrieval.live import collection
+from runtime.retrieval.live.manifest import read_description
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writer import LiveWriter, Upserted
+
+live_app = typer.Typer(help="Live collections: documents come and go while they are searched.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(help="The collection's directory.")]
+Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]
+_MAX_LINE = 64 << 20
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    text: str = ""
+    title: str = ""
+    attributes: dict[str, str | int | float | bool | list[str]] = {}
+    vector: list[float] | None = None
+
+
+@live_app.command()
+def create(
+    directory: Directory,
+    embedder: Annotated[str, typer.Option(help="What turns texts into vectors; see `trinity index build`.")] = "",
+    embedder_model: Annotated[str, typer.Option(help="Of a server: what it calls the embedder.")] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    dim: Annotated[int, typer.Option(help="Length of vectors that come ready, without an embedder.")] = 0,
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="What near means.")] = "cosine",
+    dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept.")] = "float32",
+    degree: Annotated[int, typer.Option(help="Edges a node of a segment's graph, 2 to 512.")] = 32,
+    demand: Annotated[str, typer.Option(help="An attribute that every search must bind by its filter.")] = "",
+) -> None:
+    """Make an empty live collection."""
+    if bool(dim) == bool(embedder) and dim:
+        raise BuildRefused("give --embedder or --dim, not both")
+    spec = None
+    if not dim:
+        spec, model = choose_embedder(embedder or DEFAULT_EMBEDDER, model=embedder_model, key_file=embedder_key_file)
+        dim = model.dim
+    collection.create(directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None)
+    print(f"{directory}: an empty collection of vectors of {dim} dimensions")
+
+
+@live_app.command()
+def upsert(
+    directory: Directory,
+    source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
+    batch: Annotated[int, typer.Option(help="Documents stored at once.", min=1, max=4096)] = 256,
+    threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
+) -> None:
+    """Store documents, in the place of those with their ids. What was stored stays stored if a later one is refused."""
+    begin, stored = time.monotonic(), 0
+    spec = read_description(directory).embedder
+    embedder = None if spec is None else load_embedder(spec, threads=threads, for_a_build=True)
+    with LiveWriter(directory, embedder=embedder, threads=threads) as writer:
+        if writer.repaired:
+            print(writer.repaired, file=sys.stderr)
+        waiting: list[Upserted] = []
+        for document in _documents(source):
+            waiting.append(document)
+            if len(waiting) == batch:
+                stored += _stored(writer, waiting)
+                waiting = []
+        stored += _stored(writer, waiting)
+        print(f"{stored:,} documents stored in {time.monotonic() - begin:.1f} s; {writer.state.count:,} are there")
+
+
+@live_app.command()
+def delete(
+    directory: Directory,
+    ids: Annotated[list[str] | None, typer.Argument(help="Of documents.")] = None,
+    wanted: Filtered = "",
+) -> None:
+    """Delete documents by id, or all that pass a filter."""
+    if bool(ids) == bool(wanted):
+        raise InvalidDocument("give ids, or --filter")
+    with LiveWriter(directory, background=False) as writer:
+        gone = writer.delete(ids) if ids else writer.delete_where(_filter(wanted))
+        print(f"{gone:,} documents deleted; {writer.state.count:,} are there")
+
+
+@live_app.command()
+def flush(directory: Directory) -> None:
+    """Seal what is in the log only, so that it is searched by a graph."""
+    with LiveWriter(directory, background=False) as writer:
+        writer.flush()
+        print(f"{directory}: {len(writer.state.segments)} segments")
+
+
+@live_app.command()
+def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
+    """Make one segment of everything, without what is deleted."""
+    with LiveWriter(directory, background=False, threads=threads) as writer:
+        writer.compact()
+        print(f"{directory}: {writer.state.count:,} documents in one segment")
+
+
+@live_app.command()
+def search(
+    directory: Directory,
+    text: Annotated[str, typer.Argument(help="What to look for.")],
+    k: Annotated[int, typer.Option(help="Documents to find.", min=1, max=1000)] = 5,
+    wanted: Filtered = "",
+) -> None:
+    """Show the documents that are nearest to a text."""
+    spec = read_description(directory).embedder
+    if spec is None:
+        raise CollectionError(f"{directory} has no embedder: its vectors come ready, and a text cannot be looked for")
+    vector = load_embedder(spec).embed([text], "query")
+    with LiveReader(directory) as reader:
+        rows, distances = reader.search(vector, k, max(64, k), wanted=_filter(wanted) if wanted else None)
+        found = reader.documents(rows[0][rows[0] >= 0].tolist())
+    for document, distance in zip(found, distances[0], strict=False):
+        if document is not None:
+            words = " ".join(f"{document.title} {document.text}".split())
+            print(f"{distance:.4f}  {document.id}  {words[:100]}")
+
+
+def show_info(directory: Path) -> None:
+    """`trinity index info` of a live collection."""
+    found = collection.info(directory)
+    description = found.description
+    deleted = sum(gone for _, _, gone in found.segments)
+    for name, value in {
+        "kind": "live",
+        "documents": f"{found.documents:,}",
+        "segments": ", ".join(f"{number}: {rows:,}" for number, rows, _ in found.segments) or "none",
+        "tombstones": f"{deleted:,}",
+        "log": f"{found.growing:,} rows, {found.log_bytes / 1e6:,.1f} MB",
+        "on disk": f"{found.disk_bytes / 1e6:,.1f} MB",
+        "dimensions": description.dim,
+        "metric": description.metric,
+        "dtype": description.dtype,
+        "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(found.schema.items())) or "none",
+        "demanded": description.demanded or "none",
+    }.items():
+        print(f"{name:11} {value}")
+    if found.torn_bytes:
+        print(f"the last {found.torn_bytes} bytes of the log are no whole record; the next writer will cut them")
+
+
+def show_verified(directory: Path) -> None:
+    """`trinity index verify` of a live collection."""
+    torn = collection.verify(directory)
+    print(f"{directory}: every file is as it was written")
+    if torn:
+        print(torn)
+
+
+def _stored(writer: LiveWriter, documents: list[Upserted]) -> int:
+    try:
+        return writer.upsert(documents)
+    except Overloaded:  # faster than segments are built beside
+        writer.flush()
+        return writer.upsert(documents)
+
+
+def _documents(source: Path) -> Iterator[Upserted]:
+    decoder = msgspec.json.Decoder(_Line)
+    try:
+        with sys.stdin.buffer if str(source) == "-" else source.open("rb") as file:
+            number = 0
+            while line := file.readline(_MAX_LINE):
+                number += 1
+                if not line.strip():
+                    continue
+                try:
+                    found = decoder.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise InvalidDocument(f"{source}, line {number}: {error}") from error
+                vector = None if found.vector is None else np.array(found.vector, np.float32)
+                yield Upserted(found.id, found.text, found.title, found.attributes, vector)
+    except OSError as error:
+        raise CollectionError(f"{source} cannot be read: {error.strerror}") from error
+
+
+def _filter(text: str) -> Filter:
+    if len(text) > 1 << 20:
+        raise InvalidFilter("the filter is longer than 1 MiB")
+    try:
+        return parse_filter(msgspec.json.decode(text))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidFilter(f"the filter is not JSON: {error}") from error

@@ -1,0 +1,84 @@
+"""`trinity live` from an empty directory to a filtered answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from launchers.main import command_line
+from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, OutputRefused
+from runtime.retrieval.live.log import log_path
+
+
+def _trinity(*arguments: object) -> str:
+    done = CliRunner().invoke(command_line(), [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def _lines(path: Path, *documents: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tmp_path: Path) -> None:
+    docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
+    assert "256 dimensions" in _trinity("live", "create", docs, "--embedder", "hashing-256", "--demand", "tenant")
+    _lines(
+        file,
+        {"id": "1", "text": "a red fox", "attributes": {"tenant": "a", "year": 1}},
+        {"id": "2", "text": "a red fox", "attributes": {"tenant": "b", "year": 2}},
+        {"id": "3", "text": "a grey wolf", "attributes": {"tenant": "a", "year": 3}},
+    )
+    assert "3 documents stored" in _trinity("live", "upsert", docs, file)
+    mine = json.dumps({"type": "eq", "key": "tenant", "value": "a"})
+    found = _trinity("live", "search", docs, "red fox", "--filter", mine).splitlines()
+    assert [line.split()[1] for line in found] == ["1", "3"]
+
+    _trinity("live", "upsert", docs, _lines(file, {"id": "1", "text": "a green frog", "attributes": {"tenant": "a"}}))
+    assert "1 segments" in _trinity("live", "flush", docs)
+    assert "green frog" in _trinity("live", "search", docs, "green frog", "--filter", mine).splitlines()[0]
+    later = json.dumps({"type": "gte", "key": "year", "value": 3})
+    assert "1 documents deleted; 2 are there" in _trinity("live", "delete", docs, "--filter", later)
+    assert "1 documents deleted; 1 are there" in _trinity("live", "delete", docs, "2", "none")
+    assert "tombstones  2" in _trinity("index", "info", docs)
+    assert "1 documents in one segment" in _trinity("live", "compact", docs)
+    info = _trinity("index", "info", docs)
+    assert "tombstones  0" in info
+    assert "attributes  tenant (string), year (integer)" in info
+    assert "as it was written" in _trinity("index", "verify", docs)
+
+
+def test_a_torn_log_is_said_before_and_when_it_is_cut(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    _trinity("live", "create", docs, "--embedder", "hashing-16")
+    _trinity("live", "upsert", docs, _lines(tmp_path / "a.jsonl", {"id": "1", "text": "x"}))
+    with log_path(docs, 0).open("ab") as file:
+        file.write(b"torn")
+    assert "the last 4 bytes" in _trinity("index", "verify", docs)
+    assert "the last 4 bytes" in _trinity("index", "info", docs)
+    _trinity("live", "flush", docs)
+    assert "the last" not in _trinity("index", "verify", docs)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
+    refused: list[tuple[type[Exception], tuple[object, ...]]] = [
+        (BuildRefused, ("live", "create", docs, "--dim", 20_000)),
+        (BuildRefused, ("live", "create", docs, "--dim", 3, "--embedder", "hashing-16")),
+    ]
+    _trinity("live", "create", tmp_path / "there", "--dim", "3")
+    refused += [
+        (OutputRefused, ("live", "create", tmp_path / "there", "--dim", 3)),
+        (CollectionError, ("live", "search", tmp_path / "there", "x")),
+        (CollectionError, ("live", "flush", tmp_path)),
+        (InvalidDocument, ("live", "upsert", tmp_path / "there", _lines(file, {"id": "1", "colour": {}}))),
+        (InvalidDocument, ("live", "delete", tmp_path / "there")),
+        (InvalidFilter, ("live", "delete", tmp_path / "there", "--filter", "{")),
+        (InvalidFilter, ("live", "delete", tmp_path / "there", "--filter", "[" * 100_000)),
+    ]
+    for kind, arguments in refused:
+        with pytest.raises(kind):
+            _trinity(*arguments)
