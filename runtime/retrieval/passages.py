@@ -14,5 +14,9 @@ class Passage(msgspec.Struct, frozen=True):
     id: str
     title: str
     distance: float
-    text: str
+    text: str = ""
     attributes: Attributes = {}
+
+    def cited(self) -> "Passage":
+        """Without its text: what a client is told of a passage that its answer uses."""
+        return msgspec.structs.replace(self, text="")

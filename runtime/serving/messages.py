@@ -101,7 +101,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
-    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens.
+    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens; their texts
+    stay with the worker, no client is told them.
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted` are a probe's tokens as they went into the context: before the token that was the last one then.

@@ -129,6 +129,7 @@ def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
         assert inserted, "some probe brought something new"
         assert all(len(search.inserted) <= 90 for search in inserted)
         ids = [passage.id for search in told.searches for passage in search.passages]
+        assert not any(passage.text for search in told.searches for passage in search.passages), "texts stay here"
         assert len(ids) == len(set(ids)), "no passage comes twice"
         # Between two insertions the answer must be what a fresh run on the tokens before says.
         places = [search.at_token for search in inserted]

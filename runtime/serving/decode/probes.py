@@ -94,7 +94,7 @@ class Probes:
         row.context[-1:-1] = chunk.tokens
         row.build = found.build
         row.seen.update(passage.id for passage in chunk.used)
-        return Retrieved(row.id, chunk.used, row.generated, tuple(chunk.tokens))
+        return Retrieved(row.id, tuple(used.cited() for used in chunk.used), row.generated, tuple(chunk.tokens))
 
     def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Note what the row's probe took."""

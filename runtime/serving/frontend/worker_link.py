@@ -50,7 +50,7 @@ from runtime.serving.messages import (
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 8 << 20  # of one message from a worker: k passages with their text are the largest
+MAX_MESSAGE_BYTES = 8 << 20  # of one message from a worker: a long prompt's tokens are the largest
 MAX_WORKERS = 256
 MAX_NAME = 128
 TICK_SECONDS = 0.1

@@ -200,7 +200,7 @@ class PrefillWorker:
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, prompt.used, stages=job.stages))
+        self._link.send(Retrieved(job.id, tuple(used.cited() for used in prompt.used), stages=job.stages))
         self._waiting.append(job)
 
     # ---- prefill
