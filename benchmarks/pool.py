@@ -3,13 +3,17 @@
     python -m benchmarks.pool --data DIR [--rounds 3] [--seconds 3] [--out benchmarks/results/pool]
     python -m benchmarks.pool --quick
 
+Over MiniLM's 70,639 vectors of 384 dimensions, and throughput also over 8,000 of 64 (`--quick`: everything over these).
+
 Real pool processes, clients and the bare engine on one machine (`benchmarks/pool_processes.py`), configured as it
 ships. Every round runs everything, one after the other; figures are medians over rounds. Latencies are from the
 client's enqueue to the pool's publish, so they leave out when a client looks, which shares its core with the other one.
 Throughputs are per second of CPU time that the pool's (or the engine's) process got, so that neighbours do not count.
 
-- throughput: clients keep 240 queries each outstanding; against `CpuEngine` alone in one process on the pool's core,
-  before and after.
+- throughput: clients keep 240 queries each outstanding; against the engine alone in one process on the pool's core,
+  before and after, run to completion and stepwise, over the same queries in as random an order. The loop's own time:
+  all that the pool does between two extends (a query's preparation and Python's part too), once with the usual queries
+  and once with short ones, as so much a query and so much a step.
 - overload: one client asks prefill queries at random times, 15% of what the pool can do; the other decode
   queries at twice what the pool can do (what its ring does not take is dropped).
 - mixed: both clients ask decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
@@ -40,6 +44,7 @@ from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring
+_SHORT = (1.0, 10, 32, 4)
 _SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
 
 Found = dict[str, float]
@@ -57,11 +62,34 @@ def one_round(bench: Bench, seconds: float, seed: int) -> Found:
 
 def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
     full = [Load("decode", seconds, (bench.usual,), window=_WINDOW, seed=seed + n) for n in range(2)]
+    short = [load._replace(kinds=(_SHORT,)) for load in full]
     before = bench.engine()
-    capacity = _per_second(bench.ask("trinity", *full))
+    capacity, usual = _own_time(bench, full)
     cpu = bench.cpu
-    engine = (before + bench.engine()) / 2
-    return {"engine_per_cpu_s": engine, "pool_per_cpu_s": capacity / cpu, "pool_per_s": capacity, "pool_cpu": cpu}
+    after = bench.engine()
+    _, other = _own_time(bench, short)
+    # loop seconds = queries · a + steps · b, of two runs that differ in steps a query
+    a, b = np.linalg.solve([usual[:2], other[:2]], [usual[2], other[2]]) * 1e6
+    return {
+        "engine_per_cpu_s": (before[0] + after[0]) / 2,
+        "stepwise_per_cpu_s": (before[1] + after[1]) / 2,
+        "pool_per_cpu_s": capacity / cpu,
+        "pool_per_s": capacity,
+        "pool_cpu": cpu,
+        "loop_us_a_query": float(a),
+        "loop_us_a_step": float(b),
+        "extend_us_a_query": usual[3] / usual[0] * 1e6,
+        "steps_a_query": usual[1] / usual[0],
+    }
+
+
+def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
+    """Queries a second; and the pool's queries, steps, and seconds beside extends and in them."""
+    before = bench.counters("trinity")
+    capacity = _per_second(bench.ask("trinity", *loads))
+    after = bench.counters("trinity")
+    names = ("queries_decode", "extends", "loop_seconds", "extend_seconds")
+    return capacity, [after[name] - before[name] for name in (f"trinity_pool_{name}_total" for name in names)]
 
 
 def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found:
@@ -124,10 +152,20 @@ def overall(rounds: list[Found]) -> Found:
 
 def ratios(found: Found) -> Found:
     """The bars' figures."""
+    small = {}
+    if "small_pool_per_cpu_s" in found:
+        small = {
+            "pool / engine, 64 dimensions": found["small_pool_per_cpu_s"] / found["small_engine_per_cpu_s"],
+            "stepwise / run to completion, 64 dimensions": found["small_stepwise_per_cpu_s"]
+            / found["small_engine_per_cpu_s"],
+        }
     share = found["trinity_prefill_per_cpu_s"] / found["decode_only_per_cpu_s"]
     prefill_p99 = found["trinity_prefill_p99_us"]
     return {
         "pool / engine": found["pool_per_cpu_s"] / found["engine_per_cpu_s"],
+        "stepwise / run to completion": found["stepwise_per_cpu_s"] / found["engine_per_cpu_s"],
+        "the loop's own time, µs a query": found["loop_us_a_query"],
+        "the loop's own time, µs a step": found["loop_us_a_step"],
         "prefill p99, overload / alone": prefill_p99 / found["alone_p99_us"],
         "prefill p99, FIFO / ours": found["fifo_prefill_p99_us"] / prefill_p99,
         "prefill p99, static / ours": found["static_prefill_p99_us"] / prefill_p99,
@@ -137,6 +175,7 @@ def ratios(found: Found) -> Found:
         "large p99, ours / static": found["trinity_large_p99_us"] / found["static_large_p99_us"],
         "one query at idle, pool asleep, µs beside the engine": found["idle_asleep_us"],
         "one query at idle, pool spinning, µs beside the engine": found["idle_spinning_us"],
+        **small,
     }
 
 
@@ -144,6 +183,9 @@ def bars(quick: bool) -> dict[str, tuple[str, float]]:
     """Each ratio's; of `quick`'s vectors of 64 dimensions, a query's share in the loop is larger."""
     return {
         "pool / engine": ("≥", 0.85 if quick else 0.95),
+        "stepwise / run to completion": ("≥", 0.95),
+        "the loop's own time, µs a query": ("≤", 3.0),
+        "the loop's own time, µs a step": ("≤", 3.0),
         "prefill p99, overload / alone": ("≤", 1.25),
         "prefill p99, FIFO / ours": ("≥", 10.0),
         "prefill p99, static / ours": ("≥", 10.0),
@@ -152,6 +194,8 @@ def bars(quick: bool) -> dict[str, tuple[str, float]]:
         "large p99, ours / static": ("≤", 1.5),
         "one query at idle, pool asleep, µs beside the engine": ("≤", 120.0),
         "one query at idle, pool spinning, µs beside the engine": ("≤", 25.0),
+        **({} if quick else {"pool / engine, 64 dimensions": ("≥", 0.85)}),
+        **({} if quick else {"stepwise / run to completion, 64 dimensions": ("≥", 0.95)}),
     }
 
 
@@ -179,25 +223,37 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def synthetic(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vectors, float]:
+    """8,000 clustered vectors of 64 dimensions; see `data_of`."""
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(64, 64))
+    base = (centres[random.integers(64, size=8000)] + 0.4 * random.normal(size=(8000, 64))).astype(np.float32)
+    queries = (centres[random.integers(64, size=500)] + 0.4 * random.normal(size=(500, 64))).astype(np.float32)
+    truth = np.argsort(((queries[:, None] - base[None]) ** 2).sum(-1), axis=1)[:, :10]
+    return _built("synthetic-64-l2, 8,000 clustered vectors", options, folder / "small", base, queries, truth)
+
+
 def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vectors, float]:
     """A collection and queries, with recall@10 at the parameters used."""
     if options.quick:
-        random = np.random.default_rng(0)
-        centres = random.normal(size=(64, 64))
-        base = (centres[random.integers(64, size=8000)] + 0.4 * random.normal(size=(8000, 64))).astype(np.float32)
-        queries = (centres[random.integers(64, size=500)] + 0.4 * random.normal(size=(500, 64))).astype(np.float32)
-        name, metric = "synthetic-64-l2, 8,000 clustered vectors", "l2"
-        truth = np.argsort(((queries[:, None] - base[None]) ** 2).sum(-1), axis=1)[:, :10]
-    else:
-        if options.data is None:
-            sys.exit("--data DIR is needed, or --quick for synthetic vectors")
-        name, metric = "minilm-384-cosine", "cosine"
-        base = np.load(options.data / f"{name}.base.npy").astype(np.float32)
-        queries = np.load(options.data / f"{name}.query.npy").astype(np.float32)
-        truth = np.load(options.data / f"{name}.truth.npy")[:, :10]
-    collection = options.collection or folder / "docs"
+        return synthetic(options, folder)
+    if options.data is None:
+        sys.exit("--data DIR is needed, or --quick for synthetic vectors")
+    name = "minilm-384-cosine"
+    files = [next(options.data.rglob(f"{name}.{part}.npy"), None) for part in ("base", "query", "truth")]
+    if None in files:
+        sys.exit(f"{options.data} has no {name}.{{base,query,truth}}.npy in it")
+    base, queries, truth = map(np.load, files)
+    found = options.collection or folder / "docs"
+    return _built(name, options, found, base.astype(np.float32), queries.astype(np.float32), truth[:, :10])
+
+
+def _built(
+    name: str, options: argparse.Namespace, collection: Path, base: Vectors, queries: Vectors, truth: Any
+) -> tuple[str, Path, Vectors, float]:
     if not collection.exists():
         print("building the index", file=sys.stderr)
+        metric = "l2" if "l2" in name else "cosine"
         Collection.build(base, collection, metric=metric, degree=32)  # type: ignore[arg-type]
     with Collection.open(collection) as opened:
         found, _ = opened.index.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
@@ -208,7 +264,7 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
 def parser_of(text: str | None) -> argparse.ArgumentParser:
     """The options that all of the pool's benchmarks have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a folder with minilm-384-cosine.{base,query,truth}.npy")
+    parser.add_argument("--data", type=Path, help="a folder with minilm-384-cosine.{base,query,truth}.npy in it")
     parser.add_argument("--collection", type=Path, help="where the built collection is kept, for another run")
     parser.add_argument("--quick", action="store_true", help="synthetic vectors, one short round")
     parser.add_argument("--rounds", type=int)
@@ -230,12 +286,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         name, collection, queries, recall = data_of(options, Path(folder))
         bench = Bench(options, collection, queries, stack)
+        small = None if options.quick else synthetic(options, Path(folder))
+        beside = None if small is None else Bench(options, small[1], small[2], stack, ("trinity",))
         for number in range(options.rounds):
-            rounds.append(one_round(bench, options.seconds, options.seed + 10 * number))
+            seed = options.seed + 10 * number
+            rounds.append(one_round(bench, options.seconds, seed))
+            if beside is not None:
+                found = _throughput(beside, options.seconds, seed)
+                rounds[-1] |= {f"small_{key}": value for key, value in found.items()}
             shown = {key: round(value, 2) for key, value in ratios(rounds[-1]).items()}
             print(f"round {number + 1}: {shown}", file=sys.stderr)
     report = {
-        "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}",
+        "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}"
+        + ("" if small is None else f"; {small[0]}, recall@10 {small[3]:.3f}"),
         "machine": machine(),
         "versions": {name: version(name) for name in ("numpy", "numba", "pyzmq")},
         "settings": {key: getattr(options, key) for key in ("seed", "rounds", "seconds", "slots", "quick")},

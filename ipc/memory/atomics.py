@@ -36,7 +36,7 @@ _LOOKS_PER_YIELD = 32
 
 
 def _helper(function: F) -> F:
-    return cast(F, numba.njit(error_model="numpy")(function))  # compiled into its callers
+    return cast(F, numba.njit(error_model="numpy", _nrt=False)(function))  # compiled into its callers
 
 
 @entry_point("int64(int64)")

@@ -17,12 +17,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def bound_to(*folders: Path) -> Callable[..., Any]:
     """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk, where
-    that is possible, for as long as no source in `folders` changes."""
+    that is possible, for as long as no source in `folders` changes.
+
+    Arrays lie over memory that others own, so their references are not counted: a round of the pool's loop would make
+    some hundred calls for that. None may be made; only a function that returns one (`returns_array`) is as numba has it.
+    """
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
-    def compiled(function: Any, nogil: bool = True) -> Any:
-        dispatcher = njit(nogil=nogil, error_model="numpy")(function)
+    def compiled(function: Any, nogil: bool = True, returns_array: bool = False) -> Any:
+        dispatcher = njit(nogil=nogil, error_model="numpy", _nrt=returns_array)(function)
         file: Any = getattr(dispatcher._cache, "_cache_file", None) if keep(dispatcher) else None
         if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
             file._source_stamp = stamp

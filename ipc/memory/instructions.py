@@ -179,25 +179,25 @@ def _pointer_to(_typing: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def words(address: int, count: int) -> Any:
     """`count` int64 at an address, as an array."""
     return numba.carray(_pointer_to(address), count, numba.int64)
 
 
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def words2(address: int, rows: int, columns: int) -> Any:
     """As `words`, [rows, columns]."""
     return numba.carray(_pointer_to(address), (rows, columns), numba.int64)
 
 
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats(address: int, count: int) -> Any:
     """`count` float64 at an address, as an array."""
     return numba.carray(_pointer_to(address), count, numba.float64)
 
 
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats2(address: int, rows: int, columns: int) -> Any:
     """As `floats`, [rows, columns]."""
     return numba.carray(_pointer_to(address), (rows, columns), numba.float64)

@@ -17,6 +17,7 @@ request is accepted only when a slot of its client's result ring is kept for it,
 without one is not looked at until the server has found room (`WATCH_SLOTS` 0 meanwhile).
 """
 
+from functools import partial
 from typing import Any
 
 from ipc.memory import atomics, instructions
@@ -74,13 +75,13 @@ _STAGE_COUNT = len(STAGES)
 _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
 
 
-@compiled
+@partial(compiled, returns_array=True)
 def client_at(desk: Any, row: int) -> Any:
     """A client's row."""
     return instructions.words(desk[CLIENTS] + row * 8 * CLIENT_WORDS, CLIENT_WORDS)
 
 
-@compiled
+@partial(compiled, returns_array=True)
 def _end_of(client: Any) -> Any:
     return instructions.words(client[END], END_COLUMNS)
 

@@ -1,7 +1,7 @@
 """The pool's loop, compiled: receive → schedule → extend → publish, from a client's request ring to its result ring.
 
 `run_loop` goes round until a moment given by its caller, or until there is nothing for it to do; it never enters
-Python. Its caller sleeps, and does every millisecond or two what only Python can: clients come, go and die, knobs turn,
+Python. Its caller sleeps, and does every ten milliseconds what only Python can: clients come, go and die, knobs turn,
 gauges and the heartbeat are written. What it works on, all of it plain arrays:
 
 - the policy's `Tables`; an entry's own columns are below;
@@ -108,11 +108,13 @@ _OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
 def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
     """Go round until `until`, and look `spin_ns` for a request when there is nothing to do. Why it returned."""
     t, desk = tables_at(handle), words(loop[DESK], DESK_WORDS)
+    now = _now(loop)
     while True:
-        now = _now(loop)
-        stopped = _receive(loop, t, desk, now)
-        if stopped >= 0:
-            return stopped
+        if exchange.anything_new(desk):
+            now = _now(loop)  # dearer than looking: a round without news goes on with the end of the last extend
+            stopped = _receive(loop, t, desk, now)
+            if stopped >= 0:
+                return stopped
         policy.schedule(t, now)
         if not _carry_out(loop, t, desk, now):
             return ENGINE_FAILED
@@ -127,7 +129,8 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
             return ENGINE_FAILED
         if loop[EVICT]:
             return TO_EVICT
-        if loop[OWN_NS] >= until or desk[exchange.BELLS]:
+        now = loop[OWN_NS]
+        if now >= until or desk[exchange.BELLS]:
             return TIME
 
 

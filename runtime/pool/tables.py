@@ -5,6 +5,7 @@ which it is active or paused.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ def handle_of(tables: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
     return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in tables], np.int64)
 
 
-@compiled
+@partial(compiled, returns_array=True)
 def tables_at(handle: Any) -> Any:
     """The tables that `handle_of` described."""
     return Tables(

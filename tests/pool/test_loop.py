@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from numba import njit
 
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
+from runtime.pool.loop import run_loop
 from runtime.pool.settings import Policy, policy_of
 from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
@@ -88,3 +90,11 @@ def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
     waits = [fate.wait_ns for fate in pool.run()]
     assert waits == sorted(waits)
     assert counted(pool, PoolMetrics.PREEMPTIONS) == 0
+
+
+def test_the_compiled_loop_counts_no_references_of_the_arrays_it_works_on() -> None:
+    loop = njit(**run_loop.targetoptions)(run_loop.py_func)  # not from the cache, which has no assembly
+    loop.compile("int64(int64[::1], int64[:, ::1], int64, int64)")
+    (assembly,) = loop.inspect_asm().values()
+    assert "policy" in assembly
+    assert "NRT_" not in assembly
