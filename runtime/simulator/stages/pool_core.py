@@ -8,6 +8,7 @@ last extend, and whoever comes earlier (`_poke`) ends it with the extend that is
 Who is active is production's policy's to say (`runtime.pool.policy`).
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class State(NamedTuple):
     edges: npt.NDArray[np.float64]  # [buckets - 1], in s
 
 
-@compiled
+@partial(compiled, returns_array=True)
 def _state(handle: Any) -> Any:
     return State(
         words(handle[0, 0], handle[0, 1]),
