@@ -19,8 +19,8 @@ def bound_to(*folders: Path) -> Callable[..., Any]:
     """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk, where
     that is possible, for as long as no source in `folders` changes.
 
-    Arrays lie over memory that others own, so their references are not counted: a round of the pool's loop would make
-    some hundred calls for that. None may be made; only a function that returns one (`returns_array`) is as numba has it.
+    Arrays lie over memory that others own, so their references are not counted: a round of the pool's loop would
+    make some hundred calls for it. None may be made; a function that returns one (`returns_array`) is as numba has it.
     """
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
