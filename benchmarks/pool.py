@@ -240,9 +240,10 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
     if options.data is None:
         sys.exit("--data DIR is needed, or --quick for synthetic vectors")
     name = "minilm-384-cosine"
-    files = [next(options.data.rglob(f"{name}.{part}.npy"), None) for part in ("base", "query", "truth")]
-    if None in files:
-        sys.exit(f"{options.data} has no {name}.{{base,query,truth}}.npy in it")
+    parts = ("base", "query", "truth")
+    files = [path for part in parts for path in options.data.rglob(f"{name}.{part}.npy")]
+    if len(files) != len(parts):
+        sys.exit(f"{options.data} has {name}.{{base,query,truth}}.npy not once in it")
     base, queries, truth = map(np.load, files)
     found = options.collection or folder / "docs"
     return _built(name, options, found, base.astype(np.float32), queries.astype(np.float32), truth[:, :10])
