@@ -40,6 +40,7 @@ import numpy as np
 from benchmarks.machine import machine
 from benchmarks.pool_processes import IDLE_PER_S, Bench, Load, Outcome, Vectors
 from runtime.node.config import NodeConfig
+from runtime.node.metrics.columns import PoolMetrics
 from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
@@ -88,8 +89,10 @@ def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
     before = bench.counters("trinity")
     capacity = _per_second(bench.ask("trinity", *loads))
     after = bench.counters("trinity")
-    names = ("queries_decode", "extends", "loop_seconds", "extend_seconds")
-    return capacity, [after[name] - before[name] for name in (f"trinity_pool_{name}_total" for name in names)]
+    counters = (
+        PoolMetrics.QUERIES["decode"], PoolMetrics.EXTENDS, PoolMetrics.LOOP_SECONDS, PoolMetrics.EXTEND_SECONDS
+    )  # fmt: skip
+    return capacity, [after[counter] - before[counter] for counter in counters]
 
 
 def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found:
