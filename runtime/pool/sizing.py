@@ -15,9 +15,9 @@ from ipc.memory import instructions
 from ipc.memory.instructions import call
 from runtime.pool.compiled import compiled
 
-FIXED_SHARE = 0.05
+FIXED_SHARE = 0.1
 """Of an extend and the loop's round about it, at most, that may be what it would take with no slot at all."""
-LOOP_NS = 250.0
+LOOP_NS = 500.0
 """What the loop takes for a round with nothing to receive and nothing to publish (`benchmarks.pool`)."""
 _ROUNDS = 3  # of measuring; the quickest counts, for whatever else the machine does only adds
 _QUERIES = 16  # of each number of slots, and one more a slot
