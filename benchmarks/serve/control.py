@@ -77,8 +77,13 @@ def _told(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {
         "answered": sum(outcome.whole for outcome in outcomes) / len(outcomes),
         "ttft": percentile([o.timings["ttft"] if o.whole else _PATIENCE_S for o in outcomes], 50),
-        "tpot": percentile([o.timings["tpot"] if o.whole else _PATIENCE_S for o in outcomes], 50),
+        "tpot": percentile([o.timings["tpot"] if o.whole else _so_far(o) for o in outcomes], 50),
     }
+
+
+def _so_far(outcome: Outcome) -> float:
+    """What each token took of an answer that its client hung up on."""
+    return (outcome.ended_s - outcome.sent_s) / max(outcome.tokens, 1)
 
 
 def _stalls(stand: Stand) -> tuple[float, float]:
