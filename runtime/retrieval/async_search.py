@@ -26,10 +26,9 @@ def _once_is_enough() -> None:
 class AsyncSearch:
     """Searches for many callers of one event loop. Embedding runs in threads of its own, so the loop goes on."""
 
-    def __init__(self, library: Library, client: SearchClient, timeout_s: float) -> None:
+    def __init__(self, library: Library, client: SearchClient) -> None:
         self.library = library
         self.client = AsyncSearchClient(client)
-        self._timeout_ms = timeout_s * 1e3
         self._embedding: dict[str, ThreadPoolExecutor] = {}
 
     def missing(self) -> list[str]:
@@ -45,15 +44,14 @@ class AsyncSearch:
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
         stage: Stage = "prefill",
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> list[Passage]:
         """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
 
         `embedded` is called when the query's vector is there. The pool is told the `stage`, and how long is left of
-        `timeout_s`, by default of its own limit.
+        `timeout_s`.
         """
-        limit_ms = self._timeout_ms if timeout_s is None else timeout_s * 1e3
-        deadline_ns, attempts, told = deadline_of(limit_ms), _MAX_ATTEMPTS, embedded
+        deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), _MAX_ATTEMPTS, embedded
         while True:
             attempts -= 1
             try:

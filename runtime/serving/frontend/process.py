@@ -100,7 +100,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     measures = Measures(worker.table, config.slo)
     library = Library(plan)
     worker.start.part("embedder")
-    search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name), _SEARCH_S) if config.collections else None
+    search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     link = await make_engine(worker, measures, search or NoSearch())
     own, served = config.own_model, config.model
     settings = Settings(

@@ -27,7 +27,7 @@ class SearchSource(Protocol):
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
         stage: Stage = "prefill",
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> Awaitable[list[Passage]]:
         """The k nearest passages to a text or to a vector (one of them is set), nearest first.
 
@@ -86,7 +86,12 @@ class Searches:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._source.search(
-                    collection=collection, k=body.k, query=body.query, vector=body.vector, embedded=embedded
+                    collection=collection,
+                    k=body.k,
+                    query=body.query,
+                    vector=body.vector,
+                    embedded=embedded,
+                    timeout_s=self._timeout_s,
                 )
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
