@@ -55,10 +55,11 @@ def search(
             search_segment(segment.index, queries, k, top_m, search_width, mask, threads)
             for segment, mask in zip(segments, masks, strict=True)
         ]
-        nodes, distances = nearest(rows, queries, k, None if len(positions) == count else positions, count)
+        if len(positions) or not parts:
+            nodes, distances = nearest(rows, queries, k, None if len(positions) == count else positions, count)
+            parts.append((np.where(nodes >= 0, nodes + first, -1), distances))
     except GpuError as error:
         raise InvalidRequest(str(error)) from error
-    parts.append((np.where(nodes >= 0, nodes + first, -1), distances))
     return parts[0] if len(parts) == 1 else merge_nearest(parts, k)
 
 

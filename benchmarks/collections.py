@@ -1,0 +1,293 @@
+"""Live collections measured: replaced rows, filters beside hnswlib's and faiss's, the latency of acknowledged upserts.
+
+    python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
+        [--out benchmarks/results/collections]
+
+DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
+Filtered speeds are compared at equal recall: for each engine the least effort that reaches .95, or its best.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")  # before numpy
+
+import numpy as np  # noqa: E402
+
+from benchmarks.data import Array, load, nearest  # noqa: E402
+from benchmarks.machine import machine, machine_load  # noqa: E402
+from gpu import GraphIndex  # noqa: E402
+from runtime.retrieval.live import search as live_search  # noqa: E402
+from runtime.retrieval.live.collection import create  # noqa: E402
+from runtime.retrieval.live.search import search_segment  # noqa: E402
+from runtime.retrieval.live.writer import LiveWriter, Upserted  # noqa: E402
+
+K = 10
+EFFORTS = (16, 32, 64, 128, 256)
+SELECTIVITIES = (0.5, 0.1, 0.01, 0.001)
+ENOUGH = 0.95
+ROUNDS = 3
+Search = Callable[[int], Array]
+
+
+def recall(found: Array, truth: Array) -> float:
+    """Of truth [q, k], -1 where there is none."""
+    hits = (found[:, :, None] == truth[:, None, :]) & (truth[:, None, :] >= 0)
+    return float(hits.any(axis=1).sum() / (truth >= 0).sum())
+
+
+def best_at(search: Search, truth: Array, queries: int) -> dict[str, float]:
+    """The first setting that reaches ENOUGH, else the one of most recall: effort, recall, queries a second."""
+    found = []
+    for effort in EFFORTS:
+        search(effort)  # compiles, warms
+        seconds = []
+        for _ in range(ROUNDS):
+            begin = time.process_time()
+            ids = search(effort)
+            seconds.append(time.process_time() - begin)
+        found.append({"effort": effort, "recall": recall(ids, truth), "qps": queries / statistics.median(seconds)})
+        if found[-1]["recall"] >= ENOUGH:
+            break
+    return max(found, key=lambda one: (one["recall"] >= ENOUGH, one["recall"]))
+
+
+def filtered(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, Any]]:
+    """Every selectivity, uncorrelated and correlated with the queries, every engine."""
+    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
+    peers = _peers(base, metric)
+    random = np.random.default_rng(seed)
+    records = []
+    direction = queries.mean(axis=0)
+    order = np.argsort(-(base @ direction))  # nearest to the queries' middle first
+    for part in SELECTIVITIES:
+        count = max(K, round(part * len(base)))
+        for kind, rows in (
+            ("uncorrelated", random.permutation(len(base))[:count]),
+            ("near", order[:count]),
+            ("far", order[-count:]),
+        ):
+            allowed = np.zeros(len(base), bool)
+            allowed[rows] = True
+            own = np.flatnonzero(allowed)
+            truth = own[nearest(base[own], queries, K)]
+            engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed, queries)}
+            engines |= {name: partial(peer, allowed, queries) for name, peer in peers.items()}
+            for name, search in engines.items():
+                records.append({"part": part, "kind": kind, "engine": name, **best_at(search, truth, len(queries))})
+                print(f"  {part:6.1%} {kind:13} {name:8} {records[-1]}", flush=True)
+    return records
+
+
+def _trinity(index: GraphIndex, allowed: Array, queries: Array, effort: int) -> Array:
+    return search_segment(index, queries, K, effort, 1, allowed)[0]
+
+
+def _peers(base: Array, metric: str) -> dict[str, Callable[[Array, Array, int], Array]]:
+    """Those that are installed: name, and a search by allowed rows, queries and effort."""
+    peers: dict[str, Callable[[Array, Array, int], Array]] = {}
+    try:
+        hnswlib: Any = importlib.import_module("hnswlib")
+    except ImportError:
+        print("  hnswlib: not installed")
+    else:
+        graph = hnswlib.Index("l2", base.shape[1])
+        graph.init_index(len(base), M=16, ef_construction=200)
+        graph.add_items(base, num_threads=1)
+
+        def by_hnswlib(allowed: Array, queries: Array, effort: int) -> Array:
+            graph.set_ef(max(effort, K))
+            passes = allowed.tolist()
+            out = np.full((len(queries), K), -1, np.int64)
+            try:
+                found, _ = graph.knn_query(queries, K, num_threads=1, filter=lambda row: passes[row])
+                out[:] = found.astype(np.int64)
+            except RuntimeError:  # one query found fewer than k, and none is told
+                pass
+            return out
+
+        peers["hnswlib"] = by_hnswlib
+    try:
+        faiss: Any = importlib.import_module("faiss")
+    except ImportError:
+        print("  faiss: not installed")
+    else:
+        faiss.omp_set_num_threads(1)
+        hnsw = faiss.IndexHNSWFlat(base.shape[1], 16)
+        hnsw.hnsw.efConstruction = 200
+        hnsw.add(base)
+        flat = faiss.IndexFlatL2(base.shape[1])
+        flat.add(base)
+
+        def by_faiss(allowed: Array, queries: Array, effort: int) -> Array:
+            some = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+            return np.asarray(hnsw.search(queries, K, params=faiss.SearchParametersHNSW(efSearch=effort, sel=some))[1])
+
+        def by_faiss_flat(allowed: Array, queries: Array, effort: int) -> Array:
+            some = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+            return np.asarray(flat.search(queries, K, params=faiss.SearchParameters(sel=some))[1])
+
+        peers["faiss"], peers["faiss flat"] = by_faiss, by_faiss_flat
+    return peers
+
+
+def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
+    """Comparing each row that passes against walking, at the same part: where they cross is ROWS_A_STEP."""
+    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
+    random, found = np.random.default_rng(seed), []
+    for part in (0.4, 0.2, 0.1, 0.05, 0.02):
+        allowed = random.random(len(base)) < part
+        rows, longer = np.flatnonzero(allowed), min(4096, round(64 / part))
+        times = {}
+        for name, search in (
+            ("compare", partial(index.exact, queries, K, rows)),
+            ("walk", partial(index.search, queries, K, longer, allowed=allowed)),
+        ):
+            search()
+            taken = []
+            for _ in range(ROUNDS):
+                begin = time.process_time()
+                search()
+                taken.append(time.process_time() - begin)
+            times[name] = statistics.median(taken) / len(queries) * 1e6
+        step = (times["walk"] / longer) / (times["compare"] / len(rows))
+        found.append({"part": part, "top_m": longer, "rows_a_step": step, **{f"{n}_us": t for n, t in times.items()}})
+        print("  switch", found[-1], flush=True)
+    return found
+
+
+def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[str, float]:
+    """Recall after 30% of the rows were replaced one by one, against a fresh build of what is there then."""
+    count = len(base) * 10 // 13
+    rest = len(base) - count
+    create(directory, base.shape[1], metric=metric)
+    with LiveWriter(directory, background=False) as writer:
+        for begin in range(0, count, 1024):
+            numbers = range(begin, min(begin + 1024, count))
+            writer.upsert([Upserted(str(number), vector=base[number]) for number in numbers])
+        writer.flush()
+        whole = dict(enumerate(range(count)))
+        for number in range(rest):
+            writer.upsert([Upserted(str(number), vector=base[count + number])])
+            whole[number] = count + number
+            if writer.state.growing.count >= 4096:
+                writer.flush()
+        now = np.array([whole[number] for number in range(count)])
+        truth = nearest(base[now], queries, K)
+        fresh = GraphIndex.build(base[now], metric=metric, neighbor_codes=True)  # type: ignore[arg-type]
+        rows, _ = writer.search(queries, K, 64)
+        ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
+        live, anew = recall(ids, truth), recall(fresh.search(queries, K, 64)[0], truth)
+        segments = len(writer.state.segments)
+        writer.compact()
+        rows, _ = writer.search(queries, K, 64)
+        ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
+        speed = _against_plain(writer, queries)
+    return {
+        "live": live, "compacted": recall(ids, truth), "fresh": anew, "ratio": live / anew, "segments": segments,
+        "speed": speed,
+    }  # fmt: skip
+
+
+def _against_plain(writer: LiveWriter, queries: Array) -> float:
+    """The speed of a collection of one segment against that of its index alone; medians of pairs."""
+    plain, pairs = writer.state.segments[0].index, []
+    for _ in range(50):
+        times = []
+        for search in (partial(plain.search, queries, K, 64), partial(writer.search, queries, K, 64)):
+            begin = time.process_time()
+            search()
+            times.append(time.process_time() - begin)
+        pairs.append(times[0] / times[1])
+    return statistics.median(pairs)
+
+
+def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> dict[str, float]:
+    """Milliseconds until a batch of 32 is acknowledged, and what an fsync of as many bytes alone takes."""
+    create(directory, base.shape[1], metric=metric)
+    taken, alone = [], []
+    with LiveWriter(directory) as writer, (directory / "fsync").open("wb") as file:
+        for batch in range(batches):
+            documents = [
+                Upserted(str(row % len(base)), "x" * 800, vector=base[row % len(base)])
+                for row in range(32 * batch, 32 * batch + 32)
+            ]
+            begin = time.perf_counter()
+            writer.upsert(documents)
+            taken.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            file.write(bytes(32 * (800 + 4 * base.shape[1])))
+            file.flush()
+            os.fsync(file.fileno())
+            alone.append(time.perf_counter() - begin)
+    p50, p99 = (float(value) * 1000 for value in np.percentile(taken, (50, 99)))
+    return {"p50_ms": p50, "p99_ms": p99, "fsync_p99_ms": float(np.percentile(alone, 99)) * 1000}
+
+
+def report(results: dict[str, Any]) -> str:
+    """As Markdown."""
+    lines = [
+        f"{results['set']}, {results['rows']:,} rows, {results['queries']} queries, seed {results['seed']}; "
+        f"{results['machine']['processor']}, {results['load']}",
+        "",
+        "| passing | | " + " | ".join(engines := sorted({one["engine"] for one in results["filtered"]})) + " |",
+        "|---|---|" + "---|" * len(engines),
+    ]
+    for part, kind in dict.fromkeys((one["part"], one["kind"]) for one in results["filtered"]):
+        own = {one["engine"]: one for one in results["filtered"] if (one["part"], one["kind"]) == (part, kind)}
+        cells = [f"{own[name]['recall']:.3f}, {own[name]['qps']:,.0f}/s" if name in own else "" for name in engines]
+        lines.append(f"| {part:.1%} | {kind} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Replaced 30%: recall@10 live {live:.4f}, fresh build {fresh:.4f} ({ratio:.4f}×), compacted {compacted:.4f}; "
+        "{segments} segments. One segment, unfiltered, against its index alone: {speed:.3f}×".format(
+            **results["replaced"]
+        ),
+        "",
+        "Upserts of 32, acknowledged with fsync: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms; an fsync of as many bytes "
+        "alone p99 {fsync_p99_ms:.1f} ms".format(**results["upserts"]),
+        "",
+        f"Rows compared in the time of a step of the walk (`ROWS_A_STEP` is {live_search.ROWS_A_STEP}): "
+        + ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in results["switch"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--set", default="minilm-384-cosine")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collections"))
+    options = parser.parse_args(arguments)
+    data = load(options.data, options.set, options.rows, options.queries)
+    results: dict[str, Any] = {
+        "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(data.base),
+        "queries": len(data.queries), "seed": options.seed,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=".") as place:
+        results["upserts"] = upserts(data.base, data.metric, Path(place) / "upserts")
+        print(results["upserts"], flush=True)
+        results["switch"] = switched(data.base, data.queries, data.metric, options.seed)
+        results["replaced"] = replaced(data.base, data.queries, data.metric, Path(place) / "replaced")
+        print(results["replaced"], flush=True)
+    results["filtered"] = filtered(data.base, data.queries, data.metric, options.seed)
+    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(report(results))
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
