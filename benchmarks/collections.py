@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(data.base),
         "queries": len(data.queries), "seed": options.seed,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=".") as place:
+    with tempfile.TemporaryDirectory(dir=options.out.parent) as place:
         results["upserts"] = upserts(data.base, data.metric, Path(place) / "upserts")
         print(results["upserts"], flush=True)
         results["switch"] = switched(data.base, data.queries, data.metric, options.seed)

@@ -14,6 +14,7 @@ import pytest
 from runtime.errors import (
     CollectionBusy,
     CollectionError,
+    InternalError,
     InvalidDocument,
     InvalidFilter,
     InvalidRequest,
@@ -252,6 +253,26 @@ def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_
             writer.upsert([document("good", 5, new=True), *batch])
         assert contents(writer) == {"first": "text 0"}
         assert set(writer.state.schema) == {"year"}
+
+
+def test_a_batch_that_would_not_fit_into_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BATCH_BYTES", 2000)
+    with new_writer(tmp_path / "a") as writer:
+        for batch in (documents(range(40)), [document("a", 1, words=["x" * 500] * 5)]):
+            with pytest.raises(InvalidDocument, match=r"the batch has .* bytes; the limit is 2000"):
+                writer.upsert(batch)
+        writer.upsert(documents(range(4)))
+        assert len(contents(writer)) == 4
+
+
+def test_a_fault_of_our_own_fails_its_write_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        with monkeypatch.context() as broken:
+            broken.setattr(writer.state, "rows_of", lambda ids: 1 / 0)
+            with pytest.raises(InternalError, match="ZeroDivisionError"):
+                writer.upsert(documents(range(2)))
+        assert writer.upsert(documents(range(2))) == 2
+        assert len(contents(writer)) == 2
 
 
 def test_filters_of_a_search_are_checked_and_a_demanded_attribute_must_be_bound(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpu import GpuError
 from gpu.rows import checked_vectors
-from runtime.errors import CollectionBusy, CollectionError, InvalidDocument, Overloaded, TrinityError
+from runtime.errors import CollectionBusy, CollectionError, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Attributes, Schema, learn
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
@@ -35,7 +35,7 @@ from runtime.retrieval.search.gather import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
 MAX_BATCH = 4096  # documents
-MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_BYTES = 64 << 20  # as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
 MAX_ID_BYTES = 512
 MAX_TEXT_BYTES = 4 << 20
 _MOST_GROWING = 16  # times SEAL_ROWS: beyond, upserts are refused until segments were sealed
@@ -242,6 +242,10 @@ class LiveWriter:
                 group.next_row, group.schema = kept[:2]
                 del group.operations[kept[2] :]
                 pending.error = error
+            except Exception as error:  # a fault of our own must not stay in the queue
+                group.next_row, group.schema = kept[:2]
+                del group.operations[kept[2] :]
+                pending.error = InternalError(f"a write failed: {error!r}")
             if pending.alone:
                 break
         failed = self._append(group.operations) if group.operations else None
@@ -281,10 +285,13 @@ class LiveWriter:
             vectors.tobytes(),
             sorted(replaced.values()),
         )
+        size = len(encode([operation]))
+        if size > MAX_BATCH_BYTES:
+            raise InvalidDocument(f"the batch has {size} bytes; the limit is {MAX_BATCH_BYTES}", "documents")
         group.operations.append(operation)
+        group.size += size
         group.rows |= {name: group.next_row + number for number, name in enumerate(ids)}
         group.next_row, group.schema = group.next_row + len(ids), schema
-        group.size += len(operation.vectors) + sum(len(document.text) for document in documents)
         return len(ids)
 
     def _decide_delete(self, group: _Group, ids: Sequence[str]) -> int:
@@ -425,7 +432,6 @@ def _check(documents: Sequence[Upserted]) -> None:
     if len(documents) > MAX_BATCH:
         raise InvalidDocument(f"the batch has {len(documents)} documents; the limit is {MAX_BATCH}", "documents")
     seen: set[str] = set()
-    total = 0
     for number, document in enumerate(documents):
         for name in ("id", "text", "title"):
             value = getattr(document, name)
@@ -440,14 +446,11 @@ def _check(documents: Sequence[Upserted]) -> None:
             limit = MAX_ID_BYTES if name == "id" else MAX_TEXT_BYTES
             if size > limit:
                 raise InvalidDocument(f"the {name} of document {number + 1} has {size} bytes; the limit is {limit}")
-            total += size
         if not document.id:
             raise InvalidDocument(f"document {number + 1} has an empty id", "id")
         if document.id in seen:
             raise InvalidDocument(f"the id {document.id!r} comes twice in the batch", "id")
         seen.add(document.id)
-    if total > MAX_BATCH_BYTES:
-        raise InvalidDocument(f"the batch has {total} bytes of text; the limit is {MAX_BATCH_BYTES}", "documents")
 
 
 def _plain(value: object) -> "str | int | float | bool | list[str]":
