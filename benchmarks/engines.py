@@ -1,7 +1,8 @@
 """What a node in front of a server costs: the server asked directly and through the node, in turn.
 
-`python -m benchmarks.engines --config gateway.toml` asks the server of a configuration with `engine = "openai"`, which
-must run already, and a node of that configuration, which it starts. Everything is paired: like requests go both ways,
+`python -m benchmarks.engines --config gateway.toml` starts a node of a configuration and asks it and its server: with
+`engine = "openai"` the first of its URLs, where it must run already, with `engine = "vllm"` the node's own first
+instance, at its socket. Everything is paired: like requests go both ways,
 in an order drawn at random, and what counts is the difference or the ratio of the two.
 
 - TTFT added without retrieval, p50: at most 3 ms.
@@ -23,17 +24,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import httpx
+import aiohttp
+from aiohttp import ClientSession
 
 from benchmarks.machine import machine, machine_load
 from runtime.engines.openai.assembly import fit, with_passages
-from runtime.node.config import OpenAiSection
+from runtime.node.config import OpenAiSection, ServedSection
 from runtime.node.config_file import load_config
 from runtime.node.placement.plan import read_engine_key
 from runtime.retrieval.passages import Passage
-from runtime.testing.node import running
+from runtime.testing.node import Node, running
 
 Json = dict[str, Any]
 STREAMS = 8
@@ -64,13 +66,13 @@ class Answer:
     timings: dict[str, float]
 
 
-async def asked(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
+async def asked(client: ClientSession, url: str, body: Json) -> Answer:
     """Ask for a streamed chat. Raises RuntimeError for an error answer."""
     begin = time.perf_counter()
     first, last, text, tokens, timings = 0.0, 0.0, "", 0, dict[str, float]()
-    async with client.stream("POST", f"{url}/chat/completions", json=body | {"stream": True}) as answer:
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
+    async with client.post(f"{url}/chat/completions", json=body | {"stream": True}) as answer:
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
@@ -89,12 +91,32 @@ async def asked(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
 class Bench:
     """Both ways to one model."""
 
-    def __init__(self, direct: str, through: str, model: str, key: str, seed: int) -> None:
+    def __init__(self, direct: str, through: str, model: str, key: str, seed: int, socket: str = "") -> None:
+        """`socket`: the path of the one at which `direct` is."""
         self.urls = {"direct": direct, "through": through}
         self.model, self.random = model, random.Random(seed)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64, keepalive_expiry=4.0)
-        self.client = httpx.AsyncClient(timeout=600.0, trust_env=False, headers=headers, limits=limits)
+        self._key, self._socket = key, socket
+
+    async def __aenter__(self) -> Self:
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+
+        def session(connector: aiohttp.BaseConnector) -> ClientSession:
+            return ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=600))
+
+        direct: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=64, keepalive_timeout=4.0)
+        if self._socket:
+            direct = aiohttp.UnixConnector(self._socket, limit=64, keepalive_timeout=4.0)
+        through = aiohttp.TCPConnector(limit=64, keepalive_timeout=4.0)
+        self.clients = {"direct": session(direct), "through": session(through)}
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for client in self.clients.values():
+            await client.close()
+
+    async def asked(self, way: str, body: Json) -> Answer:
+        """An answer, one way."""
+        return await asked(self.clients[way], self.urls[way], body)
 
     def question(self) -> str:
         return f"Number {self.random.randrange(10**9)}: explain {' and '.join(self.random.sample(_WORDS, 3))}."
@@ -109,25 +131,26 @@ class Bench:
         """Another question each way: a cached prefix would flatter whichever is second."""
         found = {}
         for way in self.random.sample(list(self.urls), 2):
-            found[way] = await asked(self.client, self.urls[way], self.body(self.question(), tokens))
+            found[way] = await self.asked(way, self.body(self.question(), tokens))
         return found
 
     async def same(self, tokens: int) -> bool:
         body = self.body(self.question(), tokens)
-        return len({(await asked(self.client, url, body)).text for url in self.urls.values()}) == 1
+        return len({(await self.asked(way, body)).text for way in self.urls}) == 1
 
     async def with_retrieval(self, collection: str, passage_tokens: int) -> float:
         """TTFT added, less embedding and search: each way a question of its own, with passages."""
         text = self.question()
         search = {"collection": collection, "query": text, "k": 4}
-        found = (await self.client.post(f"{self.urls['through']}/retrieval", json=search)).json()["passages"]
+        async with self.clients["through"].post(f"{self.urls['through']}/retrieval", json=search) as answer:
+            found = (await answer.json())["passages"]
         passages = [Passage(one["id"], one["title"], one["distance"], one["text"]) for one in found]
         other = self.body(self.question(), 2)
         assembled = other | with_passages({"messages": other["messages"]}, fit(passages, passage_tokens))
         retrieval = {"retrieval": {"collection": collection, "k": 4}}
         asks: dict[str, Callable[[], Any]] = {
-            "direct": lambda: asked(self.client, self.urls["direct"], assembled),
-            "through": lambda: asked(self.client, self.urls["through"], self.body(text, 2) | retrieval),
+            "direct": lambda: self.asked("direct", assembled),
+            "through": lambda: self.asked("through", self.body(text, 2) | retrieval),
         }
         answers = {way: await asks[way]() for way in self.random.sample(list(asks), 2)}
         spans = answers["through"].timings
@@ -142,7 +165,7 @@ class Bench:
         async def streams() -> None:
             nonlocal made
             while waiting:
-                made += (await asked(self.client, self.urls[way], waiting.pop())).tokens
+                made += (await self.asked(way, waiting.pop())).tokens
 
         begin = time.perf_counter()
         await asyncio.gather(*(streams() for _ in range(STREAMS)))
@@ -218,16 +241,25 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(options.config)
     section = config.model
-    if not isinstance(section, OpenAiSection):
-        sys.exit(f'{options.config}: [model] has no engine = "openai"')
+    if not isinstance(section, ServedSection):
+        sys.exit(f'{options.config}: [model] has neither engine = "openai" nor engine = "vllm"')
     collection = config.collections[0].name if config.collections else ""
     before = machine_load()
+
+    async def measured(node: Node) -> Json:
+        through = f"{node.info.url}/v1"
+        if isinstance(section, OpenAiSection):
+            bench = Bench(section.urls[0], through, section.name, read_engine_key(section), options.seed)
+        else:
+            socket = str(node.run_dir / "engine-0.sock")
+            bench = Bench("http://engine-0/v1", through, section.name, "", options.seed, socket)
+        async with bench:
+            return await measure(
+                bench, collection, section.passage_tokens, options.pairs, options.rounds, options.tokens
+            )
+
     with running(options.config, "--quiet") as node:
-        key = read_engine_key(section)
-        bench = Bench(section.urls[0], f"{node.info.url}/v1", section.name, key, options.seed)
-        found = asyncio.run(
-            measure(bench, collection, section.passage_tokens, options.pairs, options.rounds, options.tokens)
-        )
+        found = asyncio.run(measured(node))
     found |= {
         "command": f"python -m benchmarks.engines --config {options.config.name}", "server": options.server,
         "machine": machine(), "load_before": before, "load_after": machine_load(), "seed": options.seed,

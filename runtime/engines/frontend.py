@@ -1,7 +1,7 @@
 """The frontend's process, with the engine that the configuration names."""
 
 from runtime.engines.trinity import trinity_engine
-from runtime.node.config import OpenAiSection
+from runtime.node.config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine
@@ -13,12 +13,16 @@ async def engine_of(worker: Worker, measures: Measures, search: SearchSource) ->
     """The node's engine. Raises ConfigError for servers that can never serve what is configured; one that does not
     answer now is waited for meanwhile.
     """
-    section = worker.plan.config.model
-    if not isinstance(section, OpenAiSection):
-        return trinity_engine(worker, measures)
-    from runtime.engines.openai.start import openai_engine  # its HTTP client is nothing for the others
+    match worker.plan.config.model:  # the HTTP client of some is nothing for the others
+        case OpenAiSection() as section:
+            from runtime.engines.openai.start import openai_engine
 
-    return await openai_engine(worker, section, measures, search)
+            return await openai_engine(worker, section, measures, search)
+        case VllmSection() as section:
+            from runtime.engines.vllm.start import vllm_engine
+
+            return await vllm_engine(worker, section, measures, search)
+    return trinity_engine(worker, measures)
 
 
 def run(worker: Worker) -> None:

@@ -12,11 +12,12 @@ from msgspec import Meta
 from runtime.errors import ConfigError
 from runtime.node.expected import explained
 
-Role = Literal["pool", "prefill", "decode", "frontend"]
+Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
+Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 Verify = Literal["start", "background", "never"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
@@ -105,28 +106,71 @@ class ModelSection(_Section, frozen=True, tag_field="engine", tag="trinity"):
         return -(-self.context_tokens // self.kv_block_tokens)
 
 
-class OpenAiSection(_Section, frozen=True, tag_field="engine", tag="openai"):
-    """`engine = "openai"`: servers that run already, at one `url` or several, each with its `/v1`.
+class ServedSection(_Section, frozen=True):
+    """What the engines have in common whose model runs behind OpenAI's protocol.
 
-    `name` is what they call the model. `api_key_file` holds the key that they ask for on its first line.
-    `context_tokens` bounds prompt and answer; 0: as many as the server says it has. Before the first token a prompt is
-    given passages of about `passage_tokens` tokens at most, by a probe of `probe_tokens`: there is no tokenizer here,
-    so both are counted by bytes. A connection is given up after `connect_s`.
+    `name` is what the model is called there. `context_tokens` bounds prompt and answer; 0: as many as the server says
+    it has. Before the first token a prompt is given passages of about `passage_tokens` tokens at most, by a probe of
+    `probe_tokens`: there is no tokenizer here, so both are counted by bytes. A connection is given up after
+    `connect_s`.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
-    api_key_file: str = ""
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
     connect_s: Seconds = 5.0
+
+
+class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):
+    """`engine = "openai"`: servers that run already, at one `url` or several, each with its `/v1`.
+
+    `api_key_file` holds the key that they ask for on its first line.
+    """
+
+    url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+    api_key_file: str = ""
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Each server's, without a slash at its end."""
         given = (self.url,) if isinstance(self.url, str) else self.url
         return tuple(url.rstrip("/") for url in given)
+
+
+class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="vllm"):
+    """`engine = "vllm"`: `instances` of vLLM's API server, which the node starts, supervises and asks.
+
+    `path` is what vLLM loads, a directory or a name on Hugging Face's hub; "": `name`. `python` is the interpreter of
+    the environment that vLLM is installed in. `devices`: GPUs, tensor_parallel_size × pipeline_parallel_size for each
+    instance, in order; none: the machine's first ones; ["cpu"]: none at all. `extra_args` go to vLLM as they are,
+    `environment` into its processes'.
+    """
+
+    path: str = ""
+    python: Annotated[str, Meta(min_length=1)] = "python3"
+    instances: Annotated[int, Meta(ge=1, le=16)] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    devices: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] = ()
+    environment: dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")], str] = msgspec.field(
+        default_factory=dict
+    )
+
+    @property
+    def loads(self) -> str:
+        """What vLLM is told to load."""
+        return self.path or self.name
+
+    @property
+    def gpus(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each instance's GPUs; empty on a CPU. As many as they need only once the plan is made."""
+        if self.devices == ("cpu",):
+            return ((),) * self.instances
+        each = self.tensor_parallel_size * self.pipeline_parallel_size
+        names = self.devices or tuple(f"cuda:{number}" for number in range(each * self.instances))
+        return tuple(names[first : first + each] for first in range(0, len(names), each))
 
 
 class Placed(_Section, frozen=True):
@@ -318,7 +362,7 @@ class NodeConfig(_Section, frozen=True):
     node: NodeSection = NodeSection()
     log: LogSection = LogSection()
     http: HttpSection = HttpSection()
-    model: ModelSection | OpenAiSection | None = None
+    model: ModelSection | OpenAiSection | VllmSection | None = None
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     handover: HandoverSection = HandoverSection()

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import ModelSection, NodeConfig, OpenAiSection, parse_config
+from runtime.node.config import ModelSection, NodeConfig, OpenAiSection, VllmSection, parse_config
 
 _MOST_NAME = 255  # bytes: Linux's NAME_MAX
 _MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
@@ -68,9 +68,18 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         model = replace(model, name=under("model.name", model.name))
     elif isinstance(model, OpenAiSection):
         model = replace(model, api_key_file=under("model.api_key_file", model.api_key_file))
+    elif isinstance(model, VllmSection):
+        path = under("model.path", model.path) if _is_relative(model.path) else model.path
+        python = under("model.python", model.python) if "/" in model.python else model.python
+        model = replace(model, path=path, python=python)
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
     log = replace(config.log, directory=under("log.directory", config.log.directory))
     return replace(config, node=node, log=log, http=http, model=model, collections=collections)
+
+
+def _is_relative(path: str) -> bool:
+    """Whether it is meant as a file's path: names on Hugging Face's hub have a slash in them too."""
+    return path.startswith(("/", ".", "~"))
 
 
 def _is_path(name: str) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import inspect
 from msgspec.inspect import (
     BoolType,
+    DictType,
     FloatType,
     IntType,
     LiteralType,
@@ -51,6 +52,8 @@ def described(kind: Type) -> str:
         return "text" + (f" like `{kind.pattern.removesuffix(_END)}`" if kind.pattern else "")
     if isinstance(kind, BoolType):
         return "`true`, `false`"
+    if isinstance(kind, DictType):
+        return f"a table: {described(kind.value_type)}"
     raise TypeError(f"no words for {kind}")
 
 

@@ -108,7 +108,12 @@ class RunDir:
         """Remove the directory and let the lock go."""
         with contextlib.suppress(OSError):
             _link(self.path).unlink(missing_ok=True)
-        for file in (self.path / "node.json", self.path / ".node.json", *(self.path / LOGS).glob("*.log*")):
+        for file in (
+            self.path / "node.json",
+            self.path / ".node.json",
+            *self._left_by_engines(),
+            *(self.path / LOGS).glob("*.log*"),
+        ):
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
@@ -120,6 +125,9 @@ class RunDir:
         with contextlib.suppress(OSError):
             nodes_dir().rmdir()  # empty if this was the last node
         os.close(self._fd)
+
+    def _left_by_engines(self) -> list[Path]:
+        return [found for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for found in self.path.glob(pattern)]
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:

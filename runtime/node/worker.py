@@ -34,6 +34,7 @@ _LOOPS = {
     "pool": "runtime.pool.process",
     "prefill": "runtime.serving.prefill.process",
     "decode": "runtime.serving.decode.process",
+    "engine": "runtime.engines.vllm.process",
     "frontend": "runtime.engines.frontend",
 }
 

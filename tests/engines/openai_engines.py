@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from runtime.engines.openai.abilities import ask
 from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.http import AioHttp, Http
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.errors import TrinityError
@@ -22,6 +24,7 @@ from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
+from tests.engines.fake_vllm import Front
 
 Json = dict[str, Any]
 
@@ -100,16 +103,26 @@ async def stand(
     restarts: RestartLimits = RestartLimits(3, 0),  # noqa: B008
     max_in_flight: int = 64,
     reach: bool = True,
+    sockets: Path | None = None,
     **section: Any,
 ) -> AsyncIterator[Stand]:
-    """An engine over one fake server of each behaviour."""
+    """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory."""
     wanted = behaviours or (Behaviour(),)
     fakes = [FakeServer(replace(how, breaks_after=None, hangs_after=None, refuses=None)) for how in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
     settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
     clock, library, ended = Clock(), Library(), list[Ended]()
+    listening: list[asyncio.Server] = []
+    networks: list[Http] = []
+    for fake in fakes:
+        if sockets is None:
+            networks.append(fake)
+            continue
+        path = str(sockets / f"{len(listening)}.sock")
+        listening.append(await asyncio.start_unix_server(Front(fake).connected, path))
+        networks.append(AioHttp(5.0, path))
     servers = Servers(
-        [Server(url, http=fake) for url, fake in zip(urls, fakes, strict=True)],
+        [Server(url, http=http) for url, http in zip(urls, networks, strict=True)],
         partial(ask, section=settings),
         clock,
     )
@@ -123,11 +136,16 @@ async def stand(
         on_end=ended.append, keep_traces=8,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
+    await asyncio.sleep(0)  # it has begun, so that its end is its own
     try:
         yield Stand(engine, fakes, library, clock, ended)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        for server in listening:
+            server.close()
+        if listening:
+            await until(lambda: all(fake.open == 0 for fake in fakes))
 
 
 @dataclass

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import pytest
@@ -156,8 +158,16 @@ async def openai(max_in_flight: int = 64) -> AsyncIterator[Stage]:
         yield OpenAiStage(at)
 
 
+@asynccontextmanager
+async def vllm(max_in_flight: int = 64) -> AsyncIterator[Stage]:
+    """As `vllm_engine` makes it: over HTTP at the instances' sockets."""
+    with TemporaryDirectory() as directory:
+        async with stand(Behaviour(), max_in_flight=max_in_flight, sockets=Path(directory)) as at:
+            yield OpenAiStage(at)
+
+
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
-every_engine = pytest.mark.parametrize("make", [trinity, openai], ids=["trinity", "openai"])
+every_engine = pytest.mark.parametrize("make", [trinity, openai, vllm], ids=["trinity", "openai", "vllm"])
 
 
 async def refusal(request: Request) -> TrinityError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
-from runtime.node.config import OpenAiSection
+from runtime.node.config import ServedSection
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Abilities:
         return f"{context}; probes in chats: {ways[self.chat_sequel]}"
 
 
-async def ask(server: Server, section: OpenAiSection) -> Abilities:
+async def ask(server: Server, section: ServedSection) -> Abilities:
     """Ask a server. Raises EngineUnreachable, Overloaded or EngineFailed if it does not answer as it should now, and
     ConfigError for what no waiting mends: a key that it refuses, a model that it lacks, a context that is too short.
     """
@@ -94,7 +94,7 @@ async def ask(server: Server, section: OpenAiSection) -> Abilities:
         raise ConfigError(f"model.api_key_file: {error.message}") from error
 
 
-async def _ask(server: Server, section: OpenAiSection) -> Abilities:
+async def _ask(server: Server, section: ServedSection) -> Abilities:
     context = await _model(server, section)
     found = await _streams(server, section.name, context)
     if not found.by_tokens and found.chat:
@@ -104,7 +104,7 @@ async def _ask(server: Server, section: OpenAiSection) -> Abilities:
     return found
 
 
-async def _model(server: Server, section: OpenAiSection) -> int:
+async def _model(server: Server, section: ServedSection) -> int:
     """The context of the model there, 0 if it is not told."""
     try:
         listed = (await server.get("/models")).get("data")

@@ -11,7 +11,7 @@ from typing import Any
 from runtime.engines.openai.generation import Generation, Means, why_not
 from runtime.engines.openai.servers import Servers
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
-from runtime.node.config import OpenAiSection
+from runtime.node.config import ServedSection
 from runtime.serving.frontend.engine import Capabilities
 from runtime.serving.frontend.forwarded import needs_one_request
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request, RequestTable
@@ -45,7 +45,7 @@ class OpenAiEngine:
     def __init__(
         self,
         servers: Servers,
-        section: OpenAiSection,
+        section: ServedSection,
         search: SearchSource,
         *,
         epoch: int,

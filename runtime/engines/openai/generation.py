@@ -25,7 +25,7 @@ from runtime.errors import (
     TrinityError,
     WorkerLost,
 )
-from runtime.node.config import OpenAiSection
+from runtime.node.config import ServedSection
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.frontend.forwarded import needs_one_request
@@ -48,7 +48,7 @@ class Means:
 
     servers: Servers
     search: SearchSource
-    section: OpenAiSection
+    section: ServedSection
     restarts: RestartLimits
     clock: Callable[[], int] = time.monotonic_ns
 

@@ -37,10 +37,11 @@ class Http(Protocol):
 
 
 class AioHttp:
-    """`Http` over the network. A connection is given up after `connect_s`; an answer may take for ever."""
+    """`Http` over the network, or over the Unix socket at the path `socket`. A connection is given up after
+    `connect_s`; an answer may take for ever."""
 
-    def __init__(self, connect_s: float) -> None:
-        self._connect_s = connect_s
+    def __init__(self, connect_s: float, socket: str = "") -> None:
+        self._connect_s, self._socket = connect_s, socket
         self._made: aiohttp.ClientSession | None = None
 
     async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
@@ -57,8 +58,11 @@ class AioHttp:
     def _session(self) -> aiohttp.ClientSession:
         """Made in the loop that uses it."""
         if self._made is None:
+            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S)
+            if self._socket:
+                connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEP_S)
             self._made = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+                connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

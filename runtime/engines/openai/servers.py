@@ -18,7 +18,7 @@ Ask = Callable[[Server], Awaitable[Abilities]]
 Fits = Callable[[Abilities], InvalidRequest | None]
 
 _FAULTS = 3
-_LOOK_S = 10.0  # a server that is down is asked at least so often
+_LOOK_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,8 @@ class Member:
 
 
 class Servers:
-    """All servers of a model. `ask` finds out what one can do (`abilities.ask`)."""
+    """All servers of a model. `ask` finds out what one can do (`abilities.ask`). One that is down is asked again at
+    least every `look_s`."""
 
     def __init__(
         self,
@@ -50,9 +51,10 @@ class Servers:
         ask: Ask,
         clock: Callable[[], int] = time.monotonic_ns,
         source: random.Random | None = None,
+        look_s: float = _LOOK_S,
     ) -> None:
         source = source or random.Random()
-        self.members = [Member(server, Backoff(source, most_s=_LOOK_S)) for server in servers]
+        self.members = [Member(server, Backoff(source, most_s=look_s)) for server in servers]
         self._ask, self._clock = ask, clock
         self._turns = 0
         self.changed = asyncio.Event()

@@ -6,7 +6,7 @@ from runtime.engines.openai.abilities import ask
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.node.config import OpenAiSection
+from runtime.node.config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
@@ -17,11 +17,19 @@ from runtime.serving.frontend.starts import RestartLimits
 async def openai_engine(
     worker: Worker, section: OpenAiSection, measures: Measures, search: SearchSource
 ) -> OpenAiEngine:
+    """Over the servers at the section's URLs. Raises as `engine_over`."""
+    key = read_engine_key(section)
+    servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
+    return await engine_over(servers, worker, section, measures, search)
+
+
+async def engine_over(
+    servers: Servers, worker: Worker, section: ServedSection, measures: Measures, search: SearchSource
+) -> OpenAiEngine:
     """All servers are asked first. Raises ConfigError for one that can never serve what is configured; one that does
     not answer now is waited for meanwhile.
     """
-    key, http = read_engine_key(section), worker.plan.config.http
-    servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
+    http = worker.plan.config.http
     await servers.reach()
     return OpenAiEngine(
         servers,

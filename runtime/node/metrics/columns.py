@@ -306,6 +306,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
     "pool": _of(PoolMetrics),
     "prefill": _of(PrefillMetrics),
     "decode": _of(DecodeMetrics),
+    "engine": _of(WorkerMetrics),  # vLLM has its own
     "frontend": _of(FrontendMetrics),
 }
 
@@ -315,5 +316,11 @@ Knob = Literal[
     "reload_of",  # which collection by its place in the configuration, or -1 for all,
     "reload",  # is to be reloaded; another number asks once more
 ]
-KNOBS: dict[Role, tuple[Knob, ...]] = {"pool": get_args(Knob), "prefill": (), "decode": (), "frontend": ()}
+KNOBS: dict[Role, tuple[Knob, ...]] = {
+    "pool": get_args(Knob),
+    "prefill": (),
+    "decode": (),
+    "engine": (),
+    "frontend": (),
+}
 """What the supervisor sets in a worker at run time, through its table."""

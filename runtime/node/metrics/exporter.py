@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runtime.node.metrics.columns import Histogram
@@ -23,19 +23,19 @@ class NodeCollector(Collector):
     def __init__(
         self,
         tables: Mapping[str, WorkerTable],
-        more: Iterable[Callable[[], Iterable[Family]]] = (),
+        more: Iterable[Callable[[], Iterable[Metric]]] = (),
         constant: Mapping[str, str] | None = None,
     ) -> None:
         self._tables = tables
         self._more = tuple(more)
         self._constant = dict(constant or {})
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         for family in self._families():
             family.samples = [sample._replace(labels=self._constant | sample.labels) for sample in family.samples]
             yield family
 
-    def _families(self) -> Iterator[Family]:
+    def _families(self) -> Iterator[Metric]:
         yield from _of_tables(self._tables)
         for families in self._more:
             yield from families()

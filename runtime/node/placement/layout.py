@@ -7,13 +7,12 @@ not say (a GPU's NUMA node) is left to the kernel, not guessed.
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.config import NodeConfig, Placed, Role, VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan, WorkerPlan, place_spares, resolve
+from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place_spares, resolve
 
 _PLACED: tuple[Role, ...] = ("pool", "prefill", "decode")
-CPU = "cpu"
 
 
 def lay_out(config: NodeConfig, machine: Machine) -> NodePlan:
@@ -21,6 +20,8 @@ def lay_out(config: NodeConfig, machine: Machine) -> NodePlan:
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
     plan = resolve(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
     workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
+    if isinstance(config.model, VllmSection):
+        workers = _with_gpus(workers, config.model, machine)
     _check_mig(workers, machine)
     workers = _with_cores(workers, machine)
     return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=place_spares(config, workers))
@@ -35,6 +36,32 @@ def _gpus_of(role: Role, section: Placed, machine: Machine) -> tuple[Gpu | None,
         except ConfigError as error:
             raise ConfigError(f"{role}.devices: {error.message}") from error
     return tuple(found)
+
+
+def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine) -> list[WorkerPlan]:
+    """The engines on their GPUs, whole ones."""
+    placed = []
+    for worker in workers:
+        names = section.gpus[worker.index] if worker.role == "engine" else ()
+        if not names:
+            placed.append(worker)
+            continue
+        try:
+            gpus = [machine.find(name) for name in names]
+        except ConfigError as error:
+            raise ConfigError(f"model.devices: {worker.name}: {error.message}") from error
+        first = gpus[0]
+        placed.append(
+            msgspec.structs.replace(
+                worker,
+                device=CPU if machine.simulated else worker.device,
+                gpu=first.uuid,
+                gpu_index=first.index,
+                gpu_numbers=tuple(gpu.index for gpu in gpus),
+                numa_node=first.numa_node,
+            )
+        )
+    return placed
 
 
 def _as_seen_inside(

@@ -3,6 +3,7 @@
 import itertools
 import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,14 +12,19 @@ import msgspec
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, OpenAiSection, Placed, Role
+from runtime.node.config import NodeConfig, OpenAiSection, Placed, Role, VllmSection
+
+CPU = "cpu"
+_MOST_SOCKET = 107  # bytes: sun_path without its NUL
+_WHILE_DRAINING = ".sock.old"  # the longest name that a socket gets
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
     """One process of the node. `cores` empty: the kernel places it.
 
     `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
-    machine, `device` what the process calls it. `numa_node` None: not known, or of no matter. `spare`: the number of a
+    machine, `device` what the process calls it. An engine may have several: then these are the first one's, and
+    `gpu_numbers` those of all. `numa_node` None: not known, or of no matter. `spare`: the number of a
     standby worker, which is placed like worker `index` of its role; None for every other.
     """
 
@@ -32,6 +38,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     numa_node: int | None = None
     spin: bool = True
     spare: int | None = None
+    gpu_numbers: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -39,13 +46,13 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     @property
     def shown_device(self) -> str:
-        """Where it is placed, as people name it: "cpu" or "cuda:3"."""
-        return f"cuda:{self.gpu_index}" if self.gpu else self.device
+        """Where it is placed, as people name it: "cpu", "cuda:3" or "cuda:3,4"."""
+        return f"cuda:{','.join(self.gpu_numbers) or self.gpu_index}" if self.gpu else self.device
 
     def is_on(self, gpu: str) -> bool:
         """Whether a GPU of that name or UUID is its own, or the one that its MIG instance is cut from."""
-        card = self.gpu_index.partition(":")[0]
-        return bool(self.gpu) and gpu in (self.gpu, self.shown_device, f"cuda:{card}")
+        cards = [number.partition(":")[0] for number in self.gpu_numbers or (self.gpu_index,)]
+        return bool(self.gpu) and gpu in (self.gpu, self.shown_device, *(f"cuda:{card}" for card in cards))
 
     @property
     def visible_devices(self) -> str | None:
@@ -54,6 +61,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         Its own GPU alone, for decode too, though that opens memory on prefill's GPUs: CUDA IPC opens what the variable
         hides (see `ipc.memory.cuda`), and seeing more would only let a library put a context on another's GPU.
         """
+        if self.gpu_numbers:  # by number, in the order of PCI buses: vLLM takes no UUIDs for some of its checks
+            return ",".join(self.gpu_numbers)
         return "" if self.device == "cpu" else self.gpu or None
 
 
@@ -78,6 +87,15 @@ class NodePlan(msgspec.Struct, frozen=True):
         """The abstract socket name of `what` (a worker's name, "frontend" or "control"); it leaves no file behind."""
         return f"ipc://@trinity-{self.token}-{what}"
 
+    def engine_socket(self, worker: str) -> str:
+        """The path of the socket at which an engine that the node runs is asked; in the run directory, which is ours
+        alone."""
+        return f"{self.run_dir}/{worker}.sock"
+
+    def engine_metrics(self, worker: str) -> Path:
+        """The file in which an engine's own metrics are left for the supervisor, in Prometheus's text format."""
+        return Path(self.run_dir) / f"{worker}.prom"
+
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
 
@@ -91,6 +109,7 @@ def resolve(config: NodeConfig) -> NodePlan:
         *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
         *(_place("prefill", config.prefill) if config.own_model else ()),
         *(_place("decode", config.decode) if config.own_model else ()),
+        *(_place_engine(config.model) if isinstance(config.model, VllmSection) else ()),
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
     ]
     _check_counts(config)
@@ -98,6 +117,7 @@ def resolve(config: NodeConfig) -> NodePlan:
     _check_cores(workers)
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
+    _check_sockets(run_dir, workers)
     return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), place_spares(config, workers))
 
 
@@ -138,7 +158,22 @@ def _place(role: Role, section: Placed) -> list[WorkerPlan]:
     return plans
 
 
-def _check_device(role: Role, device: str) -> None:
+def _place_engine(section: VllmSection) -> list[WorkerPlan]:
+    device = CPU if section.devices == (CPU,) else "cuda:0"
+    return [WorkerPlan("engine", index, device, cores=(), threads=1) for index in range(section.instances)]
+
+
+def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:
+    for worker in workers:
+        path = f"{run_dir}/{worker.name}{_WHILE_DRAINING}"
+        if worker.role == "engine" and (size := len(os.fsencode(path))) > _MOST_SOCKET:
+            raise ConfigError(
+                f"node.run_dir: an engine's socket, {path}, has {size} bytes, Linux allows {_MOST_SOCKET}: give a "
+                "shorter node.run_dir"
+            )
+
+
+def _check_device(role: str, device: str) -> None:
     if not is_device_name(device):
         raise ConfigError(f'{role}.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
 
@@ -229,6 +264,8 @@ def _check_keys(config: NodeConfig) -> None:
 
 
 def _check_engine(config: NodeConfig) -> None:
+    if isinstance(config.model, VllmSection):
+        _check_vllm(config.model)
     if not isinstance(config.model, OpenAiSection):
         return
     for url in config.model.urls:
@@ -240,6 +277,27 @@ def _check_engine(config: NodeConfig) -> None:
     if len(set(config.model.urls)) < len(config.model.urls):
         raise ConfigError("model.url names a server twice")
     read_engine_key(config.model)
+
+
+def _check_vllm(section: VllmSection) -> None:
+    if shutil.which(section.python) is None:
+        raise ConfigError(
+            f"model.python = {section.python!r}: there is no such program; give the python of vLLM's venv"
+        )
+    each, given = section.tensor_parallel_size * section.pipeline_parallel_size, len(section.devices)
+    if section.devices == (CPU,):
+        return
+    for device in section.devices:
+        _check_device("model", device)
+    if given and given != each * section.instances:
+        raise ConfigError(
+            f"model.devices has {given} entries: {section.instances} instances of {each} GPUs (tensor_parallel_size × "
+            f"pipeline_parallel_size) need {each * section.instances}"
+        )
+    if CPU in section.devices:
+        raise ConfigError('model.devices: "cpu" stands alone, there are no GPUs beside it')
+    if len(set(section.devices)) < given:
+        raise ConfigError("model.devices names a GPU twice")
 
 
 def read_engine_key(section: OpenAiSection) -> str:

@@ -48,6 +48,21 @@ def usage_of(pid: int) -> Usage:
         return Usage()
 
 
+def usage_of_all(pid: int) -> Usage:
+    """Of a process of ours and all that it has started."""
+    try:
+        started = psutil.Process(pid).children(recursive=True) if pid else []
+    except psutil.Error:
+        started = []
+    every = [usage_of(one) for one in (pid, *(process.pid for process in started))]
+    return Usage(
+        sum(one.cpu_s for one in every),
+        sum(one.resident_bytes for one in every),
+        sum(one.threads for one in every),
+        sum(one.fds for one in every),
+    )
+
+
 @dataclass
 class _Spent:
     """Processor time of a worker over all its lives: what earlier ones were last seen with is kept."""
@@ -89,7 +104,8 @@ class NodeFigures:
         yield NodeMetrics.MEMORY_AVAILABLE.now(memory.available)
 
     def _processes(self, pids: dict[str, int]) -> Iterator[Family]:
-        usages = {name: self.usage(pid) for name, pid in pids.items()}
+        engines = {place.name for place in self.workers if place.role == "engine"}  # vLLM is what they have started
+        usages = {name: (usage_of_all if name in engines else self.usage)(pid) for name, pid in pids.items()}
         spent = {name: self._spent.setdefault(name, _Spent()).total(pids[name], u.cpu_s) for name, u in usages.items()}
         yield ProcessMetrics.CPU_SECONDS.of(spent)
         yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})

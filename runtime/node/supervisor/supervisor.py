@@ -11,15 +11,17 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from msgspec.structs import replace
+from prometheus_client.core import Metric
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
 from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
+from runtime.node.metrics.engines import engine_families
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
@@ -29,7 +31,7 @@ from runtime.node.supervisor.admin import ControlServer, NodeStatus, WorkerStatu
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.changes import Changes
 from runtime.node.supervisor.child import COMMAND, Child, Desired, Phase, close_input, spawn, tell
-from runtime.node.supervisor.figures import NodeFigures, node_version, usage_of
+from runtime.node.supervisor.figures import NodeFigures, node_version, usage_of, usage_of_all
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen
 from runtime.node.supervisor.reloading import Reloading
@@ -37,7 +39,7 @@ from runtime.node.supervisor.rolling import Rolling
 from runtime.node.supervisor.standby import Standbys
 from runtime.node.worker import WorkerSpec
 
-_STOP_ORDER = ("frontend", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
+_STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
 _POLL_S = 0.1
 
 log = logging.getLogger("supervisor")
@@ -314,13 +316,21 @@ class Supervisor:
                 lambda: self._figures.families(status.workers, os.getpid(), status.spares),
                 self._control_loop.families,
                 self._gpus.families,
+                lambda: engine_families(
+                    {e.name: self._plan.engine_metrics(e.name) for e in self._plan.of_role("engine")}
+                ),
             ),
             {"node": self._plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
         return render(collector)
 
+    def _engine_families(self) -> Iterator[Metric]:
+        names = [place.name for place in self._plan.of_role("engine")]
+        return engine_families({name: self._plan.engine_metrics(name) for name in names})
+
 
 def _worker_status(child: Child, now_s: float) -> WorkerStatus:
+    usage = usage_of_all if child.place.role == "engine" else usage_of
     return WorkerStatus(
         name=child.place.name,
         phase=child.phase.value,
@@ -328,7 +338,7 @@ def _worker_status(child: Child, now_s: float) -> WorkerStatus:
         epoch=child.epoch,
         restarts=child.restarts,
         heartbeat_age_s=child.silent_s,
-        resident_bytes=usage_of(child.process.pid if child.process else 0).resident_bytes,
+        resident_bytes=usage(child.process.pid if child.process else 0).resident_bytes,
         device=child.place.shown_device,
         cores=child.place.cores,
         note=child.note(now_s),

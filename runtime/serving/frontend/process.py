@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
-from runtime.node.config import HttpSection, OpenAiSection
+from runtime.node.config import HttpSection, ServedSection
 from runtime.node.metrics.columns import FrontendMetrics
 from runtime.node.placement.plan import read_api_keys
 from runtime.node.supervisor.admin import ask
@@ -112,7 +112,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
-        max_probe_tokens=served.probe_tokens if isinstance(served, OpenAiSection) else config.decode.probe_tokens,
+        max_probe_tokens=served.probe_tokens if isinstance(served, ServedSection) else config.decode.probe_tokens,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,

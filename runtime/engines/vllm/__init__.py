@@ -1,0 +1,11 @@
+"""vLLM as the engine: API servers that the node starts, looks after, and asks as it asks any OpenAI server.
+
+```
+start.py      for the frontend: the OpenAI engine over the instances' sockets
+process.py    a worker of role "engine": one instance, from its start to its end
+instance.py   its processes: all end with the worker, whatever dies first
+command.py    what is run, and whether this version of vLLM can be
+ask.py        /health and /metrics over the socket
+lines.py      what vLLM says as our log lines
+```
+"""

@@ -1,0 +1,63 @@
+"""The processes of one instance. They end with the worker that started them, whatever dies first.
+
+vLLM's server starts others (its engine core, a worker for each GPU), which live on when it is killed. All of them are
+in the process group that the worker leads:
+
+- the server dies: the worker sees it, and ends;
+- the worker dies, by itself or with its supervisor: the keeper's input ends, and it kills the group. The supervisor,
+  if it lives, does so too.
+"""
+
+import os
+import select
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from runtime.engines.vllm.lines import Lines
+
+_LINE_BYTES = 8192
+_KEEPER = ("sh", "-c", "read _; kill -9 0")  # 0: its own group, itself included
+
+
+class Instance:
+    """Started when made. Raises `OSError`. `run` by a process that leads its group."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], lines: Lines) -> None:
+        assert os.getpgrp() == os.getpid(), "the group is killed as a whole, so it must be nobody else's"
+        self._lines = lines
+        self._keeper = subprocess.Popen(_KEEPER, stdin=subprocess.PIPE)
+        self._server = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert self._server.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._server.stdout,), name="lines", daemon=True)
+        self._reader.start()
+        self._pidfds = [os.pidfd_open(process.pid) for process in (self._server, self._keeper)]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until it ends; whether it has."""
+        return bool(select.select(self._pidfds, [], [], seconds)[0])
+
+    def how(self) -> str:
+        """How it ended, and what it said of it."""
+        code = self._server.poll()
+        if code is None:
+            return "its keeper was killed"
+        self._reader.join(timeout=1.0)  # those that live on may hold its output open
+        said = f": {self._lines.fault}" if self._lines.fault else ""
+        return f"vLLM ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{said}"
+
+    def terminate(self, within_s: float) -> None:
+        """Have it end in order. What is left after that ends with the worker."""
+        self._server.terminate()
+        select.select(self._pidfds[:1], [], [], within_s)
+
+    def _read(self, output: IO[bytes]) -> None:
+        while line := output.readline(_LINE_BYTES):
+            self._lines.take(line.decode(errors="replace"))

@@ -1,0 +1,106 @@
+"""A program that passes for the interpreter of an environment with vLLM: `FakeServer`'s model behind a Unix socket.
+
+It starts a process that is its engine core, and ends when that dies, as vLLM does. The environment says how it is:
+FAKE_VERSION; FAKE_FAULT, an error with which it ends at once; FAKE_PACE_S, between two chunks. The core's process id is
+left beside the socket.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runtime.engines.openai.http import Reply
+from tests.engines.fake_openai import Behaviour, FakeServer
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="fake"}} {running}
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0",model_name="fake"}} 0.0
+# HELP python_gc_objects_collected_total Objects collected during gc
+# TYPE python_gc_objects_collected_total counter
+python_gc_objects_collected_total{{generation="0"}} 1.0
+"""
+
+
+class Front:
+    """HTTP before a `FakeServer`."""
+
+    def __init__(self, fake: FakeServer) -> None:
+        self.fake = fake
+        self.pace_s = float(os.environ.get("FAKE_PACE_S", "0"))
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, target, _ = first.split(" ")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        path = urlsplit(target).path
+        if path in ("/health", "/metrics"):
+            text = METRICS.format(running=float(self.fake.open)) if path == "/metrics" else ""
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
+            return True
+        answer = await self.fake.ask(method, f"http://fake{path}", headers, body or None)
+        writer.write(f"HTTP/1.1 {answer.status} \r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        sending = asyncio.ensure_future(self._send(answer, writer))
+        gone = asyncio.ensure_future(reader.read(1))  # nothing comes while an answer is sent but the connection's end
+        await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
+        whole = sending.done()
+        for task in (sending, gone):
+            task.cancel()
+        await asyncio.gather(sending, gone, return_exceptions=True)
+        answer.close()
+        return whole and sending.exception() is None
+
+    async def _send(self, answer: Reply, writer: asyncio.StreamWriter) -> None:
+        async for part in answer.parts():
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+            if part.startswith(b"data: "):
+                await asyncio.sleep(self.pace_s)
+        writer.write(b"0\r\n\r\n")
+
+
+async def serve(socket: str, model: str, core: subprocess.Popen[bytes]) -> None:
+    """Until the core dies."""
+    front = Front(FakeServer(Behaviour(model=model)))
+    async with await asyncio.start_unix_server(front.connected, socket):
+        await asyncio.to_thread(core.wait)
+    sys.exit("EngineDeadError: the engine core has died")
+
+
+def main() -> None:
+    if sys.argv[1] == "-c":  # which version is installed?
+        print(os.environ.get("FAKE_VERSION", "0.32.0"))
+        return
+    assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    options = argparse.ArgumentParser()
+    options.add_argument("--uds")
+    options.add_argument("--served-model-name")
+    given, others = options.parse_known_args(sys.argv[3:])
+    print(f"(APIServer pid=1) INFO 01-02 03:04:05 [api.py:1] asked for {json.dumps(others)}", flush=True)
+    if fault := os.environ.get("FAKE_FAULT"):
+        sys.exit(f"Traceback (most recent call last):\n{fault}\nRuntimeError: Engine core initialization failed.")
+    core = subprocess.Popen(["sleep", "600"])
+    Path(f"{given.uds}.core").write_text(str(core.pid))
+    asyncio.run(serve(given.uds, given.served_model_name, core))
+
+
+if __name__ == "__main__":
+    main()

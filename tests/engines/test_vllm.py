@@ -1,0 +1,300 @@
+"""vLLM under the supervisor, with a fake of it: what it is started with, what dies with what, what a death costs."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from runtime.errors import EXIT_CONFIG, ConfigError, Unavailable
+from runtime.node.config import NodeConfig, VllmSection, parse_config
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import resolve
+from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, restart_node, stop_node
+from runtime.node.supervisor.child import COMMAND
+from runtime.testing.waiting import eventually
+from tests.engines.fake_openai import rendered, written
+from tests.forked import FORKSERVER
+from tests.node.tiny_node import serve
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 300
+CONFIG = """
+[node]
+name = "fake-vllm"
+run_dir = "run"
+[http]
+port = 0
+[model]
+engine = "vllm"
+name = "fake"
+python = "./python"
+devices = ["cpu"]
+instances = 2
+extra_args = ["--dtype", "float32"]
+environment = {environment}
+"""
+
+
+def fake_python(home: Path) -> Path:
+    """A program that passes for the interpreter of vLLM's environment."""
+    program = home / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT}/tests/engines/fake_vllm.py "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+class Node:
+    """A node of a frontend and two fakes."""
+
+    def __init__(self, home: Path, **environment: str) -> None:
+        self.home, self.log = home, home / "log"
+        fake_python(home)
+        config = home / "node.toml"
+        table = "{" + ", ".join(f'{name} = "{value}"' for name, value in environment.items()) + "}"
+        config.write_text(CONFIG.format(environment=table))
+        self.process = FORKSERVER.Process(target=serve, args=(str(config), "", str(self.log), COMMAND))
+        self.process.start()
+
+    @property
+    def info(self) -> NodeInfo:
+        return find_node(self.home / "run")
+
+    def status(self) -> NodeStatus | None:
+        assert self.process.exitcode is None, self.log.read_text()
+        with contextlib.suppress(Unavailable):
+            return node_status(self.info)
+        return None
+
+    def worker(self, name: str) -> WorkerStatus:
+        status = self.status()
+        assert status is not None
+        return next(found for found in status.workers if found.name == name)
+
+    def healthy(self) -> bool:
+        status = self.status()
+        with contextlib.suppress(httpx.HTTPError):
+            return bool(status and status.ready and httpx.get(f"{status.info.url}/health").status_code == 200)
+        return False
+
+    def ready(self) -> None:
+        eventually(self.healthy, 120, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+
+    def core(self, name: str) -> int:
+        """The process id of an instance's engine core."""
+        return int((self.home / "run" / f"{name}.sock.core").read_text())
+
+    def server(self, name: str) -> int:
+        """That of its server."""
+        return int(psutil.Process(self.core(name)).ppid())
+
+    def everything(self) -> list[int]:
+        """All processes of the node."""
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(timeout=60)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def start(**environment: str) -> Node:
+        nodes.append(Node(tmp_path, **environment))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.end()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "fake",
+        "messages": [{"role": "user", "content": f"question {number}"}],
+        "max_tokens": TOKENS,
+    } | more
+
+
+def expected(number: int) -> str:
+    return bytes(written(list(rendered(body(number)["messages"]).encode()), TOKENS)).decode()
+
+
+class Asker(threading.Thread):
+    """Asks for a stream; `began` is set by its first token, `text` is all of it, or `error` what ended it."""
+
+    def __init__(self, url: str, number: int) -> None:
+        super().__init__(daemon=True)
+        self.url, self.number = url, number
+        self.began = threading.Event()
+        self.text, self.error = "", ""
+
+    def run(self) -> None:
+        asked = body(self.number, stream=True)
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=asked, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                self.error = str(chunk.get("error") or "")
+                for choice in chunk.get("choices", ()):
+                    self.text += choice["delta"].get("content") or ""
+                if self.text:
+                    self.began.set()
+
+
+def asked(node: Node, count: int = 6) -> list[Asker]:
+    """So many streams that have begun."""
+    askers = [Asker(node.info.url, number) for number in range(count)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        assert asker.began.wait(60)
+    return askers
+
+
+def all_whole(askers: list[Asker]) -> None:
+    for asker in askers:
+        asker.join(timeout=120)
+        assert not asker.error
+        assert asker.text == expected(asker.number)
+
+
+def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothing(start: Callable[..., Node]) -> None:
+    node = start()
+    node.ready()
+    answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(1)).json()
+    assert answer["choices"][0]["message"]["content"] == expected(1)
+    metrics = f"{node.info.url}/metrics"
+    for name in ("engine-0", "engine-1"):
+        wanted = f'vllm:num_requests_running{{engine="0",model_name="fake",node="fake-vllm",worker="{name}"}} 0.0'
+        eventually(lambda wanted=wanted: wanted in httpx.get(metrics).text, 60, wanted)  # type: ignore[misc]
+    assert "python_gc" not in httpx.get(metrics).text
+    assert 'asked for ["--tensor-parallel-size", "1"' in node.log.read_text()
+    assert '"--dtype", "float32"]' in (node.home / "run" / "logs" / "engine-0.log").read_text().replace('\\"', '"')
+    assert node.worker("engine-0").resident_bytes > psutil.Process(node.server("engine-0")).memory_info().rss / 2
+    everything = node.everything()
+    assert {node.core("engine-0"), node.core("engine-1")} <= set(everything)
+    stop_node(node.info, timeout_s=60)
+    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+    assert not list((node.home / "run").glob("*.sock"))
+
+
+@pytest.mark.parametrize("victim", ["server", "core", "worker"])
+def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_left(
+    start: Callable[..., Node], victim: str
+) -> None:
+    node = start(FAKE_PACE_S="0.01")
+    node.ready()
+    askers = asked(node)
+    server, core, worker = node.server("engine-0"), node.core("engine-0"), node.worker("engine-0").pid
+    os.kill({"server": server, "core": core, "worker": worker}[victim], signal.SIGKILL)
+    all_whole(askers)
+    eventually(lambda: all(gone(pid) for pid in (server, core, worker)), 60, "the old processes to be gone")
+    node.ready()
+    assert node.worker("engine-0").restarts == 1
+    assert node.core("engine-0") != core
+
+
+def test_when_the_supervisor_is_killed_no_process_is_left(start: Callable[..., Node]) -> None:
+    node = start()
+    node.ready()
+    everything = node.everything()
+    assert len(everything) >= 2 * 4 + 1  # of each instance: its worker, keeper, server and core; and the frontend
+    assert node.process.pid is not None
+    os.kill(node.process.pid, signal.SIGKILL)
+    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+
+
+def test_a_rolling_restart_loses_no_request(start: Callable[..., Node]) -> None:
+    node = start(FAKE_PACE_S="0.01")
+    node.ready()
+    cores = {node.core("engine-0"), node.core("engine-1")}
+    askers = asked(node)
+    for name in ("engine-0", "engine-1"):
+        restart_node(node.info, name, timeout_s=120)
+    all_whole(askers)
+    assert not cores & {node.core("engine-0"), node.core("engine-1")}
+    log = node.log.read_text()
+    assert "goes on after" not in log  # a drained instance finishes what it has
+
+
+def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Callable[..., Node]) -> None:
+    node = start(FAKE_FAULT="ValueError: Free memory on device cuda:0 (10 GiB) is less than desired")
+    node.process.join(timeout=120)
+    assert node.process.exitcode == 1
+    assert "exit code 1: ValueError: Free memory on device cuda:0 (10 GiB) is less than desired" in node.log.read_text()
+
+
+def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Callable[..., Node], monkeypatch: Any) -> None:
+    monkeypatch.setenv("FAKE_VERSION", "0.19.1")
+    node = start()
+    node.process.join(timeout=120)
+    assert node.process.exitcode == EXIT_CONFIG
+    assert "vLLM 0.19.1 at model.python = " in node.log.read_text()
+
+
+# ---- the plan
+
+
+def config(**model: Any) -> NodeConfig:
+    return parse_config({"model": {"engine": "vllm", "name": "m", "python": sys.executable} | model})
+
+
+def test_each_instance_has_gpus_of_its_own_in_order() -> None:
+    made = config(instances=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    first, second = lay_out(made, Machine.with_simulated_gpus(8)).of_role("engine")
+    assert first.gpu_numbers == ("0", "1", "2", "3")
+    assert second.gpu_numbers == ("4", "5", "6", "7")
+    assert second.visible_devices == "4,5,6,7"
+    assert second.shown_device == "cuda:4,5,6,7"
+    assert second.is_on("cuda:6")
+    assert not first.is_on("cuda:6")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"instances": 2, "devices": ["cuda:0"]}, "model.devices has 1 entries: 2 instances of 1 GPUs"),
+        ({"devices": ["cpu", "cuda:0"], "instances": 2}, '"cpu" stands alone'),
+        ({"devices": ["cuda:0", "cuda:0"], "instances": 2}, "names a GPU twice"),
+        ({"devices": ["gpu0"]}, "'gpu0' is no device"),
+        ({"python": "/nowhere/python"}, "no such program"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_its_key(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(**model))
+
+
+def test_a_run_directory_that_is_too_deep_for_a_socket_is_refused() -> None:
+    raw = {"node": {"run_dir": "/tmp/" + "d" * 100}, "model": {"engine": "vllm", "name": "m", "python": sys.executable}}
+    with pytest.raises(ConfigError, match=r"Linux allows 107: give a shorter node\.run_dir"):
+        resolve(parse_config(raw))
+
+
+def test_paths_are_told_from_names_on_the_hub() -> None:
+    section = config(path="Qwen/Qwen3-8B").model
+    assert isinstance(section, VllmSection)
+    assert section.loads == "Qwen/Qwen3-8B"
+    with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
+        config(tensor_parallel=2)

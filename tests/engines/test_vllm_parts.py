@@ -1,0 +1,136 @@
+"""What is around vLLM's processes: its command, its words as log lines, its metrics as ours, the doctor's findings."""
+
+import itertools
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric
+
+from runtime.checks.diagnosis import diagnose
+from runtime.engines.vllm.ask import unfinished
+from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, version
+from runtime.engines.vllm.lines import Lines
+from runtime.errors import ConfigError
+from runtime.node.config import NodeConfig, VllmSection
+from runtime.node.config_file import load_config
+from runtime.node.metrics.engines import engine_families
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import resolve
+from tests.engines.test_vllm import config, fake_python
+
+NODE8 = Path(__file__).parents[2] / "launchers" / "node8-vllm.toml"
+
+
+def section(**model: object) -> VllmSection:
+    made = config(**model).model
+    assert isinstance(made, VllmSection)
+    return made
+
+
+def test_vllm_is_told_what_to_load_where_to_listen_and_how_to_split() -> None:
+    asked_for = {"path": "org/model", "tensor_parallel_size": 2, "context_tokens": 4096}
+    plan = lay_out(config(**asked_for), Machine.with_simulated_gpus(2))
+    pairs = dict(itertools.pairwise(command(section(**asked_for), plan, plan.of_role("engine")[0])))
+    assert pairs["--model"] == "org/model"
+    assert pairs["--served-model-name"] == "m"
+    assert pairs["--uds"] == plan.engine_socket("engine-0")
+    assert pairs["--tensor-parallel-size"] == "2"
+    assert pairs["--max-model-len"] == "4096"
+
+
+def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = section(devices=["cpu"], extra_args=["--dtype", "float32"], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
+    plan = resolve(NodeConfig(model=made))
+    place = plan.of_role("engine")[0]
+    assert list(command(made, plan, place)[-2:]) == ["--dtype", "float32"]
+    found = environment(made, place)
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert "OMP_NUM_THREADS" not in found
+
+
+@pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp", "--max-model-len"])
+def test_what_follows_from_the_section_is_no_extra_argument(argument: str) -> None:
+    with pytest.raises(ConfigError, match="is the node's own to say"):
+        check_arguments(section(extra_args=["--dtype", "float32", argument]))
+
+
+def test_an_interpreter_without_vllm_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM is not installed there: .* -m pip install vllm"):
+        version(section(python=sys.executable))
+
+
+def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = section(python=str(fake_python(tmp_path)))
+    assert version(made) == "0.32.0"
+    monkeypatch.setenv("FAKE_VERSION", "0.9.2")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.9\.2 .* is too old: 0\.20 or later"):
+        version(made)
+
+
+def test_the_share_of_gpu_memory_is_the_arguments_or_vllms_own() -> None:
+    assert gpu_memory_share(section()) == 0.92
+    assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "0.5"])) == 0.5
+    assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization=0.25"])) == 0.25
+    with pytest.raises(ConfigError, match="'much' is no number"):
+        gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "much"]))
+
+
+def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    lines = Lines(logging.getLogger("engine-0"))
+    with caplog.at_level(logging.INFO):
+        lines.take("(APIServer pid=12) WARNING 11-22 16:35:38 [vllm.py:725] Model Runner V2 requires Triton\n")
+        lines.take("(EngineCore pid=13) ERROR 11-22 16:35:39 [core.py:9] torch.OutOfMemoryError: CUDA out of memory")
+        lines.take("INFO:     Application startup complete.")
+        lines.take("RuntimeError: Engine core initialization failed. See root cause above.")
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "Model Runner V2 requires Triton"),
+        ("ERROR", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("INFO", "Application startup complete."),
+        ("INFO", "RuntimeError: Engine core initialization failed. See root cause above."),
+    ]
+    assert lines.fault == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_unfinished_requests_are_those_that_run_or_wait() -> None:
+    text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 3.0\n'
+    more = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
+    assert unfinished(text + more) == 5
+
+
+def test_metrics_of_all_engines_are_merged_with_their_workers_names(tmp_path: Path) -> None:
+    files = {}
+    for number in range(2):
+        files[f"engine-{number}"] = tmp_path / f"{number}.prom"
+        files[f"engine-{number}"].write_text(
+            "# HELP vllm:prompt_tokens_total Tokens.\n# TYPE vllm:prompt_tokens_total counter\n"
+            f'vllm:prompt_tokens_total{{engine="0"}} {number}\n# TYPE process_open_fds gauge\nprocess_open_fds 3\n'
+        )
+    files["engine-2"] = tmp_path / "not there"
+    files["engine-3"] = tmp_path / "none"
+    files["engine-3"].write_text("this is no {metric\n")
+    (family,) = engine_families(files)
+    assert isinstance(family, Metric)
+    assert [(s.name, s.labels, s.value) for s in family.samples] == [
+        ("vllm:prompt_tokens_total", {"worker": "engine-0", "engine": "0"}, 0.0),
+        ("vllm:prompt_tokens_total", {"worker": "engine-1", "engine": "0"}, 1.0),
+    ]
+
+
+def test_the_doctor_tells_vllms_version_and_gpus_that_are_not_there(tmp_path: Path) -> None:
+    made = config(python=str(fake_python(tmp_path)), devices=["cuda:7"])
+    found = {finding.what: finding for finding in diagnose(made)}
+    assert found["vLLM"].text == "0.32.0, 1 × m"
+    assert found["model.devices cuda:7"].level == "error"
+
+
+def test_the_example_for_eight_gpus_is_laid_out_as_it_says(tmp_path: Path) -> None:
+    (tmp_path / "my-docs").mkdir()
+    text = NODE8.read_text().replace('"python3"', f'"{sys.executable}"')
+    (tmp_path / "node.toml").write_text(text)
+    plan = lay_out(load_config(tmp_path / "node.toml"), Machine.with_simulated_gpus(8))
+    assert [place.gpu_numbers for place in plan.of_role("engine")] == [(str(number),) for number in range(6)]
+    assert [place.gpu_index for place in plan.of_role("pool")] == ["6", "7"]
