@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +12,12 @@ from runtime.engines.openai.generation import Generation, Means, why_not
 from runtime.engines.openai.servers import Servers
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.node.config import ServedSection
-from runtime.serving.frontend.engine import Capabilities
+from runtime.serving.frontend.engine import Capabilities, Engine
 from runtime.serving.frontend.forwarded import needs_one_request
-from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request, RequestTable
-from runtime.serving.frontend.router import Placement
+from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.frontend.traces import Traces
-from runtime.serving.messages import Message, Prefill, Retrieval, Sampling
+from runtime.serving.messages import Prefill
 from runtime.serving.model.prompt import last_question
 
 log = logging.getLogger(__name__)
@@ -36,11 +34,8 @@ class Statistics:
     malformed: int = 0
 
 
-class OpenAiEngine:
-    """An `Engine`. `on_end` is told of every accepted request's end, once, `on_refused` of those not accepted.
-
-    `max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`.
-    """
+class OpenAiEngine(Engine):
+    """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`."""
 
     def __init__(
         self,
@@ -56,84 +51,33 @@ class OpenAiEngine:
         on_refused: Callable[[TrinityError], None] | None = None,
         keep_traces: int = 0,
     ) -> None:
-        self.epoch = epoch
-        self.capabilities = Capabilities(forwards=True)
-        self.traces = Traces(keep_traces, clock)
+        super().__init__(
+            Capabilities(forwards=True), epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused,
+            keep_traces=keep_traces,
+        )  # fmt: skip
         self.servers = servers
-        self._requests = RequestTable(self._ended)
         self._means = Means(servers, search, section, restarts, clock)
         self._max_in_flight = max_in_flight
-        self._clock, self._on_end, self._on_refused = clock, on_end, on_refused
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._looks: set[asyncio.Task[None]] = set()
         self._restarts = 0
 
     # ---- for the routes
 
-    def now_ns(self) -> int:
-        """The engine's clock, in which deadlines are given."""
-        return self._clock()
-
     def missing(self) -> list[str]:
         """["engine"] while no server answers."""
         return [] if self.servers.up else ["engine"]
 
-    def submit(
-        self,
-        request_id: str,
-        *,
-        sampling: Sampling,
-        received_ns: int,
-        deadline_ns: int,
-        prompt: str | tuple[int, ...] = "",
-        messages: Sequence[Message] = (),
-        retrieval: Retrieval | None = None,
-        client_id: str = "",
-        sent: Mapping[str, Any] | None = None,
-    ) -> Request:
-        """Begin to have a request answered; `sent` is its body. While no server answers it waits for one, as `restarts`
-        bounds it.
+    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
+        self._check(request.message, sent)
 
-        Raises Overloaded, EngineUnreachable, or InvalidRequest for what no server can do; nothing was accepted then.
-        """
-        message = Prefill(
-            request_id=request_id,
-            frontend_epoch=self.epoch,
-            sampling=sampling,
-            decode_worker="",
-            decode_endpoint="",
-            received_ns=received_ns,
-            deadline_ns=deadline_ns,
-            messages=tuple(messages),
-            prompt=prompt,
-            retrieval=retrieval,
-        )
-        body = dict(sent or {})
-        try:
-            self._check(message, body)
-        except TrinityError as error:
-            if self._on_refused is not None:
-                self._on_refused(error)
-            raise
-        request = Request(message, Placement("", "", ""))
-        self._requests.open(request)
-        self.traces.begun(request, client_id)
-        generation = Generation(request, body, self._means, partial(self._tell, request))
+    def _begin(self, request: Request, sent: dict[str, Any]) -> None:
+        generation = Generation(request, sent, self._means, partial(self._tell, request))
         self._tasks[request] = asyncio.create_task(self._run(request, generation))
-        return request
-
-    def cancel(self, request: Request) -> None:
-        """The consumer is gone: close the connection on which the answer comes. Does nothing when it has ended."""
-        self._fail(request, ClientGone("the client has closed the connection"))
-
-    def end_all(self, error: TrinityError) -> None:
-        """End every request that is in flight with `error`."""
-        for request in self._requests.all():
-            self._fail(request, error)
 
     def statistics(self) -> Statistics:
         """A snapshot of the engine's counters."""
-        return Statistics(len(self._requests), self._restarts + sum(one.sent_again for one in self._requests.all()))
+        return Statistics(len(self.requests), self._restarts + sum(one.sent_again for one in self.requests.all()))
 
     # ---- the loop
 
@@ -153,7 +97,7 @@ class OpenAiEngine:
 
     def tick(self) -> None:
         """End what is late; have servers that are down asked again."""
-        for request in self._requests.late(self._clock()):
+        for request in self.requests.late(self._clock()):
             told = len(request.told.tokens)
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
         for look in self.servers.due():
@@ -168,20 +112,20 @@ class OpenAiEngine:
         try:
             await generation.run()
         except TrinityError as error:
-            self._requests.fail(request, error)
+            self.requests.fail(request, error)
         except asyncio.CancelledError:
-            self._requests.fail(request, ClientGone("the request was cancelled"))
+            self.requests.fail(request, ClientGone("the request was cancelled"))
             raise
         except Exception:
             log.exception("a request failed", extra={"request": request.id})
-            self._requests.fail(request, InternalError("internal error; the server's log has more"))
+            self.requests.fail(request, InternalError("internal error; the server's log has more"))
         finally:
             self._tasks.pop(request, None)
 
     def _check(self, message: Prefill, sent: dict[str, Any]) -> None:
-        if len(self._requests) >= self._max_in_flight:
+        if len(self.requests) >= self._max_in_flight:
             raise Overloaded(
-                f"{len(self._requests)} requests are in flight, the limit is {self._max_in_flight}; try again later"
+                f"{len(self.requests)} requests are in flight, the limit is {self._max_in_flight}; try again later"
             )
         retrieval = message.retrieval
         probes = retrieval is not None and retrieval.every_tokens > 0
@@ -205,20 +149,14 @@ class OpenAiEngine:
 
     def _tell(self, request: Request, piece: Piece) -> None:
         self.traces.told(request, piece)
-        self._requests.deliver(piece)
+        self.requests.deliver(piece)
 
     def _fail(self, request: Request, error: TrinityError) -> None:
-        self._requests.fail(request, error)
+        self.requests.fail(request, error)
         task = self._tasks.get(request)
         if task is not None:
             task.cancel()
 
     def _ended(self, ended: Ended, request: Request) -> None:
         self._restarts += request.sent_again
-        log.info(
-            "ended: %s, %d + %d tokens", ended.code, ended.prompt_tokens, ended.completion_tokens,
-            extra={"request": request.id},
-        )  # fmt: skip
-        self.traces.ended(ended)
-        if self._on_end is not None:
-            self._on_end(ended)
+        super()._ended(ended, request)

@@ -5,14 +5,19 @@ With `retrieval` the engine has the passages in the prompt before the first toke
 appends to the running answer what its probes bring.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from runtime.errors import TrinityError
-from runtime.serving.frontend.requests import Request
+from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
+from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.traces import Traces
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Message, Prefill, Retrieval, Sampling
+
+log = logging.getLogger(__name__)
 
 
 class EngineStatistics(Protocol):
@@ -37,18 +42,31 @@ class Capabilities:
     forwards: bool = False
 
 
-class Engine(Protocol):
-    """Lives in one event loop. `epoch` is this process's own, not 0; `traces` has where each request's time went."""
+class Engine(ABC):
+    """Lives in one event loop. `epoch` is this process's own, not 0; `traces` has where each request's time went, of
+    the last `keep_traces` that ended too.
 
-    epoch: int
-    traces: Traces
-    capabilities: Capabilities
+    `on_end` is told of every accepted request's end, once; `on_refused` of those that were not accepted.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        *,
+        epoch: int,
+        clock: Callable[[], int],
+        on_end: Callable[[Ended], None] | None,
+        on_refused: Callable[[TrinityError], None] | None,
+        keep_traces: int,
+    ) -> None:
+        self.epoch, self.capabilities = epoch, capabilities
+        self.traces = Traces(keep_traces, clock)
+        self.requests = RequestTable(self._ended)
+        self._clock, self._on_end, self._on_refused = clock, on_end, on_refused
 
     def now_ns(self) -> int:
         """The clock in which deadlines are given."""
-
-    def missing(self) -> Sequence[str]:
-        """What is not there to answer with, by name; empty when requests are taken."""
+        return self._clock()
 
     def submit(
         self,
@@ -64,22 +82,77 @@ class Engine(Protocol):
         sent: Mapping[str, Any] | None = None,
     ) -> Request:
         """Begin an answer to `messages` (a chat) or `prompt`; ids must be new ones. `client_id` is the client's own
-        name for it, `sent` its body, which engines that forward send on.
+        name for it, `sent` its body, which engines that forward send on. While there is nothing that could write it,
+        it waits as the engine's restarts are bounded.
 
         Raises Overloaded, Unavailable, or InvalidRequest for what this engine cannot do; nothing was accepted then.
         """
+        message = Prefill(
+            request_id=request_id,
+            frontend_epoch=self.epoch,
+            sampling=sampling,
+            decode_worker="",
+            decode_endpoint="",
+            received_ns=received_ns,
+            deadline_ns=deadline_ns,
+            messages=tuple(messages),
+            prompt=prompt,
+            retrieval=retrieval,
+        )
+        request, body = Request(message, Placement("", "", "")), dict(sent or {})
+        try:
+            self._accept(request, body)
+        except TrinityError as error:
+            if self._on_refused is not None:
+                self._on_refused(error)
+            raise
+        self.requests.open(request)
+        self.traces.begun(request, client_id)
+        self._begin(request, body)
+        return request
 
     def cancel(self, request: Request) -> None:
         """The consumer is gone: free all that the request holds. Does nothing when it has ended."""
+        self._fail(request, ClientGone("the client has closed the connection"))
 
     def end_all(self, error: TrinityError) -> None:
-        """End every request that is in flight with `error`: the drain is over."""
+        """End every request that is in flight with `error`."""
+        for request in self.requests.all():
+            self._fail(request, error)
 
+    @abstractmethod
+    def missing(self) -> Sequence[str]:
+        """What is not there to answer with, by name; empty when requests are taken."""
+
+    @abstractmethod
     def statistics(self) -> EngineStatistics:
         """A snapshot of its counters."""
 
+    @abstractmethod
     async def run(self) -> None:
         """Serve until cancelled; requests still in flight then end with WorkerLost."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close what is open; nothing is waited for."""
+
+    @abstractmethod
+    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
+        """Raises what `submit` does for a request that is not taken."""
+
+    def _begin(self, request: Request, sent: dict[str, Any]) -> None:  # noqa: B027  (not every engine has more to do)
+        """It was accepted, and is in flight."""
+
+    @abstractmethod
+    def _fail(self, request: Request, error: TrinityError) -> None:
+        """End a request with an error, and free what it holds. Does nothing when it has ended."""
+
+    def _ended(self, ended: Ended, request: Request) -> None:
+        """It has left the table."""
+        log.info(
+            "ended: %s, %d + %d tokens", ended.code, ended.prompt_tokens, ended.completion_tokens,
+            extra={"request": request.id},
+        )  # fmt: skip
+        self.traces.ended(ended)
+        if self._on_end is not None:
+            self._on_end(ended)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,24 +23,19 @@ import zmq.asyncio
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
-from runtime.serving.frontend.engine import Capabilities
-from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
-from runtime.serving.frontend.router import Placement, Router
+from runtime.serving.frontend.engine import Capabilities, Engine
+from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
-from runtime.serving.frontend.traces import Traces
 from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Failed,
     Hello,
-    Message,
-    Prefill,
     Release,
     Report,
-    Retrieval,
     Retrieved,
     Role,
-    Sampling,
     Tokens,
     ToWorker,
     Welcome,
@@ -85,11 +80,9 @@ class LinkStatistics:
     malformed: int
 
 
-class WorkerLink:
+class WorkerLink(Engine):
     """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
 
-    `epoch` is this frontend process's own, not 0. `on_end` is told of every accepted request's end, once;
-    `on_refused` of those that were not accepted. `traces` has all in flight and the last `keep_traces` that ended.
     Raises `ipc.errors.InvalidArgument` when the endpoint is taken.
     """
 
@@ -106,15 +99,11 @@ class WorkerLink:
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
         keep_traces: int = 0,
     ) -> None:
-        self.epoch = epoch
-        self.capabilities = Capabilities()
-        self.traces = Traces(keep_traces, clock)
+        super().__init__(
+            Capabilities(), epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces
+        )
         self.router = router
-        self.requests = RequestTable(self._ended)
-        self._clock = clock
         self._lost_after_ns = lost_after_ns
-        self._on_end = on_end
-        self._on_refused = on_refused
         self._starts = Starts(
             router, self.requests, restarts, clock=clock, send=self._send, lost=self.lost, end=self._fail
         )
@@ -130,62 +119,16 @@ class WorkerLink:
 
     # ---- for the routes
 
-    def now_ns(self) -> int:
-        """The link's clock, in which deadlines are given."""
-        return self._clock()
-
     def missing(self) -> list[Role]:
         """The roles without a worker that takes requests; empty when the node is ready."""
         return self.router.missing()
 
-    def submit(
-        self,
-        request_id: str,
-        *,
-        sampling: Sampling,
-        received_ns: int,
-        deadline_ns: int,
-        prompt: str | tuple[int, ...] = "",
-        messages: Sequence[Message] = (),
-        retrieval: Retrieval | None = None,
-        client_id: str = "",
-        sent: Mapping[str, Any] | None = None,
-    ) -> Request:
-        """Place a request and send it off; `messages` (a chat) or `prompt` is set. Ids must be new ones.
-        `client_id` is the client's own name for it, for its trace; `sent` is of no use here. While a role has no worker
-        the request waits for one, as `restarts` bounds it.
-
-        Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was accepted.
-        """
-        message = Prefill(
-            request_id=request_id,
-            frontend_epoch=self.epoch,
-            sampling=sampling,
-            decode_worker="",
-            decode_endpoint="",
-            received_ns=received_ns,
-            deadline_ns=deadline_ns,
-            messages=tuple(messages),
-            prompt=prompt,
-            retrieval=retrieval,
-        )
-        request = Request(message, Placement("", "", ""))
+    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
+        """Place it and send it off. While a role has no worker it waits for one. Raises ContextLengthExceeded too."""
         try:
-            try:
-                self._starts.start(request)
-            except Unavailable as error:
-                self._starts.wait(request, error)
-        except TrinityError as error:
-            if self._on_refused is not None:
-                self._on_refused(error)
-            raise
-        self.requests.open(request)
-        self.traces.begun(request, client_id)
-        return request
-
-    def cancel(self, request: Request) -> None:
-        """The consumer is gone: forget the request everywhere. Does nothing when it has ended."""
-        self._fail(request, ClientGone("the client has closed the connection"))
+            self._starts.start(request)
+        except Unavailable as error:
+            self._starts.wait(request, error)
 
     def lost(self, name: str, reason: str) -> None:
         """A worker is gone: end its requests. Called by the link itself; a supervisor that knows sooner may call it."""
@@ -224,11 +167,6 @@ class WorkerLink:
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
             self.end_all(WorkerLost("the frontend is stopping"))
-
-    def end_all(self, error: TrinityError) -> None:
-        """End every request that is in flight with `error`; their workers are told."""
-        for request in self.requests.all():
-            self._fail(request, error)
 
     def tick(self) -> None:
         """End what is late, and what belongs to workers that have fallen silent."""
@@ -378,13 +316,7 @@ class WorkerLink:
 
     def _ended(self, ended: Ended, request: Request) -> None:
         self._starts.leave(request)
-        log.info(
-            "ended: %s, %d + %d tokens", ended.code, ended.prompt_tokens, ended.completion_tokens,
-            extra={"request": request.id},
-        )  # fmt: skip
-        self.traces.ended(ended)
-        if self._on_end is not None:
-            self._on_end(ended)
+        super()._ended(ended, request)
 
     def _send(self, name: str, message: ToWorker) -> bool:
         peer = self._peers.get(name)
