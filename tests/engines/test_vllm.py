@@ -54,15 +54,13 @@ def fake_python(home: Path) -> Path:
     return program
 
 
-class Node:
-    """A node of a frontend and two fakes."""
+class VllmNode:
+    """A node of a frontend and what its configuration says."""
 
-    def __init__(self, home: Path, **environment: str) -> None:
+    def __init__(self, home: Path, text: str) -> None:
         self.home, self.log = home, home / "log"
-        fake_python(home)
         config = home / "node.toml"
-        table = "{" + ", ".join(f'{name} = "{value}"' for name, value in environment.items()) + "}"
-        config.write_text(CONFIG.format(environment=table))
+        config.write_text(text)
         self.process = FORKSERVER.Process(target=serve, args=(str(config), "", str(self.log), COMMAND))
         self.process.start()
 
@@ -87,8 +85,8 @@ class Node:
             return bool(status and status.ready and httpx.get(f"{status.info.url}/health").status_code == 200)
         return False
 
-    def ready(self) -> None:
-        eventually(self.healthy, 120, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+    def ready(self, within_s: float = 120) -> None:
+        eventually(self.healthy, within_s, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
 
     def core(self, name: str) -> int:
         """The process id of an instance's engine core."""
@@ -107,12 +105,17 @@ class Node:
         self.process.join(timeout=60)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
+Start = Callable[..., VllmNode]
 
-    def start(**environment: str) -> Node:
-        nodes.append(Node(tmp_path, **environment))
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    nodes: list[VllmNode] = []
+
+    def start(**environment: str) -> VllmNode:
+        fake_python(tmp_path)
+        table = "{" + ", ".join(f'{name} = "{value}"' for name, value in environment.items()) + "}"
+        nodes.append(VllmNode(tmp_path, CONFIG.format(environment=table)))
         return nodes[-1]
 
     yield start
@@ -142,15 +145,15 @@ def expected(number: int) -> str:
 class Asker(threading.Thread):
     """Asks for a stream; `began` is set by its first token, `text` is all of it, or `error` what ended it."""
 
-    def __init__(self, url: str, number: int) -> None:
+    def __init__(self, url: str, number: int, model: str = "fake") -> None:
         super().__init__(daemon=True)
-        self.url, self.number = url, number
+        self.url, self.number, self.model = url, number, model
         self.began = threading.Event()
-        self.text, self.error = "", ""
+        self.text, self.error, self.finish = "", "", ""
 
     def run(self) -> None:
-        asked = body(self.number, stream=True)
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=asked, timeout=120) as answer:
+        asked = body(self.number, stream=True, model=self.model, temperature=0, ignore_eos=True)
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=asked, timeout=900) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -158,11 +161,12 @@ class Asker(threading.Thread):
                 self.error = str(chunk.get("error") or "")
                 for choice in chunk.get("choices", ()):
                     self.text += choice["delta"].get("content") or ""
+                    self.finish = choice["finish_reason"] or ""
                 if self.text:
                     self.began.set()
 
 
-def asked(node: Node, count: int = 6) -> list[Asker]:
+def asked(node: VllmNode, count: int = 6) -> list[Asker]:
     """So many streams that have begun."""
     askers = [Asker(node.info.url, number) for number in range(count)]
     for asker in askers:
@@ -179,7 +183,9 @@ def all_whole(askers: list[Asker]) -> None:
         assert asker.text == expected(asker.number)
 
 
-def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothing(start: Callable[..., Node]) -> None:
+def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothing(
+    start: Start,
+) -> None:
     node = start()
     node.ready()
     answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(1)).json()
@@ -189,7 +195,7 @@ def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothin
         wanted = f'vllm:num_requests_running{{engine="0",model_name="fake",node="fake-vllm",worker="{name}"}} 0.0'
         eventually(lambda wanted=wanted: wanted in httpx.get(metrics).text, 60, wanted)  # type: ignore[misc]
     assert "python_gc" not in httpx.get(metrics).text
-    assert 'asked for ["--tensor-parallel-size", "1"' in node.log.read_text()
+    assert 'asked for ["--model", "fake", "--tensor-parallel-size", "1"' in node.log.read_text()
     assert '"--dtype", "float32"]' in (node.home / "run" / "logs" / "engine-0.log").read_text().replace('\\"', '"')
     assert node.worker("engine-0").resident_bytes > psutil.Process(node.server("engine-0")).memory_info().rss / 2
     everything = node.everything()
@@ -200,9 +206,7 @@ def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothin
 
 
 @pytest.mark.parametrize("victim", ["server", "core", "worker"])
-def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_left(
-    start: Callable[..., Node], victim: str
-) -> None:
+def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_left(start: Start, victim: str) -> None:
     node = start(FAKE_PACE_S="0.01")
     node.ready()
     askers = asked(node)
@@ -215,7 +219,7 @@ def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_lef
     assert node.core("engine-0") != core
 
 
-def test_when_the_supervisor_is_killed_no_process_is_left(start: Callable[..., Node]) -> None:
+def test_when_the_supervisor_is_killed_no_process_is_left(start: Start) -> None:
     node = start()
     node.ready()
     everything = node.everything()
@@ -225,7 +229,7 @@ def test_when_the_supervisor_is_killed_no_process_is_left(start: Callable[..., N
     eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
 
 
-def test_a_rolling_restart_loses_no_request(start: Callable[..., Node]) -> None:
+def test_a_rolling_restart_loses_no_request(start: Start) -> None:
     node = start(FAKE_PACE_S="0.01")
     node.ready()
     cores = {node.core("engine-0"), node.core("engine-1")}
@@ -238,14 +242,14 @@ def test_a_rolling_restart_loses_no_request(start: Callable[..., Node]) -> None:
     assert "goes on after" not in log  # a drained instance finishes what it has
 
 
-def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Callable[..., Node]) -> None:
+def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Start) -> None:
     node = start(FAKE_FAULT="ValueError: Free memory on device cuda:0 (10 GiB) is less than desired")
     node.process.join(timeout=120)
     assert node.process.exitcode == 1
     assert "exit code 1: ValueError: Free memory on device cuda:0 (10 GiB) is less than desired" in node.log.read_text()
 
 
-def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Callable[..., Node], monkeypatch: Any) -> None:
+def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start, monkeypatch: Any) -> None:
     monkeypatch.setenv("FAKE_VERSION", "0.19.1")
     node = start()
     node.process.join(timeout=120)
