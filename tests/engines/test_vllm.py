@@ -46,10 +46,11 @@ environment = {environment}
 """
 
 
-def fake_python(home: Path) -> Path:
+def fake_python(home: Path, version: str = "0.32.0") -> Path:
     """A program that passes for the interpreter of vLLM's environment."""
     program = home / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT}/tests/engines/fake_vllm.py "$@"\n')
+    variables = f"FAKE_VERSION={version} PYTHONPATH={ROOT}"
+    program.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} {ROOT}/tests/engines/fake_vllm.py "$@"\n')
     program.chmod(0o755)
     return program
 
@@ -112,8 +113,8 @@ Start = Callable[..., VllmNode]
 def start(tmp_path: Path) -> Iterator[Start]:
     nodes: list[VllmNode] = []
 
-    def start(**environment: str) -> VllmNode:
-        fake_python(tmp_path)
+    def start(version: str = "0.32.0", **environment: str) -> VllmNode:
+        fake_python(tmp_path, version)
         table = "{" + ", ".join(f'{name} = "{value}"' for name, value in environment.items()) + "}"
         nodes.append(VllmNode(tmp_path, CONFIG.format(environment=table)))
         return nodes[-1]
@@ -249,9 +250,8 @@ def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Start) 
     assert "exit code 1: ValueError: Free memory on device cuda:0 (10 GiB) is less than desired" in node.log.read_text()
 
 
-def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start, monkeypatch: Any) -> None:
-    monkeypatch.setenv("FAKE_VERSION", "0.19.1")
-    node = start()
+def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start) -> None:
+    node = start("0.19.1")
     node.process.join(timeout=120)
     assert node.process.exitcode == EXIT_CONFIG
     assert "vLLM 0.19.1 at model.python = " in node.log.read_text()

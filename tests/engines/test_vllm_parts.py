@@ -63,10 +63,10 @@ def test_an_interpreter_without_vllm_is_refused_with_what_to_do() -> None:
         version(section(python=sys.executable))
 
 
-def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path) -> None:
     made = section(python=str(fake_python(tmp_path)))
     assert version(made) == "0.32.0"
-    monkeypatch.setenv("FAKE_VERSION", "0.9.2")
+    fake_python(tmp_path, "0.9.2")
     with pytest.raises(ConfigError, match=r"vLLM 0\.9\.2 .* is too old: 0\.20 or later"):
         version(made)
 
