@@ -257,3 +257,16 @@ def test_a_new_process_begins_without_the_note_of_the_last_one(table: WorkerTabl
     table.note = "no such file"
     table.begin(epoch=2, pid=7)
     assert table.note == ""
+
+
+def test_the_next_life_is_never_seen_with_the_state_of_the_last(
+    table: WorkerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table.begin(1, 100)
+    table.state = State.READY
+    seen: list[tuple[int, State]] = []
+    look = property(lambda one: "", lambda one, text: seen.append((one.epoch, one.state)))
+    monkeypatch.setattr(WorkerTable, "note", look)  # is written in between, as a supervisor may look then
+    table.begin(2, 101)
+    assert seen
+    assert (2, State.READY) not in seen

@@ -93,9 +93,9 @@ class WorkerTable:
             if isinstance(metric, Gauge):
                 self.set(metric, 0.0)
         self._totals.clear()
-        self._header[4], self._header[5] = epoch, pid
+        self.state = State.STARTING  # before the epoch: else the last life's state could be taken for this one's
         self.note = ""
-        self.state = State.STARTING
+        self._header[4], self._header[5] = epoch, pid
         self.beat()
 
     def beat(self) -> None:
