@@ -1,11 +1,12 @@
 """What the supervisor itself tells Prometheus, beside its workers' tables: of processes, promises, control and GPUs."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-Family = CounterMetricFamily | GaugeMetricFamily
+    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
 class Named:
@@ -23,15 +24,18 @@ class Figure(Named):
     def __init__(self, name: str, help: str, *labels: str) -> None:
         self.name, self._help, self._labels = name, help, labels
 
-    def of(self, values: Mapping[Any, float]) -> Family:
+    def of(self, values: Mapping[Any, float]) -> "Family":
         """Its values now, by the values of its labels: a string, where it has one label."""
+        # Here, for workers import the names and have no use for Prometheus's client.
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         family = kind(self.name, self._help, labels=self._labels)
         for labels, value in values.items():
             family.add_metric((labels,) if isinstance(labels, str) else labels, value)
         return family
 
-    def now(self, value: float) -> Family:
+    def now(self, value: float) -> "Family":
         """Its value, if it has no labels."""
         return self.of({(): value})
 

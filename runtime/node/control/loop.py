@@ -2,12 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from runtime.node.config import ControlSection, PoolSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
-from runtime.node.figures import ControlMetrics, Family
+from runtime.node.figures import ControlMetrics
 from runtime.node.metrics.columns import Counter, DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
+
+if TYPE_CHECKING:
+    from runtime.node.figures import Family
 
 log = logging.getLogger("control")
 
@@ -68,7 +72,7 @@ class ControlLoop:
             for table in self._pools:
                 table.set_knob(change.knob, change.after)
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> "Iterator[Family]":
         """What the loop wants now, and how often it has changed its mind, for Prometheus."""
         yield ControlMetrics.RESERVE.now(self.law.reserve if self._settings.enabled else self._reserve)
         yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)

@@ -8,9 +8,12 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runtime.node.figures import Family, Figure, GpuMetrics
+from runtime.node.figures import Figure, GpuMetrics
+
+if TYPE_CHECKING:
+    from runtime.node.figures import Family
 
 SYSTEM_PCI = Path("/sys/bus/pci/devices")
 
@@ -69,7 +72,7 @@ class Gpus:
         status = self._nvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], kind)
         return bool(status == self._nvml.NVML_P2P_STATUS_OK)
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> "Iterator[Family]":
         """What Prometheus sees; without NVML only that it is not there. A figure that a GPU lacks is left out."""
         reason = "" if self._nvml else self.missing
         yield GpuMetrics.NVML_UP.of({reason: not reason})

@@ -3,13 +3,17 @@
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 
 from runtime.node.config import NodeConfig
-from runtime.node.figures import ControlMetrics, Family, NodeMetrics, ProcessMetrics
+from runtime.node.figures import ControlMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
+
+if TYPE_CHECKING:
+    from runtime.node.figures import Family
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class NodeFigures:
 
     def families(
         self, statuses: Sequence[WorkerStatus], supervisor_pid: int, spares: Sequence[WorkerStatus] = ()
-    ) -> Iterator[Family]:
+    ) -> "Iterator[Family]":
         """All of them now. `spares`: the standby workers."""
         yield from _states(statuses)
         pids = {status.name: status.pid for status in (*statuses, *spares)}
@@ -103,7 +107,7 @@ class NodeFigures:
         yield NodeMetrics.MEMORY.now(memory.total)
         yield NodeMetrics.MEMORY_AVAILABLE.now(memory.available)
 
-    def _processes(self, pids: dict[str, int]) -> Iterator[Family]:
+    def _processes(self, pids: dict[str, int]) -> "Iterator[Family]":
         engines = {place.name for place in self.workers if place.role == "engine"}  # vLLM is what they have started
         usages = {name: (usage_of_all if name in engines else self.usage)(pid) for name, pid in pids.items()}
         spent = {name: self._spent.setdefault(name, _Spent()).total(pids[name], u.cpu_s) for name, u in usages.items()}
@@ -112,7 +116,7 @@ class NodeFigures:
         yield ProcessMetrics.THREADS.of({name: usage.threads for name, usage in usages.items()})
         yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
 
-    def _promises(self) -> Iterator[Family]:
+    def _promises(self) -> "Iterator[Family]":
         slo, control = self.config.slo, self.config.control
         yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
         yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
@@ -121,7 +125,7 @@ class NodeFigures:
         yield ControlMetrics.WAIT_TARGET.now(control.prefill_wait_target_s)
 
 
-def _states(statuses: Sequence[WorkerStatus]) -> Iterator[Family]:
+def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":
     yield ProcessMetrics.UP.of({s.name: s.phase == "ready" for s in statuses})
     yield ProcessMetrics.HEARTBEAT_AGE.of({s.name: s.heartbeat_age_s for s in statuses})
     yield ProcessMetrics.STATE.of({(s.name, s.phase): 1.0 for s in statuses})
