@@ -284,9 +284,10 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
     ]
-    assert cluster.search.calls[-1] == {"collection": "docs", "k": 2, "query": "with", "vector": None}
+    asked = {"collection": "docs", "timeout_s": 10.0}
+    assert cluster.search.calls[-1] == asked | {"k": 2, "query": "with", "vector": None}
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
-    assert cluster.search.calls[-1] == {"collection": "docs", "k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
+    assert cluster.search.calls[-1] == asked | {"k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]
 
 

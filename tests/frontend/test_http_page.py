@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import runtime.serving.frontend.connections
-from runtime.errors import InternalError, TrinityError
+from runtime.errors import CollectionBusy, InternalError, InvalidDocument, InvalidFilter, NoRoom, TrinityError
 from runtime.node.config import HttpSection
 from runtime.serving.frontend.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.frontend.openai_fields import HINTS, REFUSED, hints_table, refused_table
@@ -66,7 +66,8 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
     for codes, statuses, _ in cells("Errors"):
         names, numbers = re.findall(r"`([^`]+)`", codes), [int(number) for number in statuses.split(", ")]
         said |= dict(zip(names, numbers if len(numbers) > 1 else numbers * len(names), strict=True))
-    kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - {ClientGone} | {InternalError}
+    no_route = {ClientGone, CollectionBusy, InvalidDocument, InvalidFilter, NoRoom}  # the last four: no route writes
+    kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - no_route | {InternalError}
     of_the_server = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
     assert of_the_server == runtime.serving.frontend.connections._CODES
     by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}
