@@ -52,7 +52,7 @@ class PoolLoop:
         scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _ROWS, 2 * slots)]
         self._edges, self._scratch = edges, scratch
         self._vectors = np.zeros((0, 0), np.float32)
-        self._woken = np.zeros(1, np.int64)
+        self._woken = np.zeros(2, np.int64)
         self.words = np.zeros(of.LOOP_WORDS, np.int64)
         self.words[of.DESK] = server.desk.address
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
@@ -165,6 +165,11 @@ class PoolLoop:
         """When the last `sleep` was over."""
         return int(self._woken[0])
 
+    @property
+    def woken_by_query(self) -> bool:
+        """Whether a query ended the last `sleep`: not its time, nor a message for the server."""
+        return bool(self._woken[1])
+
     def _go_on(self, stopped: int, until_ns: int, spin_ns: int) -> int:
         """After what stopped the loop."""
         while True:
@@ -217,7 +222,7 @@ def _sleep(
     spin_ns: int,
 ) -> int:
     asked = exchange.sleep(words(loop[of.DESK], exchange.DESK_WORDS), descriptor, sleep_ms)
-    woken[0] = monotonic_ns()
+    woken[0], woken[1] = monotonic_ns(), asked
     return run_loop(loop, handle, woken[0] + awake_ns, spin_ns) if asked else of.IDLE
 
 

@@ -116,14 +116,14 @@ class Pool:
         # First, so that who wakes the pool waits for nothing else.
         stopped = self._loop.run(self._control_ns, self._spin.ns)
         now = time.monotonic_ns()
-        if stopped == IDLE or now >= self._control_ns:
-            self._control_ns = now + self._timing.control_ns
+        if now >= self._control_ns:
             self._control(now)
         if stopped == IDLE and not self._server.reading:
             self._rest(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""
+        self._control_ns = now + self._timing.control_ns
         self._table.beat()
         self._server.housekeep(now)
         self._loop.forget_gone()
@@ -164,6 +164,8 @@ class Pool:
             at_most_ns = min(until - now, int(timing.idle_ms * 1e6))
             self._loop.sleep(self._server.fileno(), at_most_ns, timing.control_ns, self._spin.ns)
             self._spin.learn(self._loop.woken_ns - begin)
+            if not self._loop.woken_by_query:
+                self._control(self._loop.woken_ns)
 
     def drain(self) -> None:
         """Take nothing new: clients of a node with several pools turn to the others."""
