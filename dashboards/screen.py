@@ -74,6 +74,10 @@ def _promises(live: Live) -> Section:
         burn = None if broken is None else broken / budget
         shown = NOTHING if broken is None else f"{percent(1 - broken)}, burns {burn:.1f}×"
         lines.append(Line(slo, shown, _mood(burn, 6, 14.4)))
+    ttft = live.quantile(0.95, DecodeMetrics.TTFT)
+    limit = live.highest(NodeMetrics.SLO_LIMIT, slo="ttft") or 1.0
+    lines.append(Line("TTFT p95", seconds(ttft), _mood(ttft, limit, 2 * limit)))
+    lines.append(Line("inter-token p95", seconds(live.quantile(0.95, DecodeMetrics.INTER_TOKEN))))
     return Section("Are promises kept?", lines)
 
 
@@ -139,17 +143,7 @@ def _saturation(live: Live) -> Section:
 
 def _latency(live: Live) -> Section:
     stages = [Line(stage.name, seconds(live.mean(stage.time))) for stage in TO_FIRST_TOKEN]
-    ttft = live.quantile(0.95, DecodeMetrics.TTFT)
-    limit = live.highest(NodeMetrics.SLO_LIMIT, slo="ttft") or 1.0
-    itl = live.quantile(0.95, DecodeMetrics.INTER_TOKEN)
-    return Section(
-        "Where does the time go?",
-        [
-            Line("TTFT p95", seconds(ttft), _mood(ttft, limit, 2 * limit)),
-            *stages,
-            Line("inter-token p95", seconds(itl)),
-        ],
-    )
+    return Section("Where does the time go?", stages)
 
 
 def _controller(live: Live) -> Section:

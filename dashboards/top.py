@@ -37,7 +37,7 @@ class Top(App[None]):
 
     CSS = """
     #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
-    Grid { grid-size: 3 2; grid-rows: 7 10; grid-gutter: 0 1; height: 17; }
+    Grid { grid-size: 3 2; grid-rows: 7 8; grid-gutter: 0 1; height: 15; }
     Grid Static { border-top: solid $primary; text-wrap: nowrap; text-overflow: ellipsis; }
     DataTable { height: 1fr; }
     """
