@@ -3,7 +3,9 @@
 Router, scheduler and control law are production's own classes; what stands in for the rest is in the files beside this.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from random import Random
 
@@ -113,7 +115,8 @@ class Simulation:
             if self._setup.policy.controlled(self._setup.config):
                 self._set_knobs()
                 self._control()
-            self.events.run()
+            with _without_collector():
+                self.events.run()
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
 
     def drain(self) -> None:
@@ -235,6 +238,18 @@ class Simulation:
             "span_s": span / 1e9,
             "events": float(self.events.happened),
         }
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """The garbage collector would look through all requests of a trace time and again: a tenth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Result:
