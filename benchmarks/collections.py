@@ -29,8 +29,9 @@ from benchmarks.machine import machine, machine_load  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from runtime.retrieval.live import search as live_search  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
+from runtime.retrieval.live.incoming import Upserted  # noqa: E402
 from runtime.retrieval.live.search import search_segment  # noqa: E402
-from runtime.retrieval.live.writer import LiveWriter, Upserted  # noqa: E402
+from runtime.retrieval.live.writer import LiveWriter  # noqa: E402
 
 K = 10
 EFFORTS = (16, 32, 64, 128, 256)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.disk import Disk
-from runtime.retrieval.live.writer import LiveWriter, Upserted
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.writer import LiveWriter
 
 DIM = 8
 

@@ -23,12 +23,13 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live import writer as limits
+from runtime.retrieval.live import incoming
+from runtime.retrieval.live import writer as writer_module
 from runtime.retrieval.live.collection import create, info, verify
 from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.log import HEADER, RECORD, log_path
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.writer import Upserted
 from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
 
 
@@ -241,7 +242,7 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
         ([Upserted(7, vector=vector_of(1))], "must be a string"),  # type: ignore[arg-type]
         ([document("a", 1, year="x")], "'year' is a string.*integer before"),
         ([document("a", 1, **{"a b": 1})], "cannot be a name"),
-        ([document(str(number), 1) for number in range(limits.MAX_BATCH + 1)], "limit is 4096"),
+        ([document(str(number), 1) for number in range(incoming.MAX_BATCH + 1)], "limit is 4096"),
     ],
 )
 def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_is_stored(
@@ -256,7 +257,7 @@ def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_
 
 
 def test_a_batch_that_would_not_fit_into_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_BATCH_BYTES", 2000)
+    monkeypatch.setattr(writer_module, "MAX_BATCH_BYTES", 2000)
     with new_writer(tmp_path / "a") as writer:
         for batch in (documents(range(40)), [document("a", 1, words=["x" * 500] * 5)]):
             with pytest.raises(InvalidDocument, match=r"the batch has .* bytes; the limit is 2000"):

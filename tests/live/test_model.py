@@ -11,9 +11,10 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.maintenance import to_merge
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.writer import LiveWriter, Upserted
+from runtime.retrieval.live.writer import LiveWriter
 from tests.live.small import DIM, contents, document, new_writer, open_writer, vector_of
 
 _NAMES = some.sampled_from([str(number) for number in range(30)])

@@ -1,7 +1,6 @@
 """The one process that writes to a live collection."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -12,17 +11,17 @@ from typing import Self
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from gpu import GpuError
-from gpu.rows import checked_vectors
-from runtime.errors import CollectionBusy, CollectionError, InternalError, InvalidDocument, Overloaded, TrinityError
+from runtime.errors import CollectionError, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.attributes.schema import Attributes, Schema, learn
-from runtime.retrieval.embedding.embedder import Embedder, embedding_text
+from runtime.retrieval.attributes.schema import Schema, learn
+from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
 from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.disk import Disk, storage_error
+from runtime.retrieval.live.incoming import Upserted, check, plain, vectors_of
+from runtime.retrieval.live.lock import locked
 from runtime.retrieval.live.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
 from runtime.retrieval.live.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
@@ -34,22 +33,9 @@ from runtime.retrieval.live.state import tombstones_content
 from runtime.retrieval.search.gather import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
-MAX_BATCH = 4096  # documents
-MAX_BATCH_BYTES = 64 << 20  # as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
-MAX_ID_BYTES = 512
-MAX_TEXT_BYTES = 4 << 20
+MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
 _MOST_GROWING = 16  # times SEAL_ROWS: beyond, upserts are refused until segments were sealed
 _log = logging.getLogger("live")
-
-
-class Upserted(msgspec.Struct, frozen=True):
-    """A document to store. `vector`: d numbers, or None to have it embedded from title and text."""
-
-    id: str
-    text: str = ""
-    title: str = ""
-    attributes: Attributes = {}
-    vector: ArrayLike | None = None
 
 
 @dataclass
@@ -98,7 +84,7 @@ class LiveWriter:
         """
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
-        self._lock_fd = _locked(directory)
+        self._lock_fd = locked(directory)
         try:
             self.state, self._manifest, first, end, torn = replay(directory)
             try:
@@ -133,8 +119,8 @@ class LiveWriter:
         """
         if not documents:
             return 0
-        _check(documents)
-        vectors = self._vectors(documents)
+        check(documents)
+        vectors = vectors_of(documents, self.state.description, self._embedder)
         if self.state.growing.count >= _MOST_GROWING * self._seal_rows:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
@@ -281,7 +267,7 @@ class LiveWriter:
             ids,
             [document.title for document in documents],
             [document.text for document in documents],
-            [{name: _plain(value) for name, value in document.attributes.items()} for document in documents],
+            [{name: plain(value) for name, value in document.attributes.items()} for document in documents],
             vectors.tobytes(),
             sorted(replaced.values()),
         )
@@ -304,38 +290,6 @@ class LiveWriter:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])
         decided = {name: row for name in ids if (row := group.rows.get(name)) is not None}
         return stored | decided
-
-    def _vectors(self, documents: Sequence[Upserted]) -> NDArray[np.float32]:
-        """float32 [documents, d], as the metric wants them."""
-        description = self.state.description
-        matrix = np.empty((len(documents), description.dim), np.float32)
-        texts = [number for number, document in enumerate(documents) if document.vector is None]
-        if texts and self._embedder is None:
-            raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and there is no embedder")
-        if texts and self._embedder is not None:
-            found = self._embedder.embed(
-                [embedding_text(documents[number].title, documents[number].text) for number in texts], "passage"
-            )
-            if found.shape[1] != description.dim:
-                raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} numbers, not {description.dim}")
-            matrix[texts] = found
-        for number, document in enumerate(documents):
-            if document.vector is not None:
-                try:
-                    vector = np.asarray(document.vector, np.float32)
-                except (ValueError, TypeError) as error:
-                    raise InvalidDocument(f"the vector of document {document.id!r} is none: {error}") from error
-                if vector.shape != (description.dim,):
-                    raise InvalidDocument(
-                        f"the vector of document {document.id!r} has shape {list(vector.shape)}; this collection's "
-                        f"have {description.dim} numbers",
-                        "vector",
-                    )
-                matrix[number] = vector
-        try:
-            return checked_vectors(matrix, description.metric)
-        except GpuError as error:
-            raise InvalidDocument(f"a vector cannot be stored: {error}", "vector") from error
 
     # --- segments
 
@@ -426,54 +380,3 @@ class LiveWriter:
             for first, path in log_files(self.directory):
                 if first < manifest.sequence:
                     self._disk.remove(path)
-
-
-def _check(documents: Sequence[Upserted]) -> None:
-    if len(documents) > MAX_BATCH:
-        raise InvalidDocument(f"the batch has {len(documents)} documents; the limit is {MAX_BATCH}", "documents")
-    seen: set[str] = set()
-    for number, document in enumerate(documents):
-        for name in ("id", "text", "title"):
-            value = getattr(document, name)
-            if not isinstance(value, str):
-                raise InvalidDocument(
-                    f"the {name} of document {number + 1} is {value!r:.80}; it must be a string", name
-                )
-            try:
-                size = len(value.encode())
-            except UnicodeEncodeError as error:
-                raise InvalidDocument(f"the {name} of document {number + 1} holds an unpaired surrogate") from error
-            limit = MAX_ID_BYTES if name == "id" else MAX_TEXT_BYTES
-            if size > limit:
-                raise InvalidDocument(f"the {name} of document {number + 1} has {size} bytes; the limit is {limit}")
-        if not document.id:
-            raise InvalidDocument(f"document {number + 1} has an empty id", "id")
-        if document.id in seen:
-            raise InvalidDocument(f"the id {document.id!r} comes twice in the batch", "id")
-        seen.add(document.id)
-
-
-def _plain(value: object) -> "str | int | float | bool | list[str]":
-    return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
-
-
-def _locked(directory: Path) -> int:
-    """The descriptor that holds the writer's lock, which goes with this process."""
-    path = directory / "writer.lock"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise storage_error(error, f"{path} cannot be opened") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        with contextlib.suppress(OSError):
-            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-    except BlockingIOError as error:
-        owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        raise CollectionBusy(f"{directory} is written to by {owner}; only one process may") from error
-    except OSError as error:
-        os.close(fd)
-        raise storage_error(error, f"{path} cannot be locked") from error
-    return fd
