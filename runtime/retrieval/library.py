@@ -6,16 +6,12 @@ has not. A result's ids are looked up in the build that the result is from, and 
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-
-import numpy as np
-import numpy.typing as npt
 
 from runtime.errors import (
     CollectionError,
@@ -33,9 +29,10 @@ from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
-from runtime.retrieval.embedding.embedder import Embedder, TextKind
-from runtime.retrieval.embedding.loading import EmbedderPlace, embedder_dim, load_embedder, place_of
-from runtime.retrieval.embedding.specs import SERVER_AT_ONCE, EmbedderSpec, ServerSpec, name_of
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.lazy import LazyEmbedder
+from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder, place_of
+from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchResult
@@ -133,33 +130,6 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
         return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
 
     return open_unchanged(directory, opened, _Build.close)
-
-
-class _LazyEmbedder:
-    """Loaded by the thread that embeds with it first: a loop does not wait for that."""
-
-    def __init__(self, spec: EmbedderSpec, place: EmbedderPlace, threads: int) -> None:
-        self.name, self.dim = name_of(spec), embedder_dim(spec)
-        self.at_once = SERVER_AT_ONCE if isinstance(spec, ServerSpec) else 1
-        self._spec, self._place, self._threads = spec, place, threads
-        self._lock = threading.Lock()
-        self._loaded: Embedder | None = None
-
-    @property
-    def max_tokens(self) -> int:
-        return self._embedder().max_tokens
-
-    def count_tokens(self, text: str) -> int:
-        return self._embedder().count_tokens(text)
-
-    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> npt.NDArray[np.float32]:
-        return self._embedder().embed(texts, kind)
-
-    def _embedder(self) -> Embedder:
-        with self._lock:
-            if self._loaded is None:
-                self._loaded = load_embedder(self._spec, threads=self._threads, place=self._place)
-            return self._loaded
 
 
 class _Shelf:
@@ -349,7 +319,7 @@ class Library:
         spec, place = shelf.current.embedder, self._places[collection]
         if spec is None:
             raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
-        return self._embedders.setdefault((spec, place), _LazyEmbedder(spec, place, self._threads))
+        return self._embedders.setdefault((spec, place), LazyEmbedder(spec, place, self._threads))
 
     def about(self, collection: str) -> About:
         """What a collection is. Raises `UnknownCollection`."""
