@@ -20,7 +20,7 @@ class ClientArena:
 
     def __init__(self, grant: Grant) -> None:
         self._grant = grant
-        self._slots: LeasedSlots | None = None
+        self.slots: LeasedSlots | None = None
         self._device = ""
         self.on_gpu = grant.gpu is not None
         """Where the arena lies, and so the vectors that can go there."""
@@ -33,7 +33,7 @@ class ClientArena:
         """Queue a copy of a vector into a free slot; what its request carries instead. None: see `refusal`."""
         device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
         try:
-            slots = self._slots or self._open_slots(device)
+            slots = self.slots or self._open_slots(device)
             if slots is None:
                 return None
             if device != self._device:
@@ -53,16 +53,16 @@ class ClientArena:
             return None
         memory = open_memory(self._grant.memory, device)
         try:
-            self._slots = LeasedSlots(memory, self._grant.lease)
+            self.slots = LeasedSlots(memory, self._grant.lease)
         except BaseException:
             memory.close()
             raise
         self._device = device
-        return self._slots
+        return self.slots
 
     def close(self) -> None:
         """Let go of the arena, which the pool frees once the session is over. Idempotent."""
-        if self._slots is not None:
+        if self.slots is not None:
             with contextlib.suppress(IpcError):  # a device that has failed must not keep the session
-                self._slots.close()
-            self._slots = None
+                self.slots.close()
+            self.slots = None

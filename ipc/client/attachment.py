@@ -59,7 +59,7 @@ class Attachment:
             except OSError as error:
                 raise PeerLost(f"the pool (process {answer.pid}) is gone: {error.strerror}") from error
             undo.callback(os.close, self.pidfd)
-            self._map(answer)
+            self.map_rings(answer)
             undo.callback(self.memory.close)
             if isinstance(self.ringer, EventfdBell):
                 self.requests.ring_with(self.ringer.fileno())
@@ -72,7 +72,8 @@ class Attachment:
         if mailbox is not None:
             mailbox.close()
 
-    def _map(self, answer: Attached) -> None:
+    def map_rings(self, answer: Attached) -> None:
+        """Open the rings that the pool has announced. Raises `ProtocolViolation` for impossible ones."""
         layouts, max_k, max_dim = (answer.requests, answer.results), answer.max_k, answer.catalogue.max_dim
         if 4 * max_dim != layouts[0].payload_bytes:
             raise ProtocolViolation(f"dimension {max_dim} does not fit payloads of {layouts[0].payload_bytes} bytes")

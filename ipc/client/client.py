@@ -62,7 +62,7 @@ class RingClient(ClientSession):
             check_deadline(deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
-        ring, outstanding, arena = self._session.requests, self._outstanding, self._arena
+        ring, outstanding, arena = self.attachment.requests, self.pending, self.arena
         if outstanding.unsent or len(outstanding) >= self.slots or ring.room() <= 0:
             self._make_room(block_ms)
         if arena is not None and arena.on_gpu is on_gpu and (place := arena.place(row)) is not None:
@@ -96,16 +96,16 @@ class RingClient(ClientSession):
             raise PeerLost(self._lost)
         if len(rows):
             self._make_room(0.0)
-        ring = self._session.requests
-        count = min(len(rows), self.slots - len(self._outstanding), ring.free())
-        first, now = self._outstanding.next_id, time.monotonic_ns()
+        ring = self.attachment.requests
+        count = min(len(rows), self.slots - len(self.pending), ring.free())
+        first, now = self.pending.next_id, time.monotonic_ns()
         ids = range(first, first + count)
-        self._outstanding.next_id = first + count
-        self._outstanding.update(dict.fromkeys(ids, now))
+        self.pending.next_id = first + count
+        self.pending.update(dict.fromkeys(ids, now))
         try:
             sent = ring.send_rows(rows[:count], first, spec.deadline_ns, now, *words)
         except BaseException:
-            self._outstanding.withdraw(ids)
+            self.pending.withdraw(ids)
             raise
         if sent:
             self._follow_up(sent, ids)
@@ -114,31 +114,31 @@ class RingClient(ClientSession):
     def _follow_up(self, sent: int, ids: range) -> None:
         """Ring the pool, whose doorbell is not an eventfd; or say why nothing was sent."""
         if sent < 0:
-            self._outstanding.withdraw(ids)
+            self.pending.withdraw(ids)
             self._refuse(sent)
-        self._session.ringer.ring()
+        self.attachment.ringer.ring()
 
     def cancel(self, request_id: int) -> bool:
         """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
 
         False: it is not outstanding. If the ring is full, the word goes out with the next submit, poll or wait.
         """
-        if request_id not in self._outstanding:
+        if request_id not in self.pending:
             return False
         self._counts["cancelled"] += 1
-        self._outstanding.unsent.append(request_id)
+        self.pending.unsent.append(request_id)
         self._send_cancellations()
         return True
 
     def _send_cancellations(self) -> None:
         if self._lost is not None:
             return
-        if self._outstanding.send_cancellations(self._session.requests, self.epoch):
-            self._session.ringer.ring()
+        if self.pending.send_cancellations(self.attachment.requests, self.epoch):
+            self.attachment.ringer.ring()
 
     def _make_room(self, block_ms: float) -> None:
         """Have a free request slot, with the promise that its result will have one too."""
-        if self._outstanding.unsent:
+        if self.pending.unsent:
             self._send_cancellations()
         if self._has_room():
             return
@@ -152,14 +152,14 @@ class RingClient(ClientSession):
             if self._has_room():
                 return
         self._counts["full"] += 1
-        raise RingFull(f"{len(self._outstanding)} requests are outstanding, the ring has {self.slots} slots")
+        raise RingFull(f"{len(self.pending)} requests are outstanding, the ring has {self.slots} slots")
 
     def _has_room(self) -> bool:
-        return len(self._outstanding) < self.slots and self._session.requests.free() > 0
+        return len(self.pending) < self.slots and self.attachment.requests.free() > 0
 
     def _refuse(self, code: int) -> NoReturn:
         """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
-        refusal = self._session.requests.refused(code)
+        refusal = self.attachment.requests.refused(code)
         if isinstance(refusal, ProtocolViolation):
             self._lose(str(refusal))
         self._check_peer()
@@ -175,11 +175,11 @@ class RingClient(ClientSession):
         Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for one no
         correct pool writes (the session is over then, outstanding requests are 'lost').
         """
-        if self._outstanding.unsent:
+        if self.pending.unsent:
             self._send_cancellations()
         if self._lost is None:
             self._read_ring()
-        outstanding = self._outstanding
+        outstanding = self.pending
         results = outstanding.ended
         if not results:
             now = time.monotonic_ns()
@@ -194,8 +194,8 @@ class RingClient(ClientSession):
     def wait(self, timeout_ms: float) -> bool:
         """Sleep until `poll` has something to return, or the time is over. True in the former case."""
         begin = time.monotonic_ns()
-        while self._outstanding and not self._outstanding.ended:
-            if self._outstanding.unsent:
+        while self.pending and not self.pending.ended:
+            if self.pending.unsent:
                 self._send_cancellations()
             left = max(begin + int(timeout_ms * 1e6) - time.monotonic_ns(), 0)
             if self._sleep(left):
@@ -203,15 +203,15 @@ class RingClient(ClientSession):
             self._check_peer()
             if left == 0:
                 break
-        if not self._outstanding:
+        if not self.pending:
             self._check_peer()
-        return bool(self._outstanding.ended)
+        return bool(self.pending.ended)
 
     def statistics(self) -> ClientStatistics:
         """Counters; cheap."""
-        outstanding = self._outstanding
+        outstanding = self.pending
         changing = {
             "submitted": outstanding.next_id - 1, "returned": self._returned, "outstanding": len(outstanding),
-            "rung": self._counts["rung"] + (0 if self._lost is not None else self._session.requests.rung),
+            "rung": self._counts["rung"] + (0 if self._lost is not None else self.attachment.requests.rung),
         }  # fmt: skip
         return ClientStatistics(**{**self._counts, **changing})

@@ -21,7 +21,11 @@ _ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this 
 
 
 class ClientSession:
-    """What of a `RingClient` is not about requests and results; see there. What is outstanding outlasts a session."""
+    """What of a `RingClient` is not about requests and results; see there. What is outstanding outlasts a session.
+
+    Its parts, for those who look into it: `attachment`, the rings and doorbells of this session; `pending`, what is
+    outstanding; `arena`, its slots of the pool's arena or None; `spin`, how long `wait` looks at the ring.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,8 @@ class ClientSession:
         self._doorbell = doorbell
         self._wants_arena = arena
         self._top_m = top_m
-        self._spin = SpinBudget(int(spin_us * 1000))
-        self._outstanding = Outstanding()
+        self.spin = SpinBudget(int(spin_us * 1000))
+        self.pending = Outstanding()
         self._lost: str | None = None
         self._next_peer_check = 0
         self._returned = 0
@@ -51,8 +55,8 @@ class ClientSession:
         self._attach(timeout_ms)
 
     def _attach(self, timeout_ms: float) -> None:
-        self._session = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._wants_arena)
-        answer = self._session.answer
+        self.attachment = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._wants_arena)
+        answer = self.attachment.answer
         self.epoch = answer.epoch
         self.catalogue = answer.catalogue
         self.max_k = answer.max_k
@@ -64,15 +68,15 @@ class ClientSession:
             return Memo(lambda spec: pack(spec, answer.epoch, limits, self._top_m, kind))
 
         self._packed, self._packed_in_arena = packed(SEARCH), packed(SEARCH_ARENA)
-        fits = self._session.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
-        self._arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
+        fits = self.attachment.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
+        self.arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
         self._lost = None
         self._counts["attached"] += 1
 
     def _read_ring(self) -> None:
         """Move what the pool has published from the ring to what has ended."""
         try:
-            read_results(self._session.results, self.epoch, self.max_k, self._outstanding, self._outstanding.ended)
+            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.ended)
         except StaleEpoch:
             self._counts["stale"] += 1
             raise
@@ -84,14 +88,14 @@ class ClientSession:
         if self._lost is not None:
             return
         try:
-            state = self._session.requests.consumer_state
+            state = self.attachment.requests.consumer_state
         except ProtocolViolation as error:
             self._lose(str(error))
             return
         if state >= CLOSED:
             self._lose(_ENDS[state])
-        elif self._session.pool_died():
-            self._lose(f"the pool (process {self._session.answer.pid}) died")
+        elif self.attachment.pool_died():
+            self._lose(f"the pool (process {self.attachment.answer.pid}) died")
 
     def _lose(self, reason: str, *, read: bool = True) -> None:
         if read:  # what it managed to publish still counts
@@ -100,37 +104,37 @@ class ClientSession:
         if self._lost is not None:
             return
         self._lost = reason
-        self._counts["rung"] += self._session.requests.rung
-        self._counts["lost"] += self._outstanding.lose()
-        self._session.ignore_death()
+        self._counts["rung"] += self.attachment.requests.rung
+        self._counts["lost"] += self.pending.lose()
+        self.attachment.ignore_death()
 
     # ---- sleeping
 
     def _sleep(self, left_ns: int) -> bool:
         """Spin, then sleep, both bounded. True: there is news in the ring."""
-        if self._session.watch.spin(min(self._spin.ns, left_ns)) >= 0:
+        if self.attachment.watch.spin(min(self.spin.ns, left_ns)) >= 0:
             return True
-        begin = time.monotonic_ns() - self._spin.ns
+        begin = time.monotonic_ns() - self.spin.ns
         self._check_peer()
-        news = not self._outstanding.ended and self._session.sleep(left_ns)
-        self._spin.learn(time.monotonic_ns() - begin)
+        news = not self.pending.ended and self.attachment.sleep(left_ns)
+        self.spin.learn(time.monotonic_ns() - begin)
         return news
 
     def fileno(self) -> int:
         """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""
-        return self._session.fileno()
+        return self.attachment.fileno()
 
     def arm(self) -> bool:
         """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
         self._check_peer()
-        if self._outstanding.ended:
+        if self.pending.ended:
             return False
-        return self._lost is not None or self._session.arm()
+        return self._lost is not None or self.attachment.arm()
 
     def disarm(self) -> None:
         """Awake again: no need to ring. Call it before polling after each sleep."""
         if self._open:
-            self._session.disarm()
+            self.attachment.disarm()
 
     # ---- the session
 
@@ -142,19 +146,19 @@ class ClientSession:
     @property
     def draining(self) -> bool:
         """Whether the pool has asked this client to leave: it takes nothing more here, and may let it attach anew."""
-        return self._lost is None and self._session.requests.consumer_state == DRAINING
+        return self._lost is None and self.attachment.requests.consumer_state == DRAINING
 
     @property
     def outstanding(self) -> int:
         """Requests submitted and not yet read back."""
-        return len(self._outstanding)
+        return len(self.pending)
 
     @property
     def heartbeat_age_ns(self) -> int:
         """Nanoseconds since the pool last looked after its rings; a live pool does so at least every 100 ms."""
         if not self._open:
             raise PeerLost("the client was closed")
-        return max(time.monotonic_ns() - self._session.requests.heartbeat_ns, 0)
+        return max(time.monotonic_ns() - self.attachment.requests.heartbeat_ns, 0)
 
     def reconnect(self, timeout_ms: float = 5000.0) -> None:
         """Attach anew. What was outstanding ends with status 'lost', `epoch`, `fileno()` and the limits may change.
@@ -165,7 +169,7 @@ class ClientSession:
             raise PeerLost("the client was closed")
         if self._lost is None:
             self._lose("the client reconnected")
-        old = self._session
+        old = self.attachment
         self._leave_arena()
         self._attach(timeout_ms)
         old.close()
@@ -177,18 +181,18 @@ class ClientSession:
             if self._lost is None:
                 self._lose("the client was closed")
             self._leave_arena()
-            self._session.close()
+            self.attachment.close()
 
     def _leave_arena(self) -> None:
         """Before the pool can free it: it does so when the session is over."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
 
     @property
     def has_arena(self) -> bool:
         """Whether the pool has granted slots of its arena, and they can be reached as far as is known."""
-        return self._arena is not None and not self._arena.given_up
+        return self.arena is not None and not self.arena.given_up
 
     def __enter__(self) -> Self:
         return self

@@ -65,8 +65,13 @@ def arena_bytes(slots: int, payload_bytes: int) -> int:
 class DeviceArena:
     """The pool's end: makes the arena, leases slots, takes payloads out. One thread."""
 
-    def __init__(self, memory: DeviceMemory, slots: int, payload_bytes: int, epoch: int) -> None:
-        """Lay out `memory`, at least `arena_bytes(slots, payload_bytes)` of zeros. Raises InvalidArgument."""
+    def __init__(
+        self, memory: DeviceMemory, slots: int, payload_bytes: int, epoch: int, *, generation: int = 0
+    ) -> None:
+        """Lay out `memory`, at least `arena_bytes(slots, payload_bytes)` of zeros. Raises InvalidArgument.
+
+        `generation`: that its slots begin with.
+        """
         needed = arena_bytes(slots, payload_bytes)
         if memory.size < needed or not 0 <= epoch <= MAX_EPOCH:
             raise InvalidArgument(
@@ -78,7 +83,10 @@ class DeviceArena:
         memory.write(0, np.array(header, np.int64))
         memory.flush()
         self._copies = memory.staging(slots * (_LINE + self._stride)).reshape(slots, _LINE + self._stride)
-        self._taken = [0] * slots  # generation that was claimed last
+        self._taken = [generation] * slots  # generation that was claimed last
+        if generation:
+            for slot in range(slots):
+                memory.store_word(_ready(slot), generation)
         self._owner = [0] * slots  # 0: free
         self._next_lease = 1
 
@@ -176,7 +184,7 @@ class LeasedSlots:
         if lease.count < 1 or lease.first < 0 or lease.first + lease.count > slots:
             raise ProtocolViolation(f"a lease of {lease.count} slots from {lease.first} on, in an arena of {slots}")
         self.payload_bytes = payload
-        self._memory, self._stride, self._offset = memory, stride, offset
+        self.memory, self._stride, self._offset = memory, stride, offset
         self._first = lease.first
         self._generations = dict(enumerate(lease.generations, lease.first))
         self._free = deque(self._generations)
@@ -191,8 +199,8 @@ class LeasedSlots:
             raise InvalidArgument(f"a payload of {payload.nbytes} bytes; a slot has {self.payload_bytes}")
         slot = self._loan()
         generation = self._generations[slot] = _following(self._generations[slot])
-        self._memory.write(self._offset + slot * self._stride, payload)
-        self._memory.store_word(_ready(slot), generation)
+        self.memory.write(self._offset + slot * self._stride, payload)
+        self.memory.store_word(_ready(slot), generation)
         place = Place(slot, generation)
         self._used.append(place)
         return place
@@ -200,7 +208,7 @@ class LeasedSlots:
     def _loan(self) -> int:
         if not self._free:
             # The pool takes out in any order: look through all that are in use.
-            acks = self._memory.words(_ack(self._first), len(self._generations), _ack(1) - _ack(0))
+            acks = self.memory.words(_ack(self._first), len(self._generations), _ack(1) - _ack(0))
             for _ in range(len(self._used)):
                 place = self._used.popleft()
                 if reached(acks[place.slot - self._first], place.generation):
@@ -213,7 +221,7 @@ class LeasedSlots:
 
     def close(self) -> None:
         """Let go of the arena, before the pool does. Idempotent."""
-        self._memory.close()
+        self.memory.close()
 
 
 def _ready(slot: int) -> int:

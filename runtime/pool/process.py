@@ -1,7 +1,7 @@
 """A vector-pool worker's process: the compiled loop, and between its turns what only Python can do."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
@@ -17,7 +17,7 @@ from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.replacing import Replacing
 from runtime.pool.settings import policy_of
-from runtime.pool.shard import key_of, open_shard
+from runtime.pool.shard import OpenShard, key_of, open_shard
 from runtime.pool.sizing import Measured, fewest_slots, measure
 
 _SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
@@ -27,6 +27,7 @@ AUTO_GPU_SLOTS = 512
 """The most active slots that `slots = "auto"` considers."""
 SLOTS_UNMEASURED = 4
 """As long as there is no collection to measure with."""
+MakeArena = Callable[[Worker, int], DeviceArena | None]
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,41 @@ class Timing:
 
 
 class Pool:
-    """One pool worker: rings → loop → rings."""
+    """One pool worker: rings → loop → rings. Its parts: `engine`, `server`, `loop`, `catalogue`, `arena`."""
 
-    def __init__(self, worker: Worker, timing: Timing | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        timing: Timing | None = None,
+        *,
+        opener: OpenShard = open_shard,
+        make_arena: MakeArena | None = None,
+    ) -> None:
+        """`opener` and `make_arena` (given the longest vector): in place of what opens a collection's files, and of
+        what makes an arena in the memory of the worker's GPU."""
         self._timing = timing or Timing()
         config = worker.plan.config
         limits = config.pool
         self._worker, self._table = worker, worker.table
-        self._catalogue = catalogue = PoolCatalogue(
+        self.catalogue = catalogue = PoolCatalogue(
             config.collections,
             worker.place.index,
             worker.log,
             strict=not worker.node_ready,
             suspicious=worker.faulted,
-            opener=open_shard,
+            opener=opener,
             look_every_ns=self._timing.look_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served}
         worker.start.part("collections")
         most = limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.place.device, AUTO_GPU_SLOTS)
-        self._engine = _open(worker, indexes, min(2 * most, MAX_SLOTS))
-        self._backend = backend = self._engine.backend()
+        self.engine = _open(worker, indexes, min(2 * most, MAX_SLOTS))
+        self._backend = backend = self.engine.backend()
         measured = self._measure(indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured))
         worker.start.part("first searches")
-        self._arena = _arena(worker, catalogue.offer.max_dim)
-        self._server = SessionServer(
+        self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
+        self.server = SessionServer(
             worker.plan.endpoint(worker.name),
             catalogue.offer,
             epoch=worker.epoch,
@@ -74,24 +84,24 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
             spin_us=0.0,  # the loop looks before it returns
-            arena=self._arena,
+            arena=self.arena,
             number=lambda served: backend.number(key_of(served.name, served.identity)),
         )
-        self._loop = PoolLoop(
+        self.loop = PoolLoop(
             policy,
-            self._server,
+            self.server,
             backend,
             worker.table,
             max_dim=catalogue.offer.max_dim,
             max_width=max(limits.search_width, _SEARCH_WIDTH),
         )
         for collection in measured:
-            self._loop.learn(collection)
-        self._loop.compile()
+            self.loop.learn(collection)
+        self.loop.compile()
         worker.start.part("loop")
         self._spin = SpinBudget(int(_SPIN_US * 1e3) if worker.place.spin else 0)
-        self._engine.interrupt_when(self._server.has_news)
-        self._replacing = Replacing(catalogue, self._engine, self._server, worker.table)
+        self.engine.interrupt_when(self.server.has_news)
+        self._replacing = Replacing(catalogue, self.engine, self.server, worker.table)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
@@ -109,39 +119,39 @@ class Pool:
     @property
     def busy(self) -> bool:
         """Whether a query is in the pool."""
-        return self._loop.busy or self._server.reading
+        return self.loop.busy or self.server.reading
 
     def step(self) -> None:
         """One turn of the loop, and what Python does between two."""
         # First, so that who wakes the pool waits for nothing else.
-        stopped = self._loop.run(self._control_ns, self._spin.ns)
+        stopped = self.loop.run(self._control_ns, self._spin.ns)
         now = time.monotonic_ns()
         if now >= self._control_ns:
             self._control(now)
-        if stopped == IDLE and not self._server.reading:
+        if stopped == IDLE and not self.server.reading:
             self._rest(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""
         self._control_ns = now + self._timing.control_ns
         self._table.beat()
-        self._server.housekeep(now)
-        self._loop.forget_gone()
+        self.server.housekeep(now)
+        self.loop.forget_gone()
         self._turn_knobs()
         self._replacing.step(now)
-        self._loop.make_room(self._catalogue.offer.max_dim)
+        self.loop.make_room(self.catalogue.offer.max_dim)
         self._write_gauges()
 
     def _turn_knobs(self) -> None:
         """What the supervisor's control loop wants by now."""
         reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
         flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0)
-        self._loop.turn(reserve, int(flush_s * 1e9))
+        self.loop.turn(reserve, int(flush_s * 1e9))
         self._table.set(PoolMetrics.RESERVE, reserve)
         self._table.set(PoolMetrics.FLUSH_PREFILL, flush_s)
 
     def _write_gauges(self) -> None:
-        loop, table = self._loop, self._table
+        loop, table = self.loop, self._table
         prefill, decode = loop.waiting
         active = loop.active
         table.set(PoolMetrics.QUEUE_DEPTH["prefill"], prefill)
@@ -149,8 +159,8 @@ class Pool:
         table.set(PoolMetrics.ACTIVE_SLOTS, active)
         table.set(PoolMetrics.PADDED_SLOTS, loop.padded if active else 0)
         table.set(PoolMetrics.PAUSED_SLOTS, loop.paused)
-        table.set(PoolMetrics.CLIENTS, self._server.clients)
-        table.total(PoolMetrics.MALFORMED, self._server.malformed)
+        table.set(PoolMetrics.CLIENTS, self.server.clients)
+        table.total(PoolMetrics.MALFORMED, self.server.malformed)
 
     def _rest(self, begin: int) -> None:
         """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer.
@@ -158,25 +168,25 @@ class Pool:
         The loop itself sleeps, so that a request which wakes it is served before anything else is done.
         """
         now = time.monotonic_ns()
-        until = self._loop.held_until(now)
+        until = self.loop.held_until(now)
         if until > now:
             timing = self._timing
             at_most_ns = min(until - now, int(timing.idle_ms * 1e6))
-            self._loop.sleep(self._server.fileno(), at_most_ns, timing.control_ns, self._spin.ns)
-            self._spin.learn(self._loop.woken_ns - begin)
-            if not self._loop.woken_by_query:
-                self._control(self._loop.woken_ns)
+            self.loop.sleep(self.server.fileno(), at_most_ns, timing.control_ns, self._spin.ns)
+            self._spin.learn(self.loop.woken_ns - begin)
+            if not self.loop.woken_by_query:
+                self._control(self.loop.woken_ns)
 
     def drain(self) -> None:
         """Take nothing new: clients of a node with several pools turn to the others."""
-        self._server.drain()
+        self.server.drain()
 
     def close(self) -> None:
         self._replacing.close()
-        self._server.close()
-        if self._arena is not None:
-            self._arena.close()
-        self._engine.close()
+        self.server.close()
+        if self.arena is not None:
+            self.arena.close()
+        self.engine.close()
 
 
 def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> int:
@@ -186,7 +196,7 @@ def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> i
     return max((fewest_slots(one) for one in measured), default=SLOTS_UNMEASURED)
 
 
-def _arena(worker: Worker, dim: int) -> DeviceArena | None:
+def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
     """Where clients on GPUs may put their vectors: in the memory of this worker's GPU, if it has one."""
     slots, device = worker.plan.config.pool.arena_slots, worker.place.device
     if device == "cpu" or not slots:

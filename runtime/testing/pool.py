@@ -13,7 +13,8 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Histogram, Metric
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
-from runtime.pool.process import Pool, Timing
+from runtime.pool.process import MakeArena, Pool, Timing
+from runtime.pool.shard import OpenShard, open_shard
 from runtime.testing.worker import worker_of
 
 
@@ -27,12 +28,20 @@ class InProcessPool:
     """One pool worker, driven by `step`, or by a thread between `start` and `close`."""
 
     def __init__(
-        self, plan: NodePlan, name: str = "pool-0", epoch: int = 1, timing: Timing | None = None, **told: Any
+        self,
+        plan: NodePlan,
+        name: str = "pool-0",
+        epoch: int = 1,
+        timing: Timing | None = None,
+        *,
+        opener: OpenShard = open_shard,
+        make_arena: MakeArena | None = None,
+        **told: Any,
     ) -> None:
-        """`told`: what else its supervisor says, of `WorkerSpec`."""
+        """`opener`, `make_arena`: as of `Pool`. `told`: what else its supervisor says, of `WorkerSpec`."""
         self.table = WorkerTable.create("pool", name, plan.config.slo)
         self.worker = worker_of(plan, name, epoch, self.table, **told)
-        self.pool = Pool(self.worker, timing)
+        self.pool = Pool(self.worker, timing, opener=opener, make_arena=make_arena)
         self.endpoint = plan.endpoint(name)
         self._turn = threading.RLock()
         self._wanted = threading.Event()
@@ -40,11 +49,11 @@ class InProcessPool:
 
     @property
     def engine(self) -> Engine:
-        return self.pool._engine
+        return self.pool.engine
 
     @property
     def server(self) -> SessionServer:
-        return self.pool._server
+        return self.pool.server
 
     def step(self) -> None:
         self.pool.step()

@@ -26,6 +26,7 @@ from ipc import (
     Offer,
     RingClient,
     RingServer,
+    SharedMemory,
     bind,
     connect,
 )
@@ -122,14 +123,14 @@ def move(what: str, server: RingServer, client: RingClient, scribble: Callable[[
         case "ask":
             ask(client)
         case "forge":
-            ring = client._session.requests
+            ring = client.attachment.requests
             offset = ring.header_offsets[ring.loan()]
             ring.view[offset : offset + len(forged)] = forged
             ring.send()
         case "scribble":
             scribble()
         case "cancel":
-            client.cancel(max(client._outstanding, default=1))
+            client.cancel(max(client.pending, default=1))
         case "poll":
             client.poll()
 
@@ -149,7 +150,7 @@ def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
 
         def scribble() -> None:
             for write in left:
-                write(hostile._session.memory.view)
+                write(hostile.attachment.memory.view)
                 return
 
         for what in [*moves, *["scribble"] * len(writes)]:
@@ -161,7 +162,7 @@ def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
                     move(what, server, hostile, scribble, forged)
         expect_served(server, honest)
         server.cancellations()
-        event(f"evicted: {hostile._session.requests.view[256] == 3}")
+        event(f"evicted: {hostile.attachment.requests.view[256] == 3}")
     expect_served(server, honest)
     server.housekeep(time.monotonic_ns())
 
@@ -188,11 +189,11 @@ def test_any_descriptor_is_a_request_a_refusal_or_an_eviction(
     arena: bool,
 ) -> None:
     with attach(server, "hostile", arena=arena, timeout_ms=60_000.0) as hostile:
-        ring = hostile._session.requests
+        ring = hostile.attachment.requests
         offset = ring.header_offsets[ring.loan()]
         ring.view[offset : offset + 48] = struct.pack("<qqqIBBHIIHHI", request_id, deadline, 0, *fields)
         ring.view[offset + 56 : offset + 64] = struct.pack("<II", *place)
-        hostile._outstanding[request_id] = 0
+        hostile.pending[request_id] = 0
         ring.send()
         expect_served(server, honest)
         with contextlib.suppress(IpcError):
@@ -212,12 +213,18 @@ def test_a_pool_that_writes_anything_into_the_rings_costs_its_client_the_session
     """Every word that the client reads may be a lie: it raises its own errors, and ends what it asked once."""
     with attach(server, "client", arena=arena, timeout_ms=60_000.0) as client:
         ends: list[int] = []
+        grant = client.attachment.answer.arena
+        granted = (
+            None
+            if grant is None or grant.host is None
+            else SharedMemory.open(grant.host, max_size=1 << 20, writable=True)
+        )
         left = [*writes, *(device if arena else [])]
 
         def scribble() -> None:
             if left:
                 on_arena = arena and len(left) <= len(device)
-                left.pop(0)(server._arena._arena.memory._memory.view if on_arena else client._session.memory.view)  # type: ignore[union-attr]
+                left.pop(0)(granted.view if on_arena and granted else client.attachment.memory.view)
 
         for what in [*moves, "scribble", "ask", "scribble", "poll", "answer", "poll", "ask", "poll"]:
             if what == "forge":
@@ -234,6 +241,8 @@ def test_a_pool_that_writes_anything_into_the_rings_costs_its_client_the_session
             ends += [result.request_id for result in client.poll()]
         assert len(ends) == len(set(ends))
         client.close()
+        if granted is not None:
+            granted.close()
     expect_served(server, honest)
 
 
@@ -361,7 +370,7 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
     cut: tuple[int, int, bytes] | None,
 ) -> None:
     with attach(server, "template", doorbell="zeromq", arena=True, timeout_ms=60_000.0) as template:
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(template._session.answer))
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(template.attachment.answer))
         for path, value in changes:
             inner = told
             for step in path[:-1]:
@@ -443,7 +452,6 @@ def expect_handed_over(source: HandoverSource, sink: HandoverSink) -> None:
 )
 def test_any_offer_is_taken_or_refused_and_others_go_on(
     kv: tuple[KvArena, HandoverSource],
-    sink: HandoverSink,
     changes: list[tuple[str, Any]],
     memory: tuple[str, int] | None,
     cut: tuple[int, int, bytes] | None,
@@ -458,17 +466,16 @@ def test_any_offer_is_taken_or_refused_and_others_go_on(
     if cut is not None:
         at = cut[0] % len(message)
         message = message[:at] + cut[2] + message[at + cut[1] :]
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=1 << 20) as hostile:
-        hostile.send(message)
-        for offer in receive(sink):
-            event("taken")
-            sink.memory(offer)
-            sink.current(offer)
-            sink.acknowledge(offer)
-    for socket_of in sink._replies.values():
-        socket_of.close()
-    sink._replies.clear()  # every address that was ever named is kept, up to a limit that this test is not about
-    expect_handed_over(source, sink)
+    # A sink keeps every address that was ever named, up to a limit that this test is not about.
+    with HandoverSink(address(), open_device) as sink, HandoverSource("prefill-0", arena) as honest:
+        with connect(zmq.PUSH, sink.endpoint, max_message_bytes=1 << 20) as hostile:
+            hostile.send(message)
+            for offer in receive(sink):
+                event("taken")
+                sink.memory(offer)
+                sink.current(offer)
+                sink.acknowledge(offer)
+        expect_handed_over(honest, sink)
 
 
 @fuzzed(0.5)

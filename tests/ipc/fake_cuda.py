@@ -31,7 +31,7 @@ class FakeCuda:
         self._memory: dict[int, SharedMemory] = {}
         self._pinned: dict[int, Any] = {}
         self._next = 100
-        self._lazy, self._copies_per_query = lazy, copies_per_query
+        self.lazy, self.copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.calls: list[tuple[Any, ...]] = []
         self.contexts: list[int] = []  # of the calling thread, the current one last
@@ -98,7 +98,7 @@ class FakeCuda:
         assert self.contexts == [1]
         self.calls.append(("query", stream))
         busy = bool(self._queued[stream])
-        self.run(self._copies_per_query)
+        self.run(self.copies_per_query)
         return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if busy else self._done()
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
@@ -150,7 +150,7 @@ class FakeCuda:
     def _copy(self, kind: str, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
         assert self.contexts == [1]
         self.calls.append((kind, stream, size))
-        if self._lazy:
+        if self.lazy:
             self._queued[stream].append(lambda: ctypes.memmove(target, source, size))
         else:
             ctypes.memmove(target, source, size)

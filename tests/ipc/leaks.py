@@ -29,7 +29,7 @@ def settled() -> Holdings:
     ended.start()
     ended.join(30)
     if ended.is_alive():
-        zmq.Context._instance = None  # the tests that follow have another
+        zmq.Context.instance().destroy(linger=0)  # the tests that follow have another
         raise AssertionError("a socket is still open")
     gc.collect()
     return Holdings.now()

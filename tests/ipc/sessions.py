@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ipc import RingClient, RingServer, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
+from ipc.server.places import ClientPlace
 
 DIM = 8
 SLOTS = 4
@@ -34,14 +35,19 @@ def void(_: object) -> None:
     return None
 
 
+def place_of(server: RingServer, client: int) -> ClientPlace:
+    """Where a server has the session of a client of this handle."""
+    return next(place for place in server.desk.places if place is not None and place.handle == client)
+
+
 def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
     """Write descriptors that `submit` would not."""
-    ring = client._session.requests
+    ring = client.attachment.requests
     fields = {"epoch": 5, "kind": 0, "stage": 0, "collection": 0, "k": 1, "top_m": 8, "width": 1, "patience": 0}
     fields = {**fields, "dim": DIM, "deadline": 0, **changes}
     deadline = fields.pop("deadline")
     for request_id in ids:
         offset = ring.header_offsets[ring.loan()]
         REQUEST_HEADER.pack_into(ring.view, offset, request_id, deadline, 0, PARAMETERS.pack(*fields.values()))
-        client._outstanding[request_id] = 0
+        client.pending[request_id] = 0
         ring.send()

@@ -112,7 +112,7 @@ def test_what_a_client_writes_the_pool_takes_out_in_any_order(ends: Ends) -> Non
 
 def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(ends: Ends) -> None:
     arena, client, lease = ends()
-    memory, stores = client._memory, []
+    memory, stores = client.memory, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "store_word", lambda *word: stores.append(word))
         place = client.write(vector(7))
@@ -224,9 +224,7 @@ def test_a_dead_clients_writes_do_not_pass_for_its_successors(pair: Pair) -> Non
 
 def test_generations_go_round(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(1, 4 * DIM))
-    arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
-    arena._taken = [MAX_WORD - 1]
-    owner.store_word(64, MAX_WORD - 1)
+    arena = DeviceArena(owner, 1, 4 * DIM, EPOCH, generation=MAX_WORD - 1)
     lease, lent = arena.lease(1)
     client = LeasedSlots(peer, lent)
     generations = []

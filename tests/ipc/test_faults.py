@@ -164,7 +164,7 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
 def _die_before_sending(address: str) -> None:
     client = RingClient(address, "torn")
     client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
-    ring = client._session.requests
+    ring = client.attachment.requests
     slot = ring.loan()
     ring.payload(np.float32, 0, DIM)[slot, :5] = 7
     packed = PARAMETERS.pack(1, 0, 0, 0, 1, 8, 1, 0, DIM)

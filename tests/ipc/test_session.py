@@ -291,7 +291,7 @@ def test_a_submit_that_fails_half_way_leaves_nothing_outstanding(
 
     with attach(server) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(client._session.requests, send, broken)
+            patch.setattr(client.attachment.requests, send, broken)
             for _ in range(SLOTS + 1):
                 with pytest.raises(MemoryError):
                     submit(client)

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +11,12 @@ import pytest
 
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
-from ipc.session.device_arena import DeviceArena, Place, arena_bytes
+from ipc.ring.descriptors import SEARCH_ARENA
+from ipc.session.device_arena import DeviceArena, Lease, Place, arena_bytes
 from ipc.session.messages import Grant
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
-from tests.ipc.sessions import DIM, SLOTS, ask, vector
+from tests.ipc.sessions import DIM, SLOTS, ask, forge_requests, vector
 
 
 @contextmanager
@@ -126,8 +126,8 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
     spec = SearchSpec("docs", 1)
     vectors = [vector(seed) for seed in range(SLOTS + 1)]
     with attach(server, arena=True) as client:
-        assert client._arena is not None
-        client._arena.place(span(vectors[0]))  # its request never goes out: this slot is not given back
+        assert client.arena is not None
+        client.arena.place(span(vectors[0]))  # its request never goes out: this slot is not given back
         for one in vectors[: SLOTS - 1]:
             client.submit(span(one), spec)
         with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
@@ -198,11 +198,11 @@ def test_a_request_waits_until_its_vector_is_written_and_others_do_not_wait_for_
 ) -> None:
     server, _ = pool
     with attach(server, arena=True) as slow, attach(server) as other:
-        assert slow._arena is not None
+        assert slow.arena is not None
         ask(slow)
         assert len(server.receive()) == 1
-        assert slow._arena._slots is not None
-        memory, stores = slow._arena._slots._memory, []
+        assert slow.arena.slots is not None
+        memory, stores = slow.arena.slots.memory, []
         store = memory.store_word
         monkeypatch.setattr(memory, "store_word", lambda *word: stores.append(word))  # its device is still at it
         late = ask(slow, seed=1)
@@ -222,7 +222,7 @@ def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_t
     with attach(server, arena=True) as there, attach(server) as other:
         for one in vectors:
             there.submit(span(one), SearchSpec("docs", 1))
-        cuda._lazy = True
+        cuda.lazy = True
         cuda.calls.clear()
         for seed in range(SLOTS):
             late = ask(other, seed=50 + seed)
@@ -237,7 +237,7 @@ def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_t
         assert all(np.array_equal(request.vector, one) for request, one in zip(found, vectors, strict=True))
         assert "synchronise" not in {call[0] for call in cuda.calls}
         assert server.statistics().outstanding == SLOTS
-        cuda._lazy = False
+        cuda.lazy = False
 
 
 def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
@@ -245,13 +245,13 @@ def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[Ri
     one = vector(1)
     with attach(server, arena=True) as gone:
         gone.submit(span(one), SearchSpec("docs", 1))
-        cuda._lazy = True
+        cuda.lazy = True
         assert server.receive() == []
     while server.clients:
         server.wait(1)
     with attach(server, arena=True) as next_one:
         cuda.run()
-        cuda._lazy = False
+        cuda.lazy = False
         next_one.submit(span(one), SearchSpec("docs", 1))
         (request,) = server.receive()
         assert request.client == 2
@@ -279,8 +279,8 @@ def test_a_client_that_names_a_place_it_cannot_have_is_evicted(
 ) -> None:
     server, arena = pool
     with attach(server, arena=True) as client:
-        assert client._arena is not None
-        monkeypatch.setattr(client._arena, "place", lambda row: np.array(place, np.uint32).view(np.float32))
+        assert client.arena is not None
+        monkeypatch.setattr(client.arena, "place", lambda row: np.array(place, np.uint32).view(np.float32))
         ask(client)
         assert server.receive() == []
         assert server.statistics().evicted == 1
@@ -294,18 +294,9 @@ def test_a_place_without_an_arena_is_no_request() -> None:
     server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
     with server, attach(server, arena=True) as client:
         assert not client.has_arena
-        client._packed[SearchSpec("docs", 1, "prefill")] = _arena_words(client)
-        client.submit(vector(1), SearchSpec("docs", 1, "prefill"))
+        forge_requests(client, [1], kind=SEARCH_ARENA)
         assert server.receive() == []
         assert server.statistics().evicted == 1
-
-
-def _arena_words(client: RingClient) -> Any:
-    from ipc.ring.descriptors import SEARCH_ARENA
-    from ipc.session.parameters import Limits, pack
-
-    limits = Limits(client.catalogue, client.max_k, client.max_top_m)
-    return pack(SearchSpec("docs", 1, "prefill"), client.epoch, limits, kind=SEARCH_ARENA)
 
 
 def test_a_client_that_reconnects_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:
@@ -342,8 +333,6 @@ def test_the_lease_of_a_killed_client_comes_back(pool: tuple[RingServer, DeviceA
 
 
 def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
-    from ipc.session.device_arena import Lease
-
     with pytest.raises(InvalidArgument, match="one of both"):
         Grant(Lease(1, 0, (0,)))
     reference = CudaReference(1, "cuda:0", bytes(64), 4096)

@@ -34,7 +34,7 @@ from ipc.ring.doorbell import FdMailbox
 from ipc.server.roster import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
 from tests.ipc.processes import attach, child, ended_well, endpoint, served
-from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, void
+from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_descriptor_with_hostile_numbers_ends_as_an_invalid_request(
     (result,) = client.poll()
     assert (result.request_id, result.status, len(result.ids)) == (1, "invalid_request", 0)
     assert server.statistics().invalid == 1
-    client._outstanding.next_id = 2
+    client.pending.next_id = 2
     ask(client)
     assert answer(server) == 1
 
@@ -80,7 +80,7 @@ def test_a_result_of_another_epoch_is_refused_and_its_request_still_ends(
 ) -> None:
     request_id = ask(client)
     (request,) = server.receive()
-    ring = server._clients[request.client].results
+    ring = place_of(server, request.client).results
     RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], request_id, 4, 0, 0, 0, 0, 0, 0)
     ring.send()
     with pytest.raises(StaleEpoch, match="epoch 4 in a session of epoch 5"):
@@ -96,7 +96,7 @@ def test_a_result_that_no_pool_writes_ends_the_session_and_loses_what_is_outstan
 ) -> None:
     request_id = ask(client)
     (request,) = server.receive()
-    ring = server._clients[request.client].results
+    ring = place_of(server, request.client).results
     fields = {"request_id": request_id, "epoch": 5, "status": 0, "count": 0, **change}
     RESULT_HEADER.pack_into(ring.view, ring.header_offsets[ring.loan()], *fields.values(), 0, 0, 0, 0)
     ring.send()
@@ -131,7 +131,7 @@ def test_a_client_with_a_kind_that_does_not_exist_is_evicted(server: RingServer,
 @given(header=st.binary(min_size=56, max_size=56))
 def test_random_descriptors_never_break_the_pool(header: bytes) -> None:
     with one_server() as server, attach(server) as hostile, attach(server) as honest:
-        ring = hostile._session.requests
+        ring = hostile.attachment.requests
         offset = ring.header_offsets[ring.loan()]
         ring.view[offset : offset + 56] = header
         ring.send()
@@ -151,8 +151,8 @@ def test_garbage_in_the_shared_words_costs_only_its_writer_the_session(
 ) -> None:
     with attach(server) as hostile, attach(server) as honest:
         ask(hostile)
-        view = hostile._session.memory.view
-        split = len(view) - hostile._session.results.layout.size
+        view = hostile.attachment.memory.view
+        split = len(view) - hostile.attachment.results.layout.size
         for base in (0, split):
             struct.pack_into("<q", view, base + offset, word)
         for _ in range(3):
@@ -218,7 +218,7 @@ def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_att
 ) -> None:
     """Its place is taken back meanwhile, and another client has its descriptors by then."""
     answered, taken_back = threading.Event(), threading.Event()
-    map_rings = Attachment._map
+    map_rings = Attachment.map_rings
 
     def slowly(self: Attachment, place: Attached) -> None:
         if moment.endswith("has"):
@@ -228,12 +228,12 @@ def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_att
         if not moment.endswith("has"):
             map_rings(self, place)
 
-    monkeypatch.setattr(Attachment, "_map", slowly)
+    monkeypatch.setattr(Attachment, "map_rings", slowly)
     with ThreadPoolExecutor(1) as thread:
         slow = thread.submit(RingClient, server.endpoint, "slow", timeout_ms=60_000.0)
         while not answered.is_set():
             server.wait(1)
-        monkeypatch.setattr(Attachment, "_map", map_rings)
+        monkeypatch.setattr(Attachment, "map_rings", map_rings)
         server.housekeep(time.monotonic_ns() + JOIN_NS)
         assert (server.statistics().clients, server.statistics().lost) == (0, 1)
         with attach(server) as other:

@@ -1,5 +1,6 @@
 """A small collection of bare vectors, and pools over it."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.process import Timing
+from runtime.pool.process import MakeArena, Timing
+from runtime.pool.shard import OpenShard, open_shard
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.limits import Limits
@@ -63,8 +65,13 @@ def make_client() -> Iterator[MakeClient]:
     """
     made: list[SearchClient] = []
 
-    def make(plan: NodePlan, policy: ReplicaPolicy = NEVER_STUCK, **limits: int) -> SearchClient:
-        made.append(SearchClient.of_plan(plan, "test", policy, replace(PATIENT, **limits)))
+    def make(
+        plan: NodePlan,
+        policy: ReplicaPolicy = NEVER_STUCK,
+        clock: Callable[[], int] = time.monotonic_ns,
+        **limits: int,
+    ) -> SearchClient:
+        made.append(SearchClient.of_plan(plan, "test", policy, replace(PATIENT, **limits), clock))
         return made[-1]
 
     yield make
@@ -78,9 +85,20 @@ def make_pool(collection: Path) -> Iterator[MakePool]:
     made: list[InProcessPool] = []
 
     def make(
-        plan: Any = None, name: str = "pool-0", epoch: int = 1, timing: Timing = BUSY, **pool: Any
+        plan: Any = None,
+        name: str = "pool-0",
+        epoch: int = 1,
+        timing: Timing = BUSY,
+        *,
+        opener: OpenShard = open_shard,
+        make_arena: MakeArena | None = None,
+        **pool: Any,
     ) -> InProcessPool:
-        made.append(InProcessPool(plan or plan_of(collection, **pool), name, epoch, timing))
+        made.append(
+            InProcessPool(
+                plan or plan_of(collection, **pool), name, epoch, timing, opener=opener, make_arena=make_arena
+            )
+        )
         return made[-1]
 
     yield make

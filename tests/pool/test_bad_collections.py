@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +16,11 @@ import pytest
 
 from ipc import SearchSpec
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
+from runtime.node.config import CollectionSection
 from runtime.node.metrics.columns import PoolMetrics
-from runtime.pool import catalogue
 from runtime.pool.process import Timing
+from runtime.pool.shard import Shard, open_shard
+from runtime.retrieval.collections.checksums import Checksums, Pace, at_once
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -120,6 +123,19 @@ def pool_of(plan: Any, **told: Any) -> InProcessPool:
     return InProcessPool(plan, **told).start()
 
 
+class HeldChecksums(Checksums):
+    """Of no files; whoever compares them waits until `end` is set, and learns that they are altered."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def verify(self, pace: Pace = at_once) -> None:
+        self.begun.set()
+        assert self.end.wait(60)
+        raise CollectionError("altered")
+
+
 def spoil_a_vector(path: Path) -> None:
     """What no check but the checksum's can see."""
     codes = np.load(path / "index" / "codes.npy", mmap_mode="r+")
@@ -133,7 +149,7 @@ def test_checksums_are_compared_before_the_start_or_never_as_configured(
 ) -> None:
     spoil_a_vector(both[1])
     pool = make_pool(plan_with(both, verify=verify))
-    assert [served.name for served in pool.pool._replacing._catalogue.offer.served] == ["docs", "code"][: 1 + served]
+    assert [served.name for served in pool.pool.catalogue.offer.served] == ["docs", "code"][: 1 + served]
     if not served:
         assert "codes.npy is damaged: its checksum" in pool.table.note
 
@@ -154,22 +170,28 @@ def test_a_collection_that_is_found_altered_in_the_background_is_taken_out_and_n
 
 
 def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
-    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Path, Path], make_pool: MakePool
 ) -> None:
-    monkeypatch.setattr(catalogue.PoolCatalogue, "_check_next", lambda self: None)
-    plan = plan_with(both)
-    pool = make_pool(plan)
+    held = HeldChecksums()
+
+    def opener(section: CollectionSection, worker: int) -> Shard:
+        shard = open_shard(section, worker)
+        if section.name == "code":
+            shard.checksums.close()
+            shard = replace(shard, checksums=held)
+        return shard
+
+    pool = make_pool(plan_with(both), opener=opener)
     with pool.attach() as client:
+        until(held.begun.is_set, pool.step)
         asked = client.submit(QUERY, SearchSpec("code", 3, "decode"))
         pool.step()
+        held.end.set()
+        until(lambda: all(thread.name != "checksums" for thread in threading.enumerate()))
         assert pool.pool.busy
-        damaged = pool.pool._replacing._catalogue
-        entry = damaged._entries["code"]
-        old = entry.shard
-        damaged._take_out(entry, "altered", None)
-        monkeypatch.setattr(damaged, "poll", lambda now: [catalogue.Change("code", old, None)])
-        pool.pool._replacing.step(0)
-        monkeypatch.undo()
+        pool.step()
+        assert pool.metric(PoolMetrics.UNAVAILABLE) == 1
+        assert pool.pool.busy, "the query is in flight when its collection is taken out"
         found: list[Any] = []
 
         def step() -> None:
@@ -194,7 +216,7 @@ def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_an
     spoil_a_vector(both[1])
     plan = plan_with(both, verify="never")
     pool = pool_of(plan, node_ready=True, last_exit=-signal.SIGBUS)
-    assert [one.name for one in pool.pool._replacing._catalogue.offer.unserved] == ["code"]
+    assert [one.name for one in pool.pool.catalogue.offer.unserved] == ["code"]
     pool.close()
 
 

@@ -307,14 +307,15 @@ def test_the_only_collection_need_not_be_named(
 
 
 def test_of_several_collections_one_must_be_named_even_while_only_one_is_up(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+    collection: Path, make_pool: MakePool, queries: Vectors
 ) -> None:
     served = plan_of(collection)
     make_pool(served, "pool-0").start()
-    client = attached(make_client(served))
-    client._collections = ("docs", "news")  # as the node's file has them; the pool has but one now
-    with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
-        client.search(queries[0], 5)
+    configured = ("docs", "news")  # as the node's file has them; the pool has but one of them now
+    with SearchClient([served.endpoint("pool-0")], "c", collections=configured) as client:
+        attached(client)
+        with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
+            client.search(queries[0], 5)
 
 
 def test_which_collection_is_meant_cannot_be_told_before_a_pool_is_up(queries: Vectors) -> None:

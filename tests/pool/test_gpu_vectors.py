@@ -17,7 +17,6 @@ from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import InvalidRequest
 from runtime.node.worker import Worker
-from runtime.pool import process
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -49,7 +48,19 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Staged:
 
 
 @pytest.fixture
-def start(collection: Path, make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> Start:
+def gpus() -> dict[str, FakeCuda]:
+    """What each pool, by its name, has its arena on."""
+    return {}
+
+
+@pytest.fixture
+def start(
+    collection: Path,
+    make_pool: MakePool,
+    make_client: MakeClient,
+    gpus: dict[str, FakeCuda],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Start:
     """Pools that run, each with so many slots for a client's vectors in its arena (0: it has none), and a client."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
     from ipc.memory.cuda import CudaMemory
@@ -60,7 +71,8 @@ def start(collection: Path, make_pool: MakePool, make_client: MakeClient, monkey
         places = places_of[worker.name]
         if not places:
             return None
-        memory = CudaMemory.create(arena_bytes(places, 4 * dim), "cuda:0", FakeCuda())
+        cuda = gpus[worker.name] = FakeCuda()
+        memory = CudaMemory.create(arena_bytes(places, 4 * dim), "cuda:0", cuda)
         return DeviceArena(memory, places, 4 * dim, worker.epoch)
 
     def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
@@ -69,10 +81,9 @@ def start(collection: Path, make_pool: MakePool, make_client: MakeClient, monkey
     def begin(*slots: int, **pool: int) -> tuple[SearchClient, list[InProcessPool]]:
         places_of.update({f"pool-{number}": _CLIENTS * count for number, count in enumerate(slots)})
         plan = plan_of(collection, workers=len(slots), **pool)
-        pools = [make_pool(plan, name).start() for name in places_of]
+        pools = [make_pool(plan, name, make_arena=arena).start() for name in places_of]
         return attached(make_client(plan)), pools
 
-    monkeypatch.setattr(process, "_arena", arena)
     monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
     return begin
 
@@ -98,13 +109,12 @@ def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_i
 
 
 def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
-    start: Start, staged: Staged, queries: Vectors, nearest: Nearest
+    start: Start, gpus: dict[str, FakeCuda], staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, (pool,) = start(16)
     with pool.held():
-        assert pool.pool._arena is not None
-        cuda: Any = pool.pool._arena.memory._cuda  # type: ignore[attr-defined]
-        cuda._lazy, cuda._copies_per_query = True, 1  # its stream does one copy after each look at it
+        cuda = gpus["pool-0"]
+        cuda.lazy, cuda.copies_per_query = True, 1  # its stream does one copy after each look at it
         cuda.calls.clear()
     asked = {}
     for number in range(24):
@@ -114,7 +124,7 @@ def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
         assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
     with pool.held():
         names = [call[0] for call in cuda.calls]
-        cuda._lazy = False
+        cuda.lazy = False
     assert names.count("to host") >= 2 * 12
     assert "synchronise" not in names
     assert staged() == []
@@ -202,6 +212,5 @@ def test_a_client_without_gpu_vectors_opens_no_gpus_memory(
     monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
     client, (pool,) = start(16)
     assert len(client.search(queries[0], 4).ids) == 4
-    server = pool.pool._server
     with pool.held():
-        assert [place.lease > 0 for place in server._clients.values()] == [True]
+        assert [place.lease > 0 for place in pool.server.desk.places if place] == [True]

@@ -63,7 +63,7 @@ def _flood(endpoint: str) -> None:
 
 def taken_slots(pool: Pool, free_when_idle: int) -> int:
     """Slots of the engine that are not given back, and requests that have no end."""
-    return free_when_idle - pool._engine.free_slots + pool._server.statistics().outstanding
+    return free_when_idle - pool.engine.free_slots + pool.server.statistics().outstanding
 
 
 def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, queries: Vectors) -> None:
@@ -83,7 +83,7 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
             until(lambda: made.server.statistics().lost > lost and not made.pool.busy, made.step)  # noqa: B023
         assert taken_slots(made.pool, free) == 0
         steady.submit(queries[0], SearchSpec("docs", 1, "prefill"))
-        until(lambda: bool(steady._session.watch.look(0) >= 0), made.step)
+        until(lambda: bool(steady.attachment.watch.look(0) >= 0), made.step)
         assert [result.status for result in steady.poll()] == ["ok"]
     until(lambda: descriptors() == before, made.step)
     steady.close()

@@ -139,7 +139,7 @@ def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
     assert collect(pool, stays, 1)[request_id].ids.tolist() == index.search(queries[:1], 3, top_m=32)[0][0].tolist()
     until(lambda: not pool.pool.busy and pool.metric(PoolMetrics.CLIENTS) == 1, pool.step)
     assert pool.engine.free_slots == 8
-    assert pool.pool._loop.active == pool.pool._loop.paused == 0
+    assert pool.pool.loop.active == pool.pool.loop.paused == 0
     stays.close()
 
 

@@ -40,14 +40,14 @@ def test_a_search_is_at_most_six_calls_from_the_ring(
     make_pool(plan, "pool-0").start()
     client = attached(make_client(plan))
     client.search(queries[0], 5, collection="docs")
-    (session,) = client._dispatcher.clients()
+    (session,) = client.dispatcher.clients()
     calls: list[str] = []
 
     def send_row(*_: Any) -> int:
         sys.setprofile(None)
         raise _Sent
 
-    session._session.requests.send_row = send_row
+    session.attachment.requests.send_row = send_row
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
         begun = calls or frame.f_code is SearchClient.search.__code__
@@ -67,7 +67,7 @@ def test_a_query_that_wakes_a_pool_is_answered_before_the_sleep_returns_to_pytho
     make_pool: MakePool, index: GraphIndex, queries: Vectors
 ) -> None:
     pool = make_pool()
-    loop, server = pool.pool._loop, pool.server
+    loop, server = pool.pool.loop, pool.server
 
     def sleep() -> None:
         while not pool.metric(PoolMetrics.LATENCY):  # it may be woken for something else
@@ -97,10 +97,10 @@ def test_the_pool_and_its_clients_wake_each_other_as_configured(
     wanted = exact(index, queries, 5)
     with SearchClient.connect(tmp_path / "run", timeout_s=60) as connected:
         for client in (attached(make_client(plan)), connected):
-            (session,) = client._dispatcher.clients()
-            assert type(session._session.sleeper) is kind
-            session._spin.learn(_A_MINUTE_NS)
-            session._spin.learn(_A_MINUTE_NS)  # from now on it sleeps
+            (session,) = client.dispatcher.clients()
+            assert type(session.attachment.sleeper) is kind
+            session.spin.learn(_A_MINUTE_NS)
+            session.spin.learn(_A_MINUTE_NS)  # from now on it sleeps
             found = [client.search(query, 5, collection="docs", top_m=400).ids.tolist() for query in queries]
             assert found == wanted
     held.release()

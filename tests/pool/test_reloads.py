@@ -10,7 +10,6 @@ import pytest
 
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.collections import beside
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -19,11 +18,6 @@ from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, 
 from tests.pool.pools import attached
 
 IN_FLIGHT = 6
-
-
-@pytest.fixture(autouse=True)
-def _no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "READ_BYTES_S", 1 << 40)
 
 
 class Readers:
@@ -89,7 +83,7 @@ def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it
             assert readers.some() == {generation - 1}
             assert reload(pool, readers, generation)
             assert readers.some() == {generation}
-        until(lambda: len(pool.pool._engine.dims) == 1, readers.step)  # the old ones' memory is given back
+        until(lambda: len(pool.pool.engine.dims) == 1, readers.step)  # the old ones' memory is given back
     assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 0
 
 
@@ -119,7 +113,7 @@ def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make
     with reading(plan) as readers:
         assert reload(pool, readers, 1)
         assert readers.some() == {1}
-        assert pool.pool._server.statistics().attached == 1
+        assert pool.pool.server.statistics().attached == 1
 
 
 def test_a_rebuilt_collection_with_longer_vectors_is_taken_between_two_extends(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
+from ipc import SearchSpec
 from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.retrieval.search import batch as batch_module
-from runtime.retrieval.search import dispatch
+from runtime.retrieval.search.batch import BatchRun
+from runtime.retrieval.search.question import Question
 from runtime.testing.pool import plan_of
 from tests.pool.conftest import PATIENT, MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect
@@ -107,24 +108,17 @@ class Clock:
     def __init__(self) -> None:
         self.ahead_ns = 0
 
-    def monotonic_ns(self) -> int:
+    def __call__(self) -> int:
         return time.monotonic_ns() + self.ahead_ns
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    for module in (batch_module, dispatch):
-        monkeypatch.setattr(module, "time", made)
-    return made
-
-
 def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, clock: Clock
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=4)
     make_pool(plan).start()
-    client = attached(make_client(plan))
+    clock = Clock()
+    client = attached(make_client(plan, clock=clock))
     batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
     while not batch.done:
         batch.send()
@@ -136,11 +130,12 @@ def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
 
 
 def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, clock: Clock
+    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=4)
     pool = make_pool(plan).start()
-    client = attached(make_client(plan))
+    clock = Clock()
+    client = attached(make_client(plan, clock=clock))
     with pool.held():
         batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
         batch.send()
@@ -172,8 +167,8 @@ def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
     make_pool(plan).start()
     client = attached(make_client(plan))
     many = np.tile(queries, (4, 1))
-    batch = client.batch(many, 3, "docs", "prefill", None, None, None, None)
-    questions = batch._questions = Parts(batch._questions)
+    questions = Parts(Question(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
+    batch = BatchRun(client.dispatcher, questions, many, 3)
     batch.send()
     assert len(many) <= questions.copied <= 2 * len(many)
     for result in collect(client, len(many)).values():
@@ -192,7 +187,7 @@ def test_a_batch_survives_the_death_of_a_pool_under_it(
         batch.send()
         pools[0].die()
     while not batch.done:
-        for result in client._dispatcher.collect():
+        for result in client.dispatcher.collect():
             assert batch.take(result)
         batch.send()
         client.sleep((), 1)

@@ -86,7 +86,7 @@ def test_a_shard_that_comes_back_in_time_completes_the_answers_that_wait_for_it(
         tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:6]]
         pools[1].die()
     tickets += [client.submit(query, 3, collection="docs", top_m=200) for query in queries[6:12]]
-    until(lambda: client.statistics().waiting == 12, client._dispatcher.collect)
+    until(lambda: client.statistics().waiting == 12, client.dispatcher.collect)
     make_pool(plan, "pool-1", epoch=2).start()
     found = collect(client, 12)
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)

@@ -32,8 +32,8 @@ def outstanding(client: SearchClient) -> int:
 
 def ask_others(client: SearchClient, monkeypatch: pytest.MonkeyPatch, *stuck: int) -> None:
     """Take these pools for stuck, now and until the test ends."""
-    monkeypatch.setattr(client._dispatcher._replicas, "stuck", lambda pool, now_ns: pool in stuck)
-    client._dispatcher._rescue(0)
+    monkeypatch.setattr(client.dispatcher.replicas, "stuck", lambda pool, now_ns: pool in stuck)
+    client.dispatcher.rescue(0)
 
 
 def drained(client: SearchClient) -> None:

@@ -1,7 +1,5 @@
 """Many queries as one call: sent as far as there is room, the next ones as others come back."""
 
-import time
-
 from runtime.errors import TrinityError
 from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.search.question import Question
@@ -14,7 +12,7 @@ class BatchRun:
 
     def __init__(self, dispatcher: Dispatcher, questions: list[Question], rows: Vectors, k: int) -> None:
         self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
-        self._since_ns = time.monotonic_ns()
+        self._since_ns = dispatcher.clock()
         self._sent = 0  # questions that were taken, or have failed before they were
         self._rows_of = {question.ticket: row for row, question in enumerate(questions)}
         self._results: list[SearchResult | None] = [None] * len(questions)
@@ -29,7 +27,7 @@ class BatchRun:
         while self._sent < len(self._questions):
             next_ones = slice(self._sent, self._sent + TOGETHER)
             questions = self._questions[next_ones]
-            end = self._dispatcher.unserved(questions[0], self._since_ns, time.monotonic_ns())
+            end = self._dispatcher.unserved(questions[0], self._since_ns, self._dispatcher.clock())
             if end is not None:
                 self._give_up(end)
                 return

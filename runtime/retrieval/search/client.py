@@ -48,22 +48,28 @@ class SearchClient:
         find: Callable[[], Iterable[str]] | None = None,
         collections: Sequence[str] = (),
         limits: Limits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._defaults = defaults or PoolSection()
         self._collections = tuple(collections)  # the node's own; empty: as its pools tell
-        self._dispatcher = Dispatcher(endpoints, name, self._defaults, policy, find, limits)
+        self.dispatcher = Dispatcher(endpoints, name, self._defaults, policy, find, limits, clock)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
         self._tickets = itertools.count(1)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
     def of_plan(
-        cls, plan: NodePlan, name: str, policy: ReplicaPolicy | None = None, limits: Limits | None = None
+        cls,
+        plan: NodePlan,
+        name: str,
+        policy: ReplicaPolicy | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> Self:
         """The client of one of the node's own workers; pools are attached as they come up."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
-        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits)
+        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock)
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
@@ -83,8 +89,8 @@ class SearchClient:
         settings = PoolSection(doorbell=info.doorbell)
         client = cls(info.pools, name, settings, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
-        while (now := time.monotonic_ns()) < end and client._dispatcher.pools:
-            if client._dispatcher.look_after(now) and not client._dispatcher.seeking:
+        while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
+            if client.dispatcher.look_after(now) and not client.dispatcher.seeking:
                 return client
             time.sleep(0.002)
         if not client.live:
@@ -136,12 +142,12 @@ class SearchClient:
         if not spec.collection:
             spec = self._named(spec)
         question = Question(next(self._tickets), row, spec, accept=accept)
-        self._dispatcher.ask(question, wait_for_room)
+        self.dispatcher.ask(question, wait_for_room)
         return question.ticket
 
     def _named(self, spec: SearchSpec) -> SearchSpec:
         """With the name of the only collection."""
-        names = self._collections or self._dispatcher.collections
+        names = self._collections or self.dispatcher.collections
         if len(names) == 1:
             return replace(spec, collection=names[0])
         if not names:
@@ -168,7 +174,7 @@ class SearchClient:
         )  # fmt: skip
         try:
             while ticket not in self._kept:
-                self._keep(self._dispatcher.collect())
+                self._keep(self.dispatcher.collect())
                 if ticket not in self._kept:
                     self._wait()
         except BaseException:
@@ -199,7 +205,7 @@ class SearchClient:
         try:
             while not batch.done:
                 batch.send()
-                self._keep(result for result in self._dispatcher.collect() if not batch.take(result))
+                self._keep(result for result in self.dispatcher.collect() if not batch.take(result))
                 if not batch.done:
                     self._wait()
         except BaseException:
@@ -219,38 +225,38 @@ class SearchClient:
         patience: int | None,
     ) -> BatchRun:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
-        self._dispatcher.check_open()
+        self.dispatcher.check_open()
         width = self._defaults.search_width if search_width is None else search_width
         spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms))
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         spec = self._named(spec) if len(rows) and not spec.collection else spec
-        return BatchRun(self._dispatcher, [Question(next(self._tickets), row, spec) for row in rows], rows, spec.k)
+        return BatchRun(self.dispatcher, [Question(next(self._tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""
-        self._dispatcher.cancel(ticket)
+        self.dispatcher.cancel(ticket)
 
     def poll(self) -> list[SearchResult]:
         """What has ended since the last call. Never waits. Raises `Unavailable` after `close`."""
-        self._dispatcher.check_open()
-        results = [*self._kept.values(), *self._dispatcher.collect()]
+        self.dispatcher.check_open()
+        results = [*self._kept.values(), *self.dispatcher.collect()]
         self._kept.clear()
         return results
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Of the builds of a collection that are served now, as far as was noticed."""
-        return self._dispatcher.routes.identities(collection)
+        return self.dispatcher.routes.identities(collection)
 
     @property
     def unavailable(self) -> dict[str, str]:
         """The collections that the pools cannot serve, and why."""
-        return self._dispatcher.routes.unavailable
+        return self.dispatcher.routes.unavailable
 
     def statistics(self) -> SearchStatistics:
         """What was asked of each pool, and how it went."""
-        return self._dispatcher.statistics()
+        return self.dispatcher.statistics()
 
     # ---- sleeping
 
@@ -261,30 +267,30 @@ class SearchClient:
                 poller = zmq.Poller()
                 for source in (*sockets, *self.filenos()):
                     poller.register(source, zmq.POLLIN)
-                poller.poll(min(timeout_ms, _LOOK_MS) if self._dispatcher.waiting else timeout_ms)
+                poller.poll(min(timeout_ms, _LOOK_MS) if self.dispatcher.waiting else timeout_ms)
         finally:
             self.disarm()
 
     def filenos(self) -> list[int]:
         """Descriptors that become readable once armed and a result has come; they change when a pool comes back."""
-        return [client.fileno() for client in self._dispatcher.clients()]
+        return [client.fileno() for client in self.dispatcher.clients()]
 
     def arm(self) -> bool:
         """Ask to be rung when a result comes; False if one is there already. `disarm` after every `arm`."""
-        return all([client.arm() for client in self._dispatcher.clients()])  # a list: every one must be armed
+        return all([client.arm() for client in self.dispatcher.clients()])  # a list: every one must be armed
 
     def disarm(self) -> None:
         """Awake again."""
-        for client in self._dispatcher.clients():
+        for client in self.dispatcher.clients():
             client.disarm()
 
     @property
     def live(self) -> bool:
         """Whether a pool is attached."""
-        return bool(self._dispatcher.clients())
+        return bool(self.dispatcher.clients())
 
     def _wait(self) -> None:
-        only = self._dispatcher.only_busy()
+        only = self.dispatcher.only_busy()
         if only is not None:
             only.wait(50.0)  # spins for a moment first: the fast way for the common case
         else:
@@ -295,7 +301,7 @@ class SearchClient:
 
     def close(self) -> None:
         """End the sessions. What is outstanding never comes."""
-        self._dispatcher.close()
+        self.dispatcher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -46,13 +46,14 @@ class Dispatcher:
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
         limits: Limits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._name, self._settings, self._policy, self._find = name, settings, policy, find
-        self._limits = limits or Limits()
+        self._limits, self.clock = limits or Limits(), clock
         self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
-        self._replicas = Replicas(len(self.pools), policy)
+        self.replicas = Replicas(len(self.pools), policy)
         self.routes = Routes()
         self._parked: deque[Question] = deque()  # waiting for any pool
         self._rescue_ns = 0  # not before then
@@ -92,7 +93,7 @@ class Dispatcher:
         new = [self._session(endpoint) for endpoint in endpoints[len(kept) :]]
         self.pools = [*kept, *new]
         self._up = [0] * len(self.pools)
-        self._replicas = Replicas(len(self.pools), self._policy)
+        self.replicas = Replicas(len(self.pools), self._policy)
 
     @property
     def seeking(self) -> bool:
@@ -104,7 +105,7 @@ class Dispatcher:
         if up == self._up[number]:
             return
         if up and not self._up[number]:
-            self._replicas.lost(number)  # what was known is of its last life
+            self.replicas.lost(number)  # what was known is of its last life
         self._up[number] = up
         offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
         self.routes = Routes(
@@ -148,7 +149,7 @@ class Dispatcher:
             if len(parts) > 1:
                 self._check_room()
         try:
-            sent = self._give(parts[0], route, time.monotonic_ns())
+            sent = self._give(parts[0], route, self.clock())
         except Overloaded:
             if not patient:
                 raise
@@ -169,7 +170,7 @@ class Dispatcher:
             raise Overloaded(f"{count} queries wait for a pool to take them, the limit is {self._limits.parked}")
 
     def _park(self, question: Question) -> None:
-        question.parked_ns = question.parked_ns or time.monotonic_ns()
+        question.parked_ns = question.parked_ns or self.clock()
         self._parked.append(question)
 
     def ask_many(self, questions: list[Question], rows: Vectors) -> int:
@@ -182,15 +183,15 @@ class Dispatcher:
         collection = questions[0].spec.collection
         if self.routes.shards(collection) != 1:
             return self._ask_each(questions)
-        now, sent = time.monotonic_ns(), 0
-        for number in self._replicas.choose(self.routes.choose(collection, questions[0].accept), now):
+        now, sent = self.clock(), 0
+        for number in self.replicas.choose(self.routes.choose(collection, questions[0].accept), now):
             try:
                 sent = self.pools[number].submit_many(rows, questions)
             except (RingFull, PeerLost, Draining):
                 continue
             except InvalidArgument as error:
                 raise InvalidRequest(str(error)) from error
-            self._replicas.sent(number, now, sent)
+            self.replicas.sent(number, now, sent)
             break
         return sent
 
@@ -217,7 +218,7 @@ class Dispatcher:
 
     def _send_or_park(self, question: Question) -> bool:
         with suppress(Overloaded):
-            if self._give(question, self._route(question), time.monotonic_ns()):
+            if self._give(question, self._route(question), self.clock()):
                 return True
         self._park(question)
         return False
@@ -225,7 +226,7 @@ class Dispatcher:
     def _give(self, question: Question, route: Sequence[int], now: int) -> bool:
         """Give a question to one of these pools; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
-        for number in self._replicas.choose(route, now) if len(route) > 1 else route:
+        for number in self.replicas.choose(route, now) if len(route) > 1 else route:
             try:
                 self.pools[number].submit(question)
             except RingFull as error:
@@ -235,7 +236,7 @@ class Dispatcher:
             except InvalidArgument as error:
                 raise InvalidRequest(str(error)) from error
             else:
-                self._replicas.sent(number, now)
+                self.replicas.sent(number, now)
                 question.parked_ns = 0
                 return True
         if full is not None:
@@ -262,25 +263,25 @@ class Dispatcher:
     def collect(self) -> list[SearchResult]:
         """What has ended since the last call. Raises `Unavailable` after `close`."""
         self.check_open()
-        now = time.monotonic_ns()
+        now = self.clock()
         for number, pool in enumerate(self.pools):
             for question, result in pool.poll(now):
-                self._replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
+                self.replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
                 self._end(question, result, now)
             self._note(number, pool.look_after(now))
         if not any(self._up):
             self._find_again(now)
         if now >= self._rescue_ns and len(self.pools) > 1:
             self._rescue_ns = now + _RESCUE_NS
-            self._rescue(now)
+            self.rescue(now)
         if self._parked:
             self._unpark(now)
         ended, self._ended = self._ended, []
         return ended
 
-    def _rescue(self, now: int) -> None:
+    def rescue(self, now: int) -> None:
         """Ask others what pools were asked that have fallen silent: each question once, where there is room."""
-        stuck = {number for number in range(len(self.pools)) if self._replicas.stuck(number, now)}
+        stuck = {number for number in range(len(self.pools)) if self.replicas.stuck(number, now)}
         for number in stuck:
             for question in self.pools[number].questions():
                 if question.ended or question.at > 1 or question.attempts >= _MAX_ATTEMPTS:
@@ -387,7 +388,7 @@ class Dispatcher:
 
     def statistics(self) -> SearchStatistics:
         """See `SearchStatistics`."""
-        pools = (pool.statistics(self._replicas.slow(number)) for number, pool in enumerate(self.pools))
+        pools = (pool.statistics(self.replicas.slow(number)) for number, pool in enumerate(self.pools))
         return SearchStatistics(tuple(pools), len(self._parked))
 
     def close(self) -> None:
