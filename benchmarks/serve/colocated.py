@@ -29,14 +29,14 @@ def main() -> None:
     prefill, decode = PrefillWorker(workers[0]), DecodeWorker(workers[1])
     prefill._sleep = decode._sleep = lambda: None  # type: ignore[method-assign]
     poller = zmq.Poller()
-    for socket in (prefill._link.socket, prefill._source.socket, decode._link.socket, decode._sink.socket):
+    for socket in (prefill._link.socket, prefill._source.socket, decode.link.socket, decode._sink.socket):
         poller.register(socket, zmq.POLLIN)
     for worker in workers:
         worker.ready()
     while True:
         prefill.step()
         decode.step()
-        if not prefill._running and not decode._batch.running and not decode._bridge.pulling:
+        if not prefill._running and not decode._batch.running and not decode.bridge.pulling:
             poller.poll(_IDLE_MS)
 
 

@@ -91,7 +91,7 @@ class CudaEngine:
             batch = layout.argument(memory.record)
             kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
             self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), form, extends_per_launch)
-            self._own = own = backend.Handle(driver, self._stream, memory, kernels, self._graphs, batch)
+            self.handle = own = backend.Handle(driver, self._stream, memory, kernels, self._graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
             self._slots = own.table
             for number, one in enumerate(data):
@@ -159,7 +159,7 @@ class CudaEngine:
     @property
     def waited_ns(self) -> int:
         """Time that was spent waiting for launches, in all."""
-        return int(self._own.words[backend.WAITED_NS])
+        return int(self.handle.words[backend.WAITED_NS])
 
     @property
     def forms(self) -> Mapping[int, Form]:
@@ -181,7 +181,7 @@ class CudaEngine:
 
     def backend(self) -> Backend:
         """See `Engine.backend`."""
-        own, number = self._own, self._collections.number
+        own, number = self.handle, self._collections.number
         return Backend(backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, self._check)
 
     def load(self, collection: str, index: GraphIndex) -> None:
@@ -197,23 +197,23 @@ class CudaEngine:
                 f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine has "
                 f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
             )
-        self._open().load(number, collection, data)
-        self._own.load(number, data)
+        self.batch_memory().load(number, collection, data)
+        self.handle.load(number, data)
         self._collections.add(collection, index)
 
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
         number = self._collections.number(collection)
-        if self._own.searches(number):
+        if self.handle.searches(number):
             return False
-        self._open().unload(number)
-        self._own.unload(number)
+        self.batch_memory().unload(number)
+        self.handle.unload(number)
         self._collections.remove(collection)
         return True
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
         """See `Engine.admit`."""
-        self._open()
+        self.batch_memory()
         number = self._collections.number(collection)
         self.limits.check(params)
         dim, vector = self._collections.dims[collection], np.asarray(query)
@@ -221,17 +221,17 @@ class CudaEngine:
             vector = checked(vector[None], dim)[0]
         self._slots.next_free()
         asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
-        slot = _admit(self._own.address, vector.ctypes.data, *asked)
+        slot = _admit(self.handle.address, vector.ctypes.data, *asked)
         if slot == INVALID:
             raise refusal(vector, 0)
         return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
         """See `Engine.extend`; with `extends_per_launch` above 1, as many as a launch takes until a slot is done."""
-        self._open()
+        self.batch_memory()
         if not self._slots.active_count:
             return np.empty(0, np.int32)
-        done = _extend(self._own.address, self._report.ctypes.data)
+        done = _extend(self.handle.address, self._report.ctypes.data)
         if done < 0:
             self._check()
         self.extends_made, self.padded_slots = self._report[:2].tolist()
@@ -240,14 +240,14 @@ class CudaEngine:
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`."""
         self._arrived = _ARRIVED(lambda _: arrived())
-        self._own.words[backend.ARRIVED] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
+        self.handle.words[backend.ARRIVED] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
-        k = int(self._open().head(slot)[layout.K])
+        k = int(self.batch_memory().head(slot)[layout.K])
         ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
-        _harvest(self._own.address, slot, ids.ctypes.data, distances.ctypes.data)
+        _harvest(self.handle.address, slot, ids.ctypes.data, distances.ctypes.data)
         return ids, distances
 
     def release(self, slot: int) -> None:
@@ -268,7 +268,7 @@ class CudaEngine:
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        return int(self._open().results["extends"][slot])
+        return int(self.batch_memory().results["extends"][slot])
 
     def close(self) -> None:
         """See `Engine.close`. A driver that `open` made is closed too."""
@@ -288,23 +288,24 @@ class CudaEngine:
                 self._driver.close()
 
     def _change(self, slot: int, what: int) -> None:
-        self._open()
-        _change(self._own.address, slot, what)
+        self.batch_memory()
+        _change(self.handle.address, slot, what)
 
     def _check(self) -> None:
         """Raise the DeviceError of what failed, if anything did."""
-        words = self._own.words
+        words = self.handle.words
         failure, code, wanted = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
         if failure in _CALLS:
             self._driver.raise_for(_CALLS[failure], code)
         if failure == backend.SILENT:
-            reported = self._open().progress[0]
+            reported = self.batch_memory().progress[0]
             raise DeviceError(f"launch {wanted} ended, but only {reported} launches are reported")
         if failure == backend.HANGS:
             self._hangs = True
             raise DeviceError(f"launch {wanted} has not ended within {words[backend.GIVE_UP_NS] / 1e9:g} s")
 
-    def _open(self) -> BatchMemory:
+    def batch_memory(self) -> BatchMemory:
+        """What the engine shares with its device. Raises `DeviceError` once it was closed."""
         if self._memory is None:
             raise DeviceError("the engine was closed")
         return self._memory

@@ -55,6 +55,10 @@ class RunDir:
         self.path = path
         self._fd = fd
 
+    def fileno(self) -> int:
+        """Of the locked directory: who closes it has let go of the lock, as the kernel does when a process dies."""
+        return self._fd
+
     @classmethod
     def acquire(cls, path: Path) -> "RunDir":
         """Make the directory and lock it. Raises `ConfigError`, and `ResourceBusy` where a node runs already."""

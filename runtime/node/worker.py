@@ -30,7 +30,7 @@ from runtime.node.start_times import StartTimes, process_age_s
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
 
-_LOOPS = {
+LOOPS = {
     "pool": "runtime.pool.process",
     "prefill": "runtime.serving.prefill.process",
     "decode": "runtime.serving.decode.process",
@@ -197,7 +197,7 @@ def _run(worker: Worker) -> int:
     if node is not None and not prefer_memory_of(node, platform.machine()):
         worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
     try:
-        loop = importlib.import_module(_LOOPS[worker.place.role])
+        loop = importlib.import_module(LOOPS[worker.place.role])
         worker.start.part("imports")
         loop.run(worker)
     except TrinityError as error:

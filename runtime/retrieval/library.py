@@ -132,7 +132,7 @@ def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
     return open_unchanged(directory, opened, _Build.close)
 
 
-class _Shelf:
+class Shelf:
     """A collection's builds that are open, those used last at the end.
 
     Documents are compared with their checksum beside everything else, as the pools compare the index; after there was
@@ -256,7 +256,7 @@ class Library:
     def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises `ModelError` for an embedder that is not there."""
         self._threads = threads
-        self._shelves = {c.name: _Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
+        self._shelves = {c.name: Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
         self._places = {c.name: place_of(c) for c in plan.config.collections}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderPlace], Embedder] = {}
         self._dims = dict.fromkeys(self._shelves, 0)
@@ -286,7 +286,7 @@ class Library:
 
     def follow(self, collection: str, offered: Iterable[str]) -> None:
         """The pools serve these builds of a collection. Raises `UnknownCollection`."""
-        shelf = self._shelf(collection)
+        shelf = self.shelf(collection)
         shelf.follow(tuple(offered))
         if shelf.current is not None:
             self._dims[collection] = shelf.current.dim
@@ -294,7 +294,7 @@ class Library:
     def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
         """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
         `build`, whether it is that one."""
-        shelf = self._shelf(collection)
+        shelf = self.shelf(collection)
 
         def accepts(identity: str) -> bool:
             if build not in ("", identity) or not shelf.has(identity):
@@ -313,7 +313,7 @@ class Library:
 
     def embedder(self, collection: str) -> Embedder:
         """The collection's own. Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not here."""
-        shelf = self._shelf(collection)
+        shelf = self.shelf(collection)
         if shelf.current is None:
             raise Unavailable(f"collection {collection!r} is unavailable: {shelf.trouble or 'it cannot be read'}")
         spec, place = shelf.current.embedder, self._places[collection]
@@ -323,7 +323,7 @@ class Library:
 
     def about(self, collection: str) -> About:
         """What a collection is. Raises `UnknownCollection`."""
-        current = self._shelf(collection).current
+        current = self.shelf(collection).current
         return About() if current is None else current.about
 
     def embedders(self) -> dict[str, Embedder]:
@@ -350,7 +350,7 @@ class Library:
         Raises `CollectionReplaced` for a result from a build that is not here any more, `Unavailable` where documents
         cannot be read.
         """
-        shelf = self._shelf(collection)
+        shelf = self.shelf(collection)
         build = shelf.builds.get(result.identity)
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
@@ -368,7 +368,7 @@ class Library:
             for document, distance in zip(found, result.distances, strict=False)
         )
 
-    def _shelf(self, collection: str) -> _Shelf:
+    def shelf(self, collection: str) -> Shelf:
         try:
             return self._shelves[collection]
         except KeyError:

@@ -111,7 +111,7 @@ class Retriever:
 
     def poll(self) -> list[Found]:
         """What has come back since the last call; every ticket comes exactly once, unless it was cancelled."""
-        found = self._take_vectors()
+        found = self.take_vectors()
         for result in self.client.poll():
             query = self._searches.pop(result.ticket, None)
             if query is None:
@@ -133,7 +133,7 @@ class Retriever:
                 error = refusal
         return [Found(query.ticket, error=error)]
 
-    def _take_vectors(self) -> list[Found]:
+    def take_vectors(self) -> list[Found]:
         """Pass on to the pool what is embedded; what ended before that."""
         ended = []
         for embedded in self._embedding.poll():

@@ -150,17 +150,17 @@ class Simulation:
 
     def _finish(self, request: SimRequest) -> None:
         if not request.ended:
-            self._end(request, FINISHED)
+            self.end(request, FINISHED)
 
     def _fail(self, request: SimRequest, code: str) -> None:
         if not request.ended:
-            self._end(request, code)
+            self.end(request, code)
 
     def _expire(self, request: SimRequest) -> None:
         """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
         self._fail(request, "deadline_exceeded")
 
-    def _end(self, request: SimRequest, outcome: str) -> None:
+    def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
         self._timeouts.end(request)
         self._count_end()

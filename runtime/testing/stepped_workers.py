@@ -11,7 +11,10 @@ import zmq
 
 from ipc import bind
 from runtime.node.config import parse_config
+from runtime.node.metrics.columns import Counter, Gauge
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import resolve
+from runtime.node.worker import Worker
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import Hello, Prefill, Sampling, ToFrontend, Welcome, decode_to_frontend, encode
@@ -45,14 +48,24 @@ class SteppedWorkers:
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.decodes: dict[str, DecodeWorker] = {}
-        self.prefill = PrefillWorker(worker_of(self.plan, "prefill-0"), transport, idle_ms=0)
+        self.tables: dict[str, WorkerTable] = {}
+        self.prefill = PrefillWorker(self._worker("prefill-0"), transport, idle_ms=0)
         for number in range(decodes):
             self.start_decode(f"decode-{number}")
         while len(self._identities) < 1 + decodes:
             self.round()
 
+    def _worker(self, name: str) -> Worker:
+        worker = worker_of(self.plan, name)
+        self.tables[name] = worker.table
+        return worker
+
+    def metric(self, name: str, metric: Counter | Gauge) -> float:
+        """What a worker has counted, or shows, as of its last step."""
+        return self.tables[name].value(metric)
+
     def start_decode(self, name: str) -> None:
-        self.decodes[name] = DecodeWorker(worker_of(self.plan, name), self._transport, idle_ms=0)
+        self.decodes[name] = DecodeWorker(self._worker(name), self._transport, idle_ms=0)
 
     def submit(
         self,

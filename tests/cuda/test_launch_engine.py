@@ -141,12 +141,12 @@ def test_finished_slots_come_in_admission_order() -> None:
 
 def test_tickets_go_round_without_ever_being_nothing() -> None:
     setup = Setup(slots=1, length=1)
-    setup.engine._own.words[NEXT_TICKET] = int(np.iinfo(np.uint32).max)
+    setup.engine.handle.words[NEXT_TICKET] = int(np.iinfo(np.uint32).max)
     for _ in range(3):
         (slot,) = setup.admit()
         assert setup.engine.extend().tolist() == [slot]
         setup.engine.release(slot)
-    assert setup.engine._own.words[NEXT_TICKET] == 3
+    assert setup.engine.handle.words[NEXT_TICKET] == 3
 
 
 @pytest.mark.parametrize("form", ["loop", "fused"])
@@ -165,8 +165,7 @@ def test_a_launch_of_several_extends_ends_when_a_slot_is_done_or_at_its_limit(fo
 def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_launch_starts_silent() -> None:
     setup = Setup(length=100, extends_per_launch=50)
     setup.admit()
-    memory = setup.engine._memory
-    assert memory is not None
+    memory = setup.engine.batch_memory()
     asked = []
 
     def arrived() -> bool:  # asked while the launch runs, which here has ended and not been reported yet

@@ -2,8 +2,10 @@
 
 import asyncio
 import fcntl
+import html
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -135,6 +137,14 @@ def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source:
     asyncio.run(drive())
 
 
+def lines_of(screenshot: str) -> list[str]:
+    """The text of a screen, from top to bottom."""
+    lines: dict[int, str] = {}
+    for number, text in re.findall(r"<text [^>]*-line-(\d+)\)[^>]*>([^<]*)</text>", screenshot):
+        lines[int(number)] = lines.get(int(number), "") + html.unescape(text).replace("\xa0", " ")
+    return [lines[number] for number in sorted(lines)]
+
+
 @pytest.mark.parametrize("size", [(80, 24), (COLUMNS, ROWS)], ids=str)
 def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tuple[int, int]) -> None:
     moments = iter(range(0, 100, 2))
@@ -146,8 +156,7 @@ def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tu
                 await pilot.press("r")
                 await app.workers.wait_for_complete()
                 await pilot.pause()
-            shown = app.screen._compositor.render_strips()
-            return ["".join(segment.text for segment in strip) for strip in shown]
+            return lines_of(app.export_screenshot())
 
     shown = asyncio.run(drive())
     firsts = [line.split()[0] for line in shown if line.strip()]

@@ -69,7 +69,7 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
     no_route = {ClientGone, CollectionBusy, InvalidDocument, InvalidFilter, NoRoom}  # the last four: no route writes
     kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - no_route | {InternalError}
     of_the_server = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
-    assert of_the_server == runtime.serving.frontend.connections._CODES
+    assert of_the_server == runtime.serving.frontend.connections.CODES
     by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}
     assert said == {kind.code: kind.status for kind in kinds} | by_hand
 

@@ -161,7 +161,7 @@ def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
     with pytest.raises(UnknownRequest):
         traces.trace("mine")
     assert traces.trace("r-1").id == "ret-4"
-    assert len(traces._called) == 1, "no name outlives its trace"
+    assert len(traces.client_names) == 1, "no name outlives its trace"
 
 
 def test_a_name_that_a_client_takes_hides_no_other_trace() -> None:

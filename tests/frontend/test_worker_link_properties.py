@@ -67,7 +67,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
         assert isinstance(link, Wired)
 
         def hear(name: str, message: Any) -> None:
-            link._receive([name.encode(), encode(message)])
+            link.hear([name.encode(), encode(message)])
 
         def recent(back: int, sender: str = "") -> tuple[str, str]:
             """A request's id, and who speaks of it."""
@@ -192,7 +192,7 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
         wires: dict[str, deque[ToFrontend]] = {name: deque() for name in NAMES}
 
         def hear(name: str, message: ToFrontend) -> None:
-            link._receive([name.encode(), encode(message)])
+            link.hear([name.encode(), encode(message)])
             link.tick()
             for identity, sent in link.sent:
                 if isinstance(sent, Prefill):

@@ -22,9 +22,9 @@ def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
         try:
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
         except Overloaded:
-            with writer._building:  # held while a build runs
+            with writer.building:  # held while a build runs
                 pass
         if there():
             return True
-    with writer._building:
+    with writer.building:
         return there()

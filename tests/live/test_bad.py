@@ -196,7 +196,7 @@ def test_the_file_size_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> No
         writer.upsert(documents(range(3)))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (writer._log.end + 50, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (writer.log.end + 50, hard))
             with pytest.raises(NoRoom):
                 writer.upsert(documents(range(3, 6)))
         finally:
@@ -315,7 +315,7 @@ def test_writes_of_many_threads_are_all_there_and_share_records(tmp_path: Path) 
         threads = [threading.Thread(target=writer.upsert, args=(documents(range(n, n + 3)),)) for n in range(0, 60, 2)]
         for thread in threads:
             thread.start()
-        while len(writer._pending) < len(threads):
+        while writer.waiting < len(threads):
             pass
         disk.gate.set()
         for thread in threads:
@@ -371,6 +371,6 @@ def test_a_build_that_is_killed_is_said_and_begun_anew(tmp_path: Path) -> None:
         with pytest.raises(TrinityError, match="-9"):
             writer.maintain(killed)
         writer.upsert(documents(range(9, 11)))
-        assert writer.maintain(writer._build_here)
+        assert writer.maintain(writer.build_here)
         assert len(contents(writer)) == 11
         assert [segment.size for segment in writer.state.segments] == [11]

@@ -68,7 +68,7 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def maintain(self) -> None:
-        while self.writer.maintain(self.writer._build_here):
+        while self.writer.maintain(self.writer.build_here):
             pass
         assert not to_merge(self.writer.state.segments, 8)
 

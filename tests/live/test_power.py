@@ -45,7 +45,7 @@ def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str,
             for name in names:
                 expected.pop(name, None)
         case "maintain":
-            writer.maintain(writer._build_here)
+            writer.maintain(writer.build_here)
         case "flush":
             writer.flush()
         case "compact":
@@ -89,7 +89,7 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
         except Cut:
             pass
         disk.left = 10**9
-        writer._log.close()
+        writer.log.close()
         writer.state.close()
         after = tmp_path / f"after-{life}"
         disk.after_power_cut(after, chance)
@@ -98,7 +98,7 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
         assert held in (acknowledged, attempted), "what is there is neither with the last write nor without it"
         import os
 
-        os.close(writer._lock_fd)
+        os.close(writer.lock_fd)
         disk.forget()
         root = after
         disk = Failing(root)
@@ -118,7 +118,7 @@ class _Recorded:
     def __init__(self, writer: LiveWriter, attempted: dict[str, str]) -> None:
         self._writer, self._attempted = writer, attempted
         self.maintain, self.flush, self.compact = writer.maintain, writer.flush, writer.compact
-        self._build_here = writer._build_here
+        self.build_here = writer.build_here
 
     def upsert(self, given: list) -> None:  # type: ignore[type-arg]
         self._attempted |= {one.id: one.text for one in given}

@@ -199,9 +199,9 @@ def test_a_pool_worker_leaves_and_comes_back_and_there_are_never_more_than_plann
 def test_who_starts_while_a_pool_worker_is_away_is_told_of_it_all_the_same() -> None:
     plan = NodePlan(NodeConfig(), "", "t", tuple(WorkerPlan("pool", n, "cpu", (), 1) for n in range(2)))
     supervisor = Supervisor(plan)
-    supervisor._end(supervisor._children[1])
-    assert [place.name for place in supervisor._plan.workers] == ["pool-0", "pool-1"]
-    assert [place.name for place in supervisor._figures.workers] == ["pool-0"]
+    supervisor.end(supervisor.children[1])
+    assert [place.name for place in supervisor.plan.workers] == ["pool-0", "pool-1"]
+    assert [place.name for place in supervisor.figures.workers] == ["pool-0"]
 
 
 def test_every_shard_keeps_a_pool_worker(start: StartTiny) -> None:

@@ -1,6 +1,7 @@
 """The control socket answers status, metrics and stop, and nothing else; garbage neither stops nor delays it."""
 
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -50,9 +51,9 @@ class Node:
     def _serve(self) -> None:
         with self._server as server:
             while not self._done.is_set():
-                server._socket.poll(10)
+                select.select([server], [], [], 0.01)
                 server.serve(
-                    lambda: self.status, lambda: "metrics …\n", self._stop, lambda name: "", self._change,
+                    lambda: self.status, lambda: "metrics …\n", self.stop, lambda name: "", self._change,
                     self._reload, self._reloaded,
                 )  # fmt: skip
 
@@ -68,7 +69,7 @@ class Node:
             raise InvalidRequest("not the pool")
         return (f"{what}-{verb}",)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self.stops += 1
 
     def close(self) -> None:
@@ -147,7 +148,7 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_stop_asks_once_and_returns_when_the_process_is_gone(node: Node, process: "subprocess.Popen[bytes]") -> None:
-    node._stop = process.kill  # type: ignore[method-assign]
+    node.stop = process.kill  # type: ignore[method-assign]
     stop_node(info(node.endpoint, process.pid), timeout_s=30)
     assert process.wait(timeout=60) < 0
 

@@ -1,6 +1,7 @@
 """Run directories: private, of one node at a time, found by name, and no hindrance when they are stale."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import stat
@@ -91,7 +92,7 @@ def test_two_nodes_of_one_name_are_told_apart_by_their_directories(home: Path) -
 
 def test_the_link_of_a_killed_node_is_no_node_and_goes_with_the_next_start(home: Path) -> None:
     killed = running(home / "killed", "killed")
-    os.close(killed._fd)  # as the kernel does when its process dies
+    os.close(killed.fileno())  # as the kernel does when its process dies
     assert running_nodes() == {}
     again = running(home / "next", "next")
     assert [entry.readlink().name for entry in nodes_dir().iterdir()] == ["next"]
@@ -267,7 +268,7 @@ def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_pat
     path = tmp_path / "run"
     stale = RunDir.acquire(path)
     stale.write(INFO)
-    os.close(stale._fd)  # as the kernel does when its process dies
+    os.close(stale.fileno())  # as the kernel does when its process dies
 
     def look(_: int) -> None:
         with contextlib.suppress(Unavailable):
@@ -275,7 +276,7 @@ def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_pat
 
     def take(_: int) -> None:
         held = RunDir.acquire(path)
-        os.close(held._fd)
+        os.close(held.fileno())
 
     with ThreadPoolExecutor(2) as threads:
         looks = threads.map(look, range(300))
@@ -287,15 +288,15 @@ def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_pat
 def test_a_directory_removed_under_our_hands_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     first = RunDir.acquire(path)
-    lock, waiting = module._lock, [True]
+    lock, waiting = fcntl.flock, [True]
 
-    def stop_first(fd: int, kind: int) -> bool:
+    def stop_first(fd: int, kind: int) -> None:
         if waiting:  # the second has opened the directory; now the first removes it and lets go
             waiting.clear()
             first.release()
-        return lock(fd, kind)
+        lock(fd, kind)
 
-    monkeypatch.setattr(module, "_lock", stop_first)
+    monkeypatch.setattr(fcntl, "flock", stop_first)
     second = RunDir.acquire(path)
     second.write(INFO)
     assert find_node(path) == INFO

@@ -103,7 +103,7 @@ def real(life: str, line: bytes) -> int:
     role = ModuleType("tiny_role")
     role.run = run  # type: ignore[attr-defined]
     sys.modules["tiny_role"] = role
-    module._LOOPS.update(dict.fromkeys(module._LOOPS, "tiny_role"))
+    module.LOOPS.update(dict.fromkeys(module.LOOPS, "tiny_role"))
     sys.stdin = Unread(line)
     return module.main()
 

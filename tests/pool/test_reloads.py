@@ -170,7 +170,7 @@ def test_the_readers_see_texts_of_another_build(
     make_pool(plan).start()
     with retriever(plan) as asking:
         attached(asking.client)
-        shelf = asking.library._shelf("docs")
+        shelf = asking.library.shelf("docs")
         build(tmp_path / "docs", 2)
         newer = shelf.open()
         found = ask(asking)

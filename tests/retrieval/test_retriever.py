@@ -171,7 +171,7 @@ def test_a_cancelled_search_is_cancelled_in_the_pool(stand: Stand) -> None:
     ticket = stand.ask("four")
     while not stand.client.submitted:
         stand.retriever.sleep((), int(SOON_S * 1e3))
-        stand.retriever._take_vectors()
+        stand.retriever.take_vectors()
     stand.retriever.cancel(ticket)
     assert stand.client.cancelled == [101]
     assert stand.retriever.poll() == []

@@ -36,9 +36,10 @@ def test_a_copy_in_slices_puts_every_block_in_its_place_and_touches_no_other(
 
 def test_a_copy_stops_after_the_slice_in_which_its_time_is_up() -> None:
     times = iter(range(0, 1000, 10))
-    copy = Transfer(kv(1), range(12), kv(2), range(12))
+    source, target = kv(1), kv(2)
+    copy = Transfer(source, range(12), target, range(12))
     assert not copy.step(15, clock=lambda: next(times))  # 10 ns a look: two slices
-    assert copy._next == 2
+    assert [bool(np.array_equal(*layers)) for layers in zip(source, target, strict=True)] == [True, True, False]
 
 
 def test_what_was_swapped_out_comes_back_as_it_was() -> None:

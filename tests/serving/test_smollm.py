@@ -134,7 +134,7 @@ def test_rows_of_q_and_k_return_from_neighbours_to_halves() -> None:
     halves = np.arange(heads * head_dim)[:, None] * np.ones(5)
     # What llama.cpp's converter does to a transformers model.
     neighbours = halves.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(halves.shape)
-    assert np.array_equal(smollm._unpermuted(neighbours, heads), halves)
+    assert np.array_equal(smollm.unpermuted(neighbours, heads), halves)
 
 
 def test_the_sizes_are_known_without_the_file() -> None:

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from benchmarks.model_reference import Reference
+from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
+from runtime.serving.model.model_info import ModelInfo
 from tests.ipc.fake_cuda import FakeCuda
 from tests.serving.workers import FakePool, Workers
 
@@ -65,6 +67,13 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
 
 
+def preemptions(workers: Workers) -> tuple[float, float]:
+    """Rows of the first decode worker that were swapped out, and that were dropped to be computed again."""
+    counted = (DecodeMetrics.PREEMPTIONS_SWAP, DecodeMetrics.PREEMPTIONS_RECOMPUTE)
+    swapped, recomputed = (workers.metric("decode-0", counter) for counter in counted)
+    return swapped, recomputed
+
+
 def nothing_is_held(workers: Workers) -> None:
     workers.settle()
     assert set(workers.held().values()) == {(0, 0)}
@@ -89,9 +98,9 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
     )
     prompts = ragged(24, seed=1)
     assert answers(workers, prompts, 40) == [reference.generate(prompt, 40) for prompt in prompts]
-    preempted = workers.decodes["decode-0"]._batch.preemptions
-    assert (preempted.swapped > 0) == (swap_blocks > 0)
-    assert preempted.swapped + preempted.recomputed > 0
+    swapped, recomputed = preemptions(workers)
+    assert (swapped > 0) == (swap_blocks > 0)
+    assert swapped + recomputed > 0
     nothing_is_held(workers)
 
 
@@ -105,10 +114,12 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
         workers.run()
         found.append(workers.told[f"r{number}"].tokens)
     assert found == [reference.generate(prompt, 6) for prompt in prompts]
-    assert workers.prefill._blocks.statistics().hit_tokens == 3 * 200
-    assert workers.decodes["decode-0"]._blocks.statistics().hit_tokens == 3 * 200
-    block_bytes = workers.prefill._model.kv[:, :, :1].nbytes
-    assert workers.decodes["decode-0"]._bridge.pulled_bytes == block_bytes * (26 + 1 + 1 + 1)
+    assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) == 3 * 200
+    assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 3 * 200
+    model = workers.plan.config.own_model
+    assert model is not None
+    block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
+    assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == block_bytes * (26 + 1 + 1 + 1)
     nothing_is_held(workers)
 
 
@@ -167,8 +178,8 @@ def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) ->
 def test_a_row_whose_probe_is_never_answered_goes_on_after_two_seconds_and_others_meanwhile(start: Start) -> None:
     workers = start()
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=1 << 60))
-    probes, now_ns = workers.decodes["decode-0"]._probes, [10**9]
-    probes._clock = lambda: now_ns[0]
+    now_ns = [10**9]
+    workers.decodes["decode-0"].probes.clock = lambda: now_ns[0]
     workers.submit("asks", [5, 6, 7], 6, retrieval=Retrieval("docs", 1, every_tokens=4))
     workers.submit("writes", [7, 6, 5], 30)
     while not workers.told["writes"].ended:
@@ -233,19 +244,21 @@ def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, order: 
 def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
     order: list[str] = []
+    workers.submit("first", [9] * 40, 1)
+    workers.offer("first")  # it has the only place until decode has pulled it
     for number, deadline in enumerate((9, 3, 5, 1)):
         workers.submit(f"r{number}", [number + 1] * 40, 1, deadline_ns=deadline << 50)
-    while len(workers.prefill._waiting) < 4:
-        workers.prefill._receive()
-    while len(order) < 4:
+    while workers.metric("prefill-0", PrefillMetrics.WAITING) < 4:
+        workers.prefill.step()
+    while len(order) < 5:
         workers.round()
         order += [name for name, told in workers.told.items() if told.ended and name not in order]
-    assert order == ["r3", "r1", "r2", "r0"]
+    assert order == ["first", "r3", "r1", "r2", "r0"]
 
 
 def test_the_chunk_size_can_be_measured_at_start(start: Start, reference: Reference) -> None:
     workers = start(prefill={"chunk_tokens": "auto"})
-    assert 32 <= workers.prefill._chunk_tokens <= 512
+    assert 32 <= workers.prefill.chunk_tokens <= 512
     prompts = ragged(4, seed=8)
     assert answers(workers, prompts, 4) == [reference.generate(prompt, 4) for prompt in prompts]
 
@@ -262,15 +275,14 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
     while not workers.told["short"].tokens:
         workers.round()
     decode = workers.decodes["decode-0"]
-    (short,) = decode._batch.rows
     workers.submit("long", list(range(250)), 2)
     workers.offer("long")  # the batch stands still until then: it could come to its end meanwhile
     seen = set()
     while not workers.told["long"].ended:
-        before = short.generated
+        before = workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS)
         workers.round()
-        if decode._bridge.pulling:
-            seen.add(short.generated - before)
+        if decode.bridge.pulling:
+            seen.add(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS) - before)
     assert seen == {1}, "each round of the pull was a step of the batch too"
 
 
@@ -319,8 +331,8 @@ def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_toke
 ) -> None:
     workers = start(decodes=2, context=1024)
     for worker in ("decode-0", "decode-1"):
-        workers.decodes[worker]._probes._retriever = FakePool(PASSAGES, polls=3, by_text=True)  # type: ignore[assignment]
-    workers.prefill._retriever = FakePool(PASSAGES[:1])  # type: ignore[assignment]
+        workers.decodes[worker].probes.retriever = FakePool(PASSAGES, polls=3, by_text=True)  # type: ignore[assignment]
+    workers.prefill.retriever = FakePool(PASSAGES[:1])  # type: ignore[assignment]
     retrieval = Retrieval("docs", 1, every_tokens=4, probe_tokens=40)
     workers.submit("undisturbed", [5, 6, 7], 30, retrieval=retrieval, decode="decode-1")
     workers.submit("cut", [5, 6, 7], 30, retrieval=retrieval)
@@ -355,20 +367,18 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         workers.submit(f"r{number}", prompt, 24, decode=f"decode-{number % 2}")
         for _ in range(int(random.integers(0, 4))):
             workers.round()
-    preemptions = workers.decodes["decode-0"]._batch.preemptions
     for _ in range(400):
-        if preemptions.swapped and preemptions.recomputed:
+        if all(preemptions(workers)):
             break
         workers.round()
-    assert preemptions.swapped
-    assert preemptions.recomputed
+    assert all(preemptions(workers))
     workers.lose("decode-0", unheard=2)
     lost = [f"r{number}" for number in range(0, 100, 2) if not workers.told[f"r{number}"].ended]
     assert any(workers.told[name].tokens for name in lost), "some were in the middle of their answer"
     for name in lost:
         workers.restart(name, "decode-1")
     workers.run()
-    assert workers.prefill._blocks.statistics().hit_tokens > 0
+    assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) > 0
     found = [workers.told[f"r{number}"].tokens for number in range(100)]
     assert found == [reference.generate(prompt, 24) for prompt in prompts]
     nothing_is_held(workers)

@@ -133,16 +133,16 @@ class Workers(SteppedWorkers):
     def lose(self, name: str, unheard: int = 0) -> None:
         """A decode worker dies. What it says in `unheard` last steps comes in when its death is known already."""
         worker = self.decodes.pop(name)
-        worker._link.send = lambda message: self._late.append(message)  # type: ignore[method-assign]
+        worker.link.send = lambda message: self._late.append(message)  # type: ignore[method-assign]
         for _ in range(unheard):
             worker.step()
         worker.close()
 
     def play_pool(self, prefill: FakePool, decode: FakePool) -> None:
-        self.prefill._retriever.close()
-        self.prefill._retriever = prefill  # type: ignore[assignment]
+        self.prefill.retriever.close()
+        self.prefill.retriever = prefill  # type: ignore[assignment]
         for worker in self.decodes.values():
-            worker._probes._retriever = decode  # type: ignore[assignment]
+            worker.probes.retriever = decode  # type: ignore[assignment]
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Prefill:
         message = super().submit(request_id, prompt, max_tokens, **more)

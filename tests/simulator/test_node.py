@@ -43,13 +43,13 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
     http = replace(made.config.http, request_timeout_s=timeout_s)
     simulation = Simulation(replace(made, config=replace(made.config, http=http)), poisson(count, rate))
     ends: list[int] = []
-    end = simulation._end
+    end = simulation.end
 
     def counted(request: object, outcome: str) -> None:
         ends.append(id(request))
         end(request, outcome)  # type: ignore[arg-type]
 
-    simulation._end = counted  # type: ignore[method-assign]
+    simulation.end = counted  # type: ignore[method-assign]
     result = simulation.run()
     assert sum(result.outcomes.values()) == count
     assert "" not in result.outcomes

@@ -58,21 +58,21 @@ class Supervisor:
         seed: int | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._command = list(command)
         self._clock = clock
         self._random = random.Random(seed)
         self._epochs: dict[str, int] = {}  # the last of each worker that has left
-        self._children = [self._child(place) for place in plan.workers]
-        self._standbys = Standbys([self._child(place, needed=False) for place in plan.spares], self._children)
+        self.children = [self._child(place) for place in plan.workers]
+        self._standbys = Standbys([self._child(place, needed=False) for place in plan.spares], self.children)
         self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
-        tables = {child.place.name: child.table for child in self._children}
+        tables = {child.place.name: child.table for child in self.children}
         self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
-        self._figures = NodeFigures(plan.config, plan.workers, version=node_version())
+        self.figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
-        self._rolling = Rolling(self._children)
-        self._changes = Changes(self._children, plan, begin=self._begin, end=self._end)
-        self._reloading = Reloading(self._children, [collection.name for collection in plan.config.collections])
+        self._rolling = Rolling(self.children)
+        self._changes = Changes(self.children, plan, begin=self._begin, end=self.end)
+        self._reloading = Reloading(self.children, [collection.name for collection in plan.config.collections])
         self._stop_signals = 0
         self._announced = False
 
@@ -82,12 +82,12 @@ class Supervisor:
         The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else
         `EXIT_BUSY` if one lacked what may be free later, else 1.
         """
-        run_dir = RunDir.acquire(Path(self._plan.run_dir))
+        run_dir = RunDir.acquire(Path(self.plan.run_dir))
         try:
             with (
-                log_to_file(self._plan, "supervisor"),
-                listen(self._plan.config.http) as listener,
-                ControlServer(self._plan.endpoint("control")) as control,
+                log_to_file(self.plan, "supervisor"),
+                listen(self.plan.config.http) as listener,
+                ControlServer(self.plan.endpoint("control")) as control,
             ):
                 self._info, self._listener = self._describe(listener), listener
                 run_dir.write(self._info)
@@ -103,12 +103,12 @@ class Supervisor:
     @property
     def _all(self) -> tuple[Child, ...]:
         """The workers and the standby workers."""
-        return (*self._children, *self._standbys.children)
+        return (*self.children, *self._standbys.children)
 
     def _serve(self, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
         while True:
             self._lifecycle.reap(self._all)
-            if fatal := [child.exit_code for child in self._children if child.phase is Phase.FATAL]:
+            if fatal := [child.exit_code for child in self.children if child.phase is Phase.FATAL]:
                 self._stop_all(control)
                 return next((code for code in (EXIT_CONFIG, EXIT_BUSY) if code in fatal), EXIT_FAILED)
             if self._stop_signals:
@@ -118,9 +118,9 @@ class Supervisor:
             self._changes.step()
             self._reloading.step()
             spares = self._standbys.step(may_start=self._announced)
-            self._lifecycle.reconcile((*self._children, *spares))
+            self._lifecycle.reconcile((*self.children, *spares))
             self._control_loop.step(self._clock())
-            if not self._announced and all(child.phase is Phase.READY for child in self._children):
+            if not self._announced and all(child.phase is Phase.READY for child in self.children):
                 self._announced = True
                 on_ready(self._info)
             self._wait(control)
@@ -177,7 +177,7 @@ class Supervisor:
 
     def _spec(self, child: Child) -> WorkerSpec:
         return WorkerSpec(
-            plan=self._plan,
+            plan=self.plan,
             worker=child.place.name,
             epoch=child.epoch,
             table=child.table.reference,
@@ -189,30 +189,30 @@ class Supervisor:
         )
 
     def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
-        table = WorkerTable.create(place.role, place.name, self._plan.config.slo)
+        table = WorkerTable.create(place.role, place.name, self.plan.config.slo)
         return Child(place, table, Backoff(self._random), needed, epoch=self._epochs.get(place.name, 0))
 
     def _begin(self, place: WorkerPlan) -> None:
         """One more worker, started in this round of the loop."""
         child = self._child(place, needed=False)
-        self._children.append(child)
+        self.children.append(child)
         self._control_loop.joined(child.table)
         self._replan()
 
-    def _end(self, child: Child) -> None:
+    def end(self, child: Child) -> None:
         """One worker less: its process is gone."""
-        self._children.remove(child)
+        self.children.remove(child)
         self._epochs[child.name] = child.epoch
         self._control_loop.left(child.table)
         child.table.close()
         self._replan()
 
     def _replan(self) -> None:
-        workers = tuple(child.place for child in self._children)
+        workers = tuple(child.place for child in self.children)
         # A pool that has left may come back: whoever starts meanwhile shall know where to look for it.
         away = tuple(place for place in self._changes.vacant if place.role == "pool")
-        self._plan = replace(self._plan, workers=(*workers, *away))
-        self._figures.workers = workers
+        self.plan = replace(self.plan, workers=(*workers, *away))
+        self.figures.workers = workers
 
     # ---- stopping
 
@@ -248,13 +248,13 @@ class Supervisor:
         """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
         log.info("draining (again to stop at once)")
         self._listener.close()  # with the frontend's own gone, new connections are refused, not left in a queue
-        bound = self._clock() + self._plan.config.node.drain_s
+        bound = self._clock() + self.plan.config.node.drain_s
         patience = self._stop_signals
         for spare in self._standbys.children:
             spare.desired = Desired.GONE
         self._lifecycle.reconcile(self._standbys.children)
         for role in _STOP_ORDER:
-            group = [child for child in self._children if child.place.role == role]
+            group = [child for child in self.children if child.place.role == role]
             for child in group:
                 child.desired = Desired.GONE
                 if child.phase in (Phase.READY, Phase.DRAINING):
@@ -265,7 +265,7 @@ class Supervisor:
                 self._answer(control)
                 self._lifecycle.reap(self._all)
                 if self._clock() > bound or self._stop_signals > max(1, patience):
-                    log.warning("not drained within %g s or asked again: killing", self._plan.config.node.drain_s)
+                    log.warning("not drained within %g s or asked again: killing", self.plan.config.node.drain_s)
                     self._kill_all()
                     return
                 self._lifecycle.reconcile(group)
@@ -285,15 +285,15 @@ class Supervisor:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         return NodeInfo(
-            name=self._plan.config.node.name,
+            name=self.plan.config.node.name,
             pid=os.getpid(),
             url=f"http://{shown}:{port}",
-            control=self._plan.endpoint("control"),
-            pools=tuple(self._plan.endpoint(pool.name) for pool in self._plan.of_role("pool")),
-            collections=tuple(collection.name for collection in self._plan.config.collections),
-            paths=tuple(collection.path for collection in self._plan.config.collections),
-            logs=str(log_directory(self._plan)),
-            doorbell=self._plan.config.pool.doorbell,
+            control=self.plan.endpoint("control"),
+            pools=tuple(self.plan.endpoint(pool.name) for pool in self.plan.of_role("pool")),
+            collections=tuple(collection.name for collection in self.plan.config.collections),
+            paths=tuple(collection.path for collection in self.plan.config.collections),
+            logs=str(log_directory(self.plan)),
+            doorbell=self.plan.config.pool.doorbell,
         )
 
     def status(self) -> NodeStatus:
@@ -302,31 +302,31 @@ class Supervisor:
         return NodeStatus(
             info=self._info,
             stopping=bool(self._stop_signals),
-            workers=tuple(_worker_status(child, now_s) for child in self._children),
+            workers=tuple(_worker_status(child, now_s) for child in self.children),
             spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
         )
 
     def metrics_text(self) -> str:
         """All metrics of the node in Prometheus's text format."""
         status = self.status()
-        model = self._plan.config.model
+        model = self.plan.config.model
         collector = NodeCollector(
-            {child.place.name: child.table for child in self._children},
+            {child.place.name: child.table for child in self.children},
             (
-                lambda: self._figures.families(status.workers, os.getpid(), status.spares),
+                lambda: self.figures.families(status.workers, os.getpid(), status.spares),
                 self._control_loop.families,
                 self._gpus.families,
                 lambda: engine_families(
-                    {e.name: self._plan.engine_metrics(e.name) for e in self._plan.of_role("engine")}
+                    {e.name: self.plan.engine_metrics(e.name) for e in self.plan.of_role("engine")}
                 ),
             ),
-            {"node": self._plan.config.node.name, "model_name": Path(model.name).name if model else ""},
+            {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
         return render(collector)
 
     def _engine_families(self) -> Iterator[Metric]:
-        names = [place.name for place in self._plan.of_role("engine")]
-        return engine_families({name: self._plan.engine_metrics(name) for name in names})
+        names = [place.name for place in self.plan.of_role("engine")]
+        return engine_families({name: self.plan.engine_metrics(name) for name in names})
 
 
 def _worker_status(child: Child, now_s: float) -> WorkerStatus:

@@ -84,18 +84,18 @@ class LiveWriter:
         """
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
-        self._lock_fd = locked(directory)
+        self.lock_fd = locked(directory)
         try:
             self.state, self._manifest, first, end, torn = replay(directory)
             try:
-                self._log = LogWriter(
+                self.log = LogWriter(
                     self._disk, log_path(directory, first), self.state.description.identity, first, end=end
                 )
             except OSError as error:
                 self.state.close()
                 raise storage_error(error, f"{log_path(directory, first)} cannot be written") from error
         except BaseException:
-            os.close(self._lock_fd)
+            os.close(self.lock_fd)
             raise
         if torn:
             self.repaired = f"{log_path(directory, first)}: the last {torn} bytes were no whole record, and were cut"
@@ -105,7 +105,7 @@ class LiveWriter:
         self._closed = False
         self._pending: list[_Pending] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
-        self._building = threading.RLock()  # one build at a time
+        self.building = threading.RLock()  # one build at a time
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_leftovers()
         self.maintenance = Maintenance(self, start=background)
@@ -155,20 +155,20 @@ class LiveWriter:
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
-        with self._building:
-            self._seal(self._build_here)
+        with self.building:
+            self._seal(self.build_here)
 
     def compact(self) -> None:
         """Make one segment of everything, without what is deleted, and wait for that. Raises as `flush`."""
-        with self._building:
-            self._seal(self._build_here)
+        with self.building:
+            self._seal(self.build_here)
             segments = self.state.segments
             if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
-                self._merge([segment.facts.number for segment in segments], self._build_here)
+                self._merge([segment.facts.number for segment in segments], self.build_here)
 
     def maintain(self, build: Build) -> bool:
         """See `Maintained`."""
-        with self._building:
+        with self.building:
             if self._closed:
                 return False
             if self.state.growing.count >= self._seal_rows:
@@ -179,15 +179,20 @@ class LiveWriter:
                 self._merge(numbers, build)
             return bool(numbers)
 
+    @property
+    def waiting(self) -> int:
+        """Writes that are not acknowledged yet."""
+        return len(self._pending)
+
     def close(self) -> None:
         """End the background build and let another process write. Idempotent. What is in the log stays there."""
         self.maintenance.stop()
-        with self._building, self._commit_lock:
+        with self.building, self._commit_lock:
             if not self._closed:
                 self._closed = True
-                self._log.close()
+                self.log.close()
                 self.state.close()
-                os.close(self._lock_fd)
+                os.close(self.lock_fd)
 
     def __enter__(self) -> Self:
         return self
@@ -243,13 +248,13 @@ class LiveWriter:
 
     def _append(self, operations: list[Operation]) -> TrinityError | None:
         """Log a record, have it last, and let it take effect."""
-        path = self._log.path
+        path = self.log.path
         try:
-            self._log.append(self.state.sequence, encode(operations))
+            self.log.append(self.state.sequence, encode(operations))
         except OSError as error:
             return storage_error(error, f"{path} cannot be written; nothing was stored")
         try:
-            self._log.sync()
+            self.log.sync()
         except OSError as error:
             self._broken = f"{path}: {error.strerror}; whether the last write is kept is not known: open it again"
             return storage_error(error, self._broken)
@@ -293,7 +298,8 @@ class LiveWriter:
 
     # --- segments
 
-    def _build_here(self, directory: Path, job: Job) -> SegmentFacts | None:
+    def build_here(self, directory: Path, job: Job) -> SegmentFacts | None:
+        """Build a segment in the caller's thread: for `maintain`."""
         return building.build(self._disk, self.state, job)
 
     def _seal(self, build: Build) -> None:
@@ -323,8 +329,8 @@ class LiveWriter:
         except OSError as error:
             self._disk.remove(path)
             raise storage_error(error, f"{path} cannot be written") from error
-        self._log.close()
-        self._log, self._log_first = following, sequence
+        self.log.close()
+        self.log, self._log_first = following, sequence
 
     def _take(self, job: Job, facts: SegmentFacts | None) -> None:
         """Put a segment in the place of what it was built from."""

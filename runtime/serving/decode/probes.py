@@ -32,8 +32,8 @@ class Probes:
         log: logging.Logger,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
-        self._context_tokens, self._table, self._log, self._clock = context_tokens, table, log, clock
+        self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
+        self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
 
     def due(self, row: Row) -> bool:
         """Whether the row, with the token it has just got, is to ask."""
@@ -47,33 +47,33 @@ class Probes:
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval are due"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.asked_at, row.asked_ns = row.generated, self._clock()
+        row.asked_at, row.asked_ns = row.generated, self.clock()
         try:
-            row.ticket = self._retriever.ask(
+            row.ticket = self.retriever.ask(
                 window, retrieval.collection, retrieval.k, stage="decode",
                 deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
-            row.probes.append(Probe(row.generated, row.asked_ns, self._clock(), 0, 0, "failed"))
+            row.probes.append(Probe(row.generated, row.asked_ns, self.clock(), 0, 0, "failed"))
         self._table.add(DecodeMetrics.PROBES)
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
         """Take in what has come; what was put into rows' contexts."""
         asking = {row.ticket: row for row in rows if row.ticket is not None}
-        ended = [(asking[found.ticket], found) for found in self._retriever.poll() if found.ticket in asking]
+        ended = [(asking[found.ticket], found) for found in self.retriever.poll() if found.ticket in asking]
         answered = {found.ticket for _, found in ended}
-        now = self._clock()
+        now = self.clock()
         for ticket, row in asking.items():
             if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
-                self._retriever.cancel(ticket)
+                self.retriever.cancel(ticket)
                 ended.append((row, Found(ticket, error=DeadlineExceeded("it took longer than its limit"))))
         return [added for row, found in ended if (added := self._end(row, found)) is not None]
 
     def cancel(self, row: Row) -> None:
         """The row has ended."""
         if row.ticket is not None:
-            self._retriever.cancel(row.ticket)
+            self.retriever.cancel(row.ticket)
             self._over(row, "dropped")
 
     def _end(self, row: Row, found: Found) -> Retrieved | None:
@@ -98,7 +98,7 @@ class Probes:
 
     def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Note what the row's probe took."""
-        now = self._clock()
+        now = self.clock()
         stalled = now - row.asked_ns if row.stalled else 0
         row.stalled_ns += stalled
         row.ticket = None

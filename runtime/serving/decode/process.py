@@ -78,11 +78,11 @@ class DecodeWorker:
         self._sink = transport.sink(endpoint)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._swap = SwapSpace(kv, config.decode.swap_blocks)
-        self._bridge = Bridge(
+        self.bridge = Bridge(
             self._sink, self._blocks, kv, self._model.identity, waiting_share=config.handover.waiting_share
         )
-        self._batch = Batch(config.decode.slots, self._blocks, self._swap, self._bridge)
-        self._probes = Probes(
+        self._batch = Batch(config.decode.slots, self._blocks, self._swap, self.bridge)
+        self.probes = Probes(
             self._retriever,
             self._model.tokenizer,
             config.decode,
@@ -92,7 +92,7 @@ class DecodeWorker:
         )
         self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
         self._counted_ns = time.monotonic_ns()
-        self._link = FrontendLink(
+        self.link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
                 role="decode", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.decode.slots,
@@ -103,11 +103,11 @@ class DecodeWorker:
     @property
     def released(self) -> bool:
         """Whether the frontend has let go of it."""
-        return self._link.released
+        return self.link.released
 
     @property
     def busy(self) -> bool:
-        return bool(self._batch.rows or len(self._bridge))
+        return bool(self._batch.rows or len(self.bridge))
 
     def step(self) -> None:
         """One round of the loop."""
@@ -118,7 +118,7 @@ class DecodeWorker:
         self._pull()
         stepped = self._decode()
         self._publish()
-        if not stepped and not self._bridge.pulling and not any(self._batch.returning):
+        if not stepped and not self.bridge.pulling and not any(self._batch.returning):
             self._sleep()
 
     def _count_row_time(self) -> None:
@@ -132,21 +132,21 @@ class DecodeWorker:
     # ---- receive
 
     def _receive(self) -> None:
-        for message in self._link.receive():
+        for message in self.link.receive():
             match message:
                 case Cancel():
                     self._drop(message.request_id)
                 case Welcome():
-                    self._bridge.clear()
+                    self.bridge.clear()
                     for row in list(self._batch.rows):
                         self._drop(row.id)
-        self._bridge.receive(self._link.frontend_epoch)
+        self.bridge.receive(self.link.frontend_epoch)
 
     # ---- probe
 
     def _probe(self) -> None:
-        for added in self._probes.poll(self._batch.rows):
-            self._link.send(added)
+        for added in self.probes.poll(self._batch.rows):
+            self.link.send(added)
 
     # ---- pull
 
@@ -158,8 +158,8 @@ class DecodeWorker:
             slice_ns = None
         batch.swap_in(slice_ns)
         if not any(batch.preempted):  # who was here before comes first
-            self._bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
-        for request, table in self._bridge.pull(slice_ns):
+            self.bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
+        for request, table in self.bridge.pull(slice_ns):
             self._join(request, table)
 
     def _join(self, request: Decode, table: BlockTable) -> None:
@@ -187,7 +187,7 @@ class DecodeWorker:
         row.text.push([request.first_token])
         row.context.append(request.first_token)
         row.generated += 1
-        self._probes.ask(row)
+        self.probes.ask(row)
 
     # ---- decode
 
@@ -229,8 +229,8 @@ class DecodeWorker:
             row.finish = "length"
         if row.finish is not None:
             row.pending_text += row.text.flush()
-        elif self._probes.due(row):
-            self._probes.ask(row)
+        elif self.probes.due(row):
+            self.probes.ask(row)
 
     # ---- publish
 
@@ -239,9 +239,9 @@ class DecodeWorker:
             request = row.request
             first = row.generated == len(row.fresh)
             if row.finish is not None:
-                self._probes.cancel(row)
+                self.probes.cancel(row)
                 request.stages[stages.END] = time.monotonic_ns()
-            self._link.send(
+            self.link.send(
                 Tokens(
                     row.id,
                     row.pending_text,
@@ -264,7 +264,7 @@ class DecodeWorker:
 
     def _report(self) -> None:
         batch, blocks, table = self._batch, self._blocks.statistics(), self._table
-        waiting = self._bridge.waiting + len(batch.rows) - batch.running
+        waiting = self.bridge.waiting + len(batch.rows) - batch.running
         self._follower.step(time.monotonic_ns())
         table.set(DecodeMetrics.WAITING, waiting)
         table.set(DecodeMetrics.RUNNING, batch.running)
@@ -274,8 +274,8 @@ class DecodeWorker:
         table.set(DecodeMetrics.KV_BLOCKS_CACHED, blocks.cached)
         table.set(DecodeMetrics.SWAP_BLOCKS_USED, self._swap.total - self._swap.free)
         for counter, value in (
-            (DecodeMetrics.HANDOVER_BYTES, self._bridge.pulled_bytes),
-            (DecodeMetrics.LINK_BUSY_SECONDS, self._bridge.busy_ns / 1e9),
+            (DecodeMetrics.HANDOVER_BYTES, self.bridge.pulled_bytes),
+            (DecodeMetrics.LINK_BUSY_SECONDS, self.bridge.busy_ns / 1e9),
             (DecodeMetrics.PREFIX_QUERY_TOKENS, blocks.lookup_tokens),
             (DecodeMetrics.PREFIX_HIT_TOKENS, blocks.hit_tokens),
             (DecodeMetrics.KV_EVICTIONS, blocks.evictions),
@@ -283,11 +283,11 @@ class DecodeWorker:
             (DecodeMetrics.PREEMPTIONS_RECOMPUTE, batch.preemptions.recomputed),
             (DecodeMetrics.SWAP_OUT_BLOCKS, batch.preemptions.blocks_out),
             (DecodeMetrics.SWAP_IN_BLOCKS, batch.preemptions.blocks_in),
-            (DecodeMetrics.MALFORMED, self._link.malformed.count + self._sink.statistics().malformed),
+            (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.statistics().malformed),
         ):
             table.total(counter, value)
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
-        self._link.report(
+        self.link.report(
             waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
             self._blocks.evicted_ns,
         )  # fmt: skip
@@ -304,26 +304,26 @@ class DecodeWorker:
         except TrinityError as error:
             self._table.add(DecodeMetrics.FAILED)
             self._log.info("failed: %s: %s", error.code, error.message, extra={"request": row.id})
-            self._link.send(Failed(row.id, error.code, error.message, error.param))
+            self.link.send(Failed(row.id, error.code, error.message, error.param))
             self._remove(row)
 
     def _drop(self, request_id: str) -> None:
         """Forget a cancelled request, on its way in or as a row."""
-        self._bridge.drop(request_id)
+        self.bridge.drop(request_id)
         for row in [row for row in self._batch.rows if row.id == request_id]:
             self._table.add(DecodeMetrics.CANCELLED)
             self._remove(row)
 
     def _remove(self, row: Row) -> None:
-        self._probes.cancel(row)
+        self.probes.cancel(row)
         self._batch.remove(row)
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._retriever.sleep((self._link.socket, self._sink.socket), self._idle_ms)
+        self._retriever.sleep((self.link.socket, self._sink.socket), self._idle_ms)
 
     def close(self) -> None:
-        self._link.close()
+        self.link.close()
         self._sink.close()
         self._retriever.close()
 

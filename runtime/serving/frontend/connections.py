@@ -30,7 +30,7 @@ from runtime.serving.frontend.request_ids import HEADER
 
 log = logging.getLogger(__name__)
 
-_CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
+CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -162,7 +162,7 @@ class BoundedConnection(H11Protocol):
         refusal = InvalidRequest(f"this is not valid HTTP: {str(error)[:128] or msg}")
         if isinstance(error, h11.RemoteProtocolError):
             refusal.status = error.error_status_hint
-            refusal.code = _CODES.get(refusal.status, refusal.code)
+            refusal.code = CODES.get(refusal.status, refusal.code)
         self._refuse(refusal)
 
     def _refuse(self, error: TrinityError) -> None:

@@ -87,7 +87,7 @@ class Traces:
         self._keep, self._clock = keep, clock
         self._running: dict[str, _Notes] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
-        self._called: dict[str, str] = {}  # client's id → ours, of those above
+        self.client_names: dict[str, str] = {}  # client's id → ours, of those above
 
     def begun(self, request: Request, client_id: str = "") -> None:
         """A request was accepted."""
@@ -135,7 +135,7 @@ class Traces:
         kept."""
         if not SENT_ID.fullmatch(request_id):
             raise InvalidRequest("a request id has 1 to 128 visible ASCII characters", "request_id")
-        for name in (request_id, self._called.get(request_id, "")):
+        for name in (request_id, self.client_names.get(request_id, "")):
             if notes := self._running.get(name):
                 return _trace(notes, RUNNING, self._clock())
             if found := self._ended.get(name):
@@ -147,14 +147,14 @@ class Traces:
     def _begin(self, notes: _Notes) -> None:
         self._running[notes.id] = notes
         if notes.client_id:
-            self._called[notes.client_id] = notes.id
+            self.client_names[notes.client_id] = notes.id
 
     def _end(self, notes: _Notes, state: str) -> None:
         self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
         while len(self._ended) > self._keep:
             _, forgotten = self._ended.popitem(last=False)
-            if self._called.get(forgotten.client_id) == forgotten.id:
-                del self._called[forgotten.client_id]
+            if self.client_names.get(forgotten.client_id) == forgotten.id:
+                del self.client_names[forgotten.client_id]
 
 
 def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:

@@ -160,7 +160,7 @@ class WorkerLink(Engine):
         try:
             while True:
                 for _ in range(BURST):
-                    self._receive(await self._socket.recv_multipart())
+                    self.hear(await self._socket.recv_multipart())
                 await asyncio.sleep(0)  # receiving what is there already does not yield: let the answers out
         finally:
             ticking.cancel()
@@ -197,7 +197,7 @@ class WorkerLink(Engine):
 
     # ---- what workers say
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def hear(self, frames: list[bytes]) -> None:
         identity = frames[0]
         try:
             message = decode_to_frontend(frames[1]) if len(frames) == 2 else None

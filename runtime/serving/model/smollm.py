@@ -161,7 +161,7 @@ def convert(source: Path, directory: Path, progress: Progress) -> None:
         part = tensor.name.split(".")[-2]
         if part in ("attn_q", "attn_k"):
             heads = CONFIG["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-            values = _unpermuted(values, heads)
+            values = unpermuted(values, heads)
         weights[_name(tensor.name)] = values
     progress("writing weights", 0.8)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -175,7 +175,7 @@ def convert(source: Path, directory: Path, progress: Progress) -> None:
     progress("model converted", 1.0)
 
 
-def _unpermuted(values: Any, heads: int) -> Any:
+def unpermuted(values: Any, heads: int) -> Any:
     """A Q or K projection [heads · head_dim, hidden] in transformers' order of rows.
 
     GGUF interleaves the two halves of every head (RoPE rotates neighbours there, halves in transformers).

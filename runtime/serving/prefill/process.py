@@ -71,19 +71,19 @@ class PrefillWorker:
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
-        self._chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
+        self.chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
         worker.start.part("first pass")
-        worker.log.info("chunks of %d tokens", self._chunk_tokens)
+        worker.log.info("chunks of %d tokens", self.chunk_tokens)
         library = loading()
         worker.start.part("embedder")
         if worker.take_place():
             library.look_again()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
-        self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
-        self._retriever.warm_up()
+        self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
+        self.retriever.warm_up()
         worker.start.part("first search")
-        self._follower = Follower(self._retriever.library, self._retriever.client, worker.table)
+        self._follower = Follower(self.retriever.library, self.retriever.client, worker.table)
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
@@ -161,7 +161,7 @@ class PrefillWorker:
             self._waiting.append(job)
             return
         text = query_text(self._model.tokenizer, request.messages, request.prompt)
-        job.ticket = self._retriever.ask(
+        job.ticket = self.retriever.ask(
             text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=request.deadline_ns
         )
         self._asking[job.ticket] = job
@@ -178,7 +178,7 @@ class PrefillWorker:
     # ---- retrieve
 
     def _retrieve(self) -> None:
-        for found in self._retriever.poll():
+        for found in self.retriever.poll():
             job = self._asking.pop(found.ticket, None)
             if job is not None:
                 job.ticket = None
@@ -232,7 +232,7 @@ class PrefillWorker:
 
     def _prefill(self) -> None:
         """One pass through the model: at most a chunk's tokens, of as many prompts as that holds."""
-        budget = self._chunk_tokens
+        budget = self.chunk_tokens
         batch: list[tuple[Job, Chunk]] = []
         for job in self._running:
             if budget == 0:
@@ -356,7 +356,7 @@ class PrefillWorker:
         """Free all that a job holds, wherever it is."""
         if job.ticket is not None:
             self._asking.pop(job.ticket, None)
-            self._retriever.cancel(job.ticket)
+            self.retriever.cancel(job.ticket)
         if job in self._waiting:
             self._waiting.remove(job)
         if job in self._running:
@@ -371,12 +371,12 @@ class PrefillWorker:
 
     def _sleep(self) -> None:
         """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
-        self._retriever.sleep((self._link.socket, self._source.socket), self._idle_ms)
+        self.retriever.sleep((self._link.socket, self._source.socket), self._idle_ms)
 
     def close(self) -> None:
         self._link.close()
         self._source.close()
-        self._retriever.close()
+        self.retriever.close()
 
 
 def run(worker: Worker) -> None:
