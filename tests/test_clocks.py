@@ -1,6 +1,7 @@
 """No decision depends on the wall clock, which jumps: whoever looks at it is named here, with the reason."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def test_the_look_for_wall_clocks_sees_them() -> None:
     seen = "from time import time_ns\na = time.time\nb = datetime.datetime.now()\nc = datetime.now()"
     assert sorted(wall_clock_looks(seen)) == [1, 2, 3, 4]
     assert list(wall_clock_looks("import time\na = time.monotonic()\nb = self.now()")) == []
+
+
+# Of a module, a class or a path to one: `setattr(roster, "RENEW_NS", 0)`.
+PATCHED_TIME = re.compile(r"""setattr\(\s*[^()]*["'][\w.]*?_?[A-Z]\w*_(?:S|MS|US|NS)["']""")
+
+
+def test_no_test_patches_a_constant_of_time_where_it_could_hand_in_a_timing_or_a_clock() -> None:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert len(paths) > 150
+    assert [path.name for path in paths if PATCHED_TIME.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_look_for_patched_times_sees_them() -> None:
+    for patch in ('setattr(roster, "RENEW_NS", 0)', 'patch.setattr("ipc.server.roster._RENEW_S", 0)'):
+        assert PATCHED_TIME.search(patch), patch
+    assert not PATCHED_TIME.search('setattr(upload, "CHUNK_BYTES", 64)')

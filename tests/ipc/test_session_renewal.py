@@ -1,9 +1,11 @@
 """A pool whose catalogue changes: clients go on in a second session, and what began in the first ends there."""
 
+import time
+
 import pytest
 
 from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, SearchSpec, Served, Unserved
-from ipc.server import roster
+from ipc.server.roster import RENEW_NS
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, answer, ask, vector
@@ -36,17 +38,14 @@ def test_in_a_renewed_pool_what_began_in_the_old_session_ends_there(server: Ring
         assert [(r.request_id, r.status) for r in renewed.poll()] == [(after, "ok")]
 
 
-def test_a_session_that_was_renewed_and_has_nothing_to_end_is_closed(
-    server: RingServer, client: RingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_was_renewed_and_has_nothing_to_end_is_closed(server: RingServer, client: RingClient) -> None:
     ask(client)
-    monkeypatch.setattr(roster, "RENEW_NS", 0)
     server.renew(REBUILT)
-    server.wait(0)
+    server.housekeep(time.monotonic_ns() + RENEW_NS)
     assert client.lost is None
     assert server.in_use("docs", "")
     answer(server)
-    server.wait(0)
+    server.housekeep(time.monotonic_ns() + RENEW_NS)
     assert [r.status for r in client.poll()] == ["ok"]
     client.wait(0)
     assert client.lost is not None

@@ -3,6 +3,7 @@
 import itertools
 import random
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -107,12 +108,15 @@ def test_its_note_is_why_it_ended_only_if_it_ended_by_itself(node: Node, command
     assert first.failure == failure
 
 
-def test_its_note_says_when_it_has_fallen_silent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_note_says_when_it_has_fallen_silent(node: Node) -> None:
     first = node.children[0]
     first.phase = Phase.READY
     first.table.beat()
+    first.clock_ns = lambda: 0
     assert first.note(node.now_s) == ""
-    monkeypatch.setattr(WorkerTable, "age_s", lambda table, now_ns: 8.1)
+    now_ns = time.monotonic_ns()
+    eight_later = now_ns + int((8.1 - first.table.age_s(now_ns)) * 1e9)
+    first.clock_ns = lambda: eight_later
     assert first.note(node.now_s) == "no heartbeat for 8 s"
 
 

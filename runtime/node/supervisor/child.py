@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -69,6 +69,7 @@ class Child:
     failed_starts: int = 0
     failure: str = ""
     stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal
+    clock_ns: Callable[[], int] = time.monotonic_ns  # that of the heartbeats
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class Child:
     @property
     def silent_s(self) -> float:
         """Seconds since its loop's last heartbeat."""
-        return self.table.age_s(time.monotonic_ns())
+        return self.table.age_s(self.clock_ns())
 
     @property
     def cannot_run(self) -> bool:
