@@ -31,10 +31,6 @@ def _s(metric: Named, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
 
 
-def _ratio(part: Named, whole: Named) -> str:
-    return f"sum({_s(part)}) / sum({_s(whole)})"
-
-
 def _lines(title: str, description: str, queries: list[Query], unit: str, width: int = 6, **look: Any) -> Panel:
     return Panel("timeseries", title, description, queries, unit, width, **look)
 

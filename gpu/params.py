@@ -6,7 +6,6 @@ from gpu.errors import InvalidParams
 
 MAX_TOP_M = 4096
 MAX_SEARCH_WIDTH = 32
-NO_PATIENCE = 0  # in the engine's tables: never stop before the last parent
 
 
 @dataclass(frozen=True, slots=True)

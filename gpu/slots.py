@@ -185,15 +185,6 @@ class SlotTable:
         for slot in slots:
             self._words[STATES + slot] = SlotState.FINISHED
 
-    def finish_where(self, done: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        """The running slots for which `done` [active_count] says so are done; returns them, oldest first."""
-        running = self.active[: self.active_count]
-        finished, going_on = running[done], running[~done]
-        self.active[: len(going_on)] = going_on
-        self.active_count = len(going_on)
-        self.finish(finished.tolist())
-        return finished
-
     def release(self, slot: int) -> None:
         """Raises InvalidSlot for a free slot."""
         self.expect(slot, SlotState.ACTIVE, SlotState.PAUSED, SlotState.FINISHED)

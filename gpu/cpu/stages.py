@@ -50,7 +50,6 @@ from gpu.cpu.tables import (
     batch_at,
 )
 
-EMPTY = np.uint32(0xFFFFFFFF)
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
 

@@ -38,7 +38,6 @@ STATUS_CODES = {name: code for code, name in enumerate(STATUSES)}
 MAX_REQUEST_ID = (1 << 62) - 1
 MAX_U16 = (1 << 16) - 1
 MAX_I64 = (1 << 63) - 1
-MAX_U32 = (1 << 32) - 1
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]

@@ -268,15 +268,6 @@ def accept_request(desk: int) -> None:
     accept(instructions.words(desk, DESK_WORDS))
 
 
-@entry_point("int64(int64, int64, int64, int64, int64, int64, int64)")
-def answer_without(
-    desk: int, row: int, request_id: int, status: int, extends: int, receive_ns: int, begin_ns: int
-) -> int:
-    """End a request with no results. Below 0: the client must be evicted."""
-    words = instructions.words(desk, DESK_WORDS)
-    return int(answer(words, row, request_id, status, 0, extends, receive_ns, begin_ns))
-
-
 @entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
 def answer_with(
     desk: int,

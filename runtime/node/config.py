@@ -17,7 +17,6 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
-Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 Verify = Literal["start", "background", "never"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 

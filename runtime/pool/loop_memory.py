@@ -105,12 +105,6 @@ class PoolLoop:
         """Slots beyond the active ones that the last extend covered."""
         return int(self.words[of.PADDED])
 
-    @property
-    def collections_in_use(self) -> set[int]:
-        """The engine's numbers of the collections that queries in the pool ask."""
-        used = self.tables.entries[:, at.STATE] != at.FREE
-        return set(self.tables.entries[used, of.COLLECTION].tolist())
-
     def held_until(self, now_ns: int) -> int:
         """When what waits is to be given slots; NEVER_NS where nothing waits."""
         return int(_held_until(self._handle, now_ns))

@@ -11,12 +11,11 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from msgspec.structs import replace
-from prometheus_client.core import Metric
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
 from runtime.node.control.loop import ControlLoop
@@ -323,10 +322,6 @@ class Supervisor:
             {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
         return render(collector)
-
-    def _engine_families(self) -> Iterator[Metric]:
-        names = [place.name for place in self.plan.of_role("engine")]
-        return engine_families({name: self.plan.engine_metrics(name) for name in names})
 
 
 def _worker_status(child: Child, now_s: float) -> WorkerStatus:
