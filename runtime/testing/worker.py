@@ -3,14 +3,19 @@
 import os
 from typing import Any
 
+from ipc import MemoryReference
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
 from runtime.node.worker import Worker, WorkerSpec
 
 
-def worker_of(plan: NodePlan, name: str, epoch: int = 1, table: WorkerTable | None = None, **told: Any) -> Worker:
+def worker_of(
+    plan: NodePlan, name: str, epoch: int = 1, table: WorkerTable | MemoryReference | None = None, **told: Any
+) -> Worker:
     """For a role's loop that runs in this very process. `table`: one of its own if none is given; `told`: what else its
     supervisor says, of `WorkerSpec`."""
-    role = next(place.role for place in plan.processes if place.name == name)
-    made = table or WorkerTable.create(role, name, plan.config.slo)
-    return Worker(WorkerSpec(plan, name, epoch, made.reference, os.getpid(), **told))
+    if table is None:
+        role = next(place.role for place in plan.processes if place.name == name)
+        table = WorkerTable.create(role, name, plan.config.slo)
+    reference = table.reference if isinstance(table, WorkerTable) else table
+    return Worker(WorkerSpec(plan, name, epoch, reference, os.getpid(), **told))

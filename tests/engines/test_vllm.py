@@ -22,10 +22,10 @@ from runtime.node.placement.plan import resolve
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, restart_node, stop_node
 from runtime.node.supervisor.child import COMMAND
+from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import rendered, written
 from tests.forked import FORKSERVER
-from tests.node.tiny_node import serve
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 300

@@ -2,8 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +14,8 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, ask, change_worker, restart_node
 from runtime.node.supervisor.supervisor import Supervisor
-from tests.node.test_supervisor import TinyNode, worker
-from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
+from runtime.testing.tiny_node import TinyNode, serve_eight_gpus, worker
+from tests.node.conftest import StartTiny
 
 MODEL = """
 [model]
@@ -46,24 +45,17 @@ workers = 2
 devices = ["cuda:3", "cuda:4"]
 """
 
-StartTiny = Callable[..., TinyNode]
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartTiny]:
-    nodes: list[TinyNode] = []
+def start(start_tiny: StartTiny) -> StartTiny:
+    """Nodes with a model, if nothing else is said; all workers ready."""
 
-    def start(
-        orders: dict[str, list[str]] | None = None, more: str = MODEL, process: Callable[..., None] = serve
-    ) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, TINY_WORKER, process, more=more))
-        nodes[-1].ready()
-        return nodes[-1]
+    def start(orders: dict[str, list[str]] | None = None, more: str = MODEL, **options: Any) -> TinyNode:
+        node = start_tiny(orders, more=more, **options)
+        node.ready()
+        return node
 
-    yield start
-    for node in nodes:
-        node.process.kill()
-        node.process.join(timeout=60)
+    return start
 
 
 def change(node: TinyNode, verb: str, what: str) -> str:

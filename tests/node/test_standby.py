@@ -3,8 +3,7 @@
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +13,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
-from tests.node.test_supervisor import TinyNode, gone, worker
-from tests.node.tiny_node import TINY_WORKER, serve, serve_eight_gpus
+from runtime.testing.tiny_node import TinyNode, gone, serve_eight_gpus, worker
+from tests.node.conftest import StartTiny
 
 MODEL = """
 [model]
@@ -40,23 +39,15 @@ devices = ["cuda:1", "cuda:2"]
 spares = 2
 """
 
-StartTiny = Callable[..., TinyNode]
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartTiny]:
-    nodes: list[TinyNode] = []
+def start(start_tiny: StartTiny) -> StartTiny:
+    """Nodes with a model, if nothing else is said."""
 
-    def start(
-        orders: dict[str, list[str]] | None = None, more: str = MODEL, process: Callable[..., None] = serve
-    ) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, TINY_WORKER, process, more=more))
-        return nodes[-1]
+    def start(orders: dict[str, list[str]] | None = None, more: str = MODEL, **options: Any) -> TinyNode:
+        return start_tiny(orders, more=more, **options)
 
-    yield start
-    for node in nodes:
-        node.process.kill()
-        node.process.join(timeout=60)
+    return start
 
 
 def spare(status: NodeStatus, name: str = "decode-spare-0") -> WorkerStatus:

@@ -5,136 +5,26 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
-from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, node_status, restart_node, stop_node
-from tests.forked import FORKSERVER
-from tests.node.tiny_node import (
-    TINY_WORKER,
-    serve,
+from runtime.node.supervisor.admin import ask, restart_node, stop_node
+from runtime.testing.tiny_node import (
+    gone,
     serve_in_a_terminal,
     serve_under_nohup,
     serve_where_sigint_is_ignored,
     serve_with_a_wall_clock_that_jumps,
+    worker,
 )
-
-CONFIG = """
-[node]
-name = "tiny"
-run_dir = "run"
-drain_s = {drain_s}
-heartbeat_s = {heartbeat_s}
-start_s = {start_s}
-
-[http]
-port = 0
-
-[[collections]]
-name = "docs"
-path = "."
-"""
+from tests.node.conftest import StartTiny
 
 
-class TinyNode:
-    """A node of a pool worker and a frontend that do nothing but what the orders say."""
-
-    def __init__(
-        self,
-        home: Path,
-        orders: dict[str, list[str]],
-        command: tuple[str, ...],
-        process: Callable[..., None] = serve,
-        more: str = "",
-        **times: float,
-    ) -> None:
-        self.home = home
-        self.log = home / "log"
-        self.orders = home / "orders.json"
-        self.orders.write_text(json.dumps(orders))
-        config = home / "node.toml"
-        config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times) + more)
-        self.process = FORKSERVER.Process(target=process, args=(str(config), str(self.orders), str(self.log), command))
-        self.process.start()
-
-    def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
-        """The first status for which `condition` holds. The bound only ends a test that would hang."""
-        end = time.monotonic() + 60
-        while True:
-            assert time.monotonic() < end, f"waited for {what}; {self.log.read_text()}"
-            assert self.process.exitcode is None, f"the node ended, waited for {what}; {self.log.read_text()}"
-            try:
-                status = node_status(self.info)
-            except Unavailable:
-                continue
-            if condition(status):
-                return status
-            select.select([], [], [], 0.005)
-
-    def ready(self) -> NodeStatus:
-        return self.eventually(lambda status: status.ready, "every worker to be ready")
-
-    @property
-    def info(self) -> NodeInfo:
-        return find_node(self.home / "run")
-
-    def signal(self, kind: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, kind)
-
-    def ended(self) -> int:
-        """Its exit code."""
-        self.process.join(timeout=60)
-        assert self.process.exitcode is not None, "the node still runs"
-        return self.process.exitcode
-
-    def stopped(self) -> list[str]:
-        """The workers that stopped by themselves, in that order."""
-        path = Path(f"{self.orders}.stopped")
-        return path.read_text().split() if path.exists() else []
-
-
-def worker(status: NodeStatus, name: str = "pool-0") -> WorkerStatus:
-    return next(found for found in status.workers if found.name == name)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # its new parent has yet to notice
-    except psutil.NoSuchProcess:
-        return True
-
-
-StartTiny = Callable[..., TinyNode]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartTiny]:
-    nodes: list[TinyNode] = []
-
-    def start(
-        orders: dict[str, list[str]] | None = None,
-        command: tuple[str, ...] = TINY_WORKER,
-        process: Callable[..., None] = serve,
-        **times: float,
-    ) -> TinyNode:
-        nodes.append(TinyNode(tmp_path, orders or {}, command, process, more="", **times))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.process.kill()
-        node.ended()
-
-
-def test_a_node_is_announced_once_when_all_are_ready_and_stops_in_order_leaving_nothing(start: StartTiny) -> None:
-    node = start()
+def test_a_node_is_announced_once_when_all_are_ready_and_stops_in_order_leaving_nothing(start_tiny: StartTiny) -> None:
+    node = start_tiny()
     status = node.ready()
     assert [found.name for found in status.workers] == ["pool-0", "frontend-0"]
     assert all(found.pid and found.restarts == 0 and found.resident_bytes > 0 for found in status.workers)
@@ -146,8 +36,8 @@ def test_a_node_is_announced_once_when_all_are_ready_and_stops_in_order_leaving_
     assert all(gone(found.pid) for found in status.workers)
 
 
-def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(start: StartTiny) -> None:
-    node = start()
+def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(start_tiny: StartTiny) -> None:
+    node = start_tiny()
     first = worker(node.ready())
     os.kill(first.pid, signal.SIGKILL)
     status = node.eventually(lambda status: status.ready and worker(status).pid != first.pid, "a new pool worker")
@@ -159,15 +49,15 @@ def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(s
     assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
 
 
-def test_a_worker_that_ends_by_itself_is_started_again(start: StartTiny) -> None:
-    node = start()
+def test_a_worker_that_ends_by_itself_is_started_again(start_tiny: StartTiny) -> None:
+    node = start_tiny()
     os.kill(worker(node.ready()).pid, signal.SIGTERM)
     node.eventually(lambda status: status.ready and worker(status).restarts == 1, "a new pool worker")
     assert "pool-0 ended (exit code 0)" in node.log.read_text()
 
 
-def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start: StartTiny) -> None:
-    node = start({"pool-0": ["crash when ready", "crash", "crash", "crash", "crash", "serve"]})
+def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["crash when ready", "crash", "crash", "crash", "crash", "serve"]})
     status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
     assert worker(status).restarts == 5
     delays = [float(line.split()[-2]) for line in node.log.read_text().splitlines() if "starts again" in line]
@@ -175,8 +65,8 @@ def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start: St
     assert all(step / 2 - 0.01 <= delay <= step + 0.01 for step, delay in zip(steps, delays, strict=True))
 
 
-def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start: StartTiny) -> None:
-    node = start({"pool-0": ["crash"]})
+def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["crash"]})
     assert node.ended() == 1
     log = node.log.read_text()
     assert log.count("pool-0 ended (exit code 3)") == 2
@@ -184,8 +74,8 @@ def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start: St
     assert not (node.home / "run").exists()
 
 
-def test_a_program_that_cannot_be_started_is_tried_three_times(start: StartTiny) -> None:
-    node = start(command=("/nowhere/python",))
+def test_a_program_that_cannot_be_started_is_tried_three_times(start_tiny: StartTiny) -> None:
+    node = start_tiny(command=("/nowhere/python",))
     assert node.ended() == 1
     log = node.log.read_text()
     assert log.count("pool-0 ended (could not be started: ") == 2
@@ -193,8 +83,8 @@ def test_a_program_that_cannot_be_started_is_tried_three_times(start: StartTiny)
     assert not (node.home / "run").exists()
 
 
-def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start: StartTiny) -> None:
-    node = start({"frontend-0": ["real refuse"]})
+def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start_tiny: StartTiny) -> None:
+    node = start_tiny({"frontend-0": ["real refuse"]})
     assert node.ended() == EXIT_CONFIG
     log = node.log.read_text()
     assert "frontend-0 cannot be" in log
@@ -203,9 +93,9 @@ def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start: StartT
 
 @pytest.mark.parametrize("life", ["real refuse", "crash"])
 def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_stays_up(
-    start: StartTiny, life: str
+    start_tiny: StartTiny, life: str
 ) -> None:
-    node = start({"pool-0": ["serve", *[life] * 4, "serve"]})
+    node = start_tiny({"pool-0": ["serve", *[life] * 4, "serve"]})
     before = node.ready()
     os.kill(worker(before).pid, signal.SIGKILL)
     status = node.eventually(lambda status: worker(status).failed_starts >= 3, "a pool worker that cannot run")
@@ -224,8 +114,8 @@ def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_sta
     assert f"pool-0 cannot run ({why}): the others go on, it starts again in 0." in node.log.read_text()
 
 
-def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(start: StartTiny) -> None:
-    node = start({"pool-0": ["serve", *["bus error when ready"] * 4, "serve"]})
+def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["serve", *["bus error when ready"] * 4, "serve"]})
     before = node.ready()
     os.kill(worker(before).pid, signal.SIGBUS)
     status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
@@ -233,20 +123,20 @@ def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(
     assert node.log.read_text().count("pool-0 ended (signal SIGBUS)") == 5
 
 
-def test_a_worker_whose_loop_hangs_is_killed_and_started_again(start: StartTiny) -> None:
-    node = start({"pool-0": ["hang", "serve"]}, heartbeat_s=1.0)
+def test_a_worker_whose_loop_hangs_is_killed_and_started_again(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     assert "pool-0 has no heartbeat for 1 s: killed" in node.log.read_text()
 
 
-def test_a_worker_that_is_stopped_by_a_debugger_is_killed_and_started_again(start: StartTiny) -> None:
-    node = start(heartbeat_s=1.0)
+def test_a_worker_that_is_stopped_by_a_debugger_is_killed_and_started_again(start_tiny: StartTiny) -> None:
+    node = start_tiny(heartbeat_s=1.0)
     os.kill(worker(node.ready()).pid, signal.SIGSTOP)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
 
 
-def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(start: StartTiny) -> None:
-    node = start({"pool-0": ["real hang", "serve"]}, heartbeat_s=1.0)
+def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["real hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     log = node.log.read_text()
     (line,) = [line for line in log.splitlines() if "pool-0 ended by a fatal signal; its stacks:" in line]
@@ -255,16 +145,16 @@ def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(star
     assert "pool-0 ended (signal SIGABRT)" in log
 
 
-def test_what_a_worker_has_started_goes_with_it(start: StartTiny) -> None:
-    node = start({"pool-0": ["with child", "serve"]})
+def test_what_a_worker_has_started_goes_with_it(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["with child", "serve"]})
     pid = worker(node.ready()).pid
     child = int(Path(f"{node.orders}.child").read_text())
     os.kill(pid, signal.SIGKILL)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2 and gone(child), "a life of its own")
 
 
-def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start: StartTiny) -> None:
-    node = start(heartbeat_s=1.0)
+def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start_tiny: StartTiny) -> None:
+    node = start_tiny(heartbeat_s=1.0)
     before = node.ready()
     node.signal(signal.SIGSTOP)
     select.select([], [], [], 1.5)
@@ -273,8 +163,8 @@ def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start: Start
     assert [found.pid for found in after.workers] == [found.pid for found in before.workers]
 
 
-def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(start: StartTiny) -> None:
-    node = start()
+def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(start_tiny: StartTiny) -> None:
+    node = start_tiny()
     before = node.ready()
     restart_node(node.info, "", timeout_s=60)
     after = node.ready()
@@ -285,8 +175,8 @@ def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(star
     assert len(lines) == 2
 
 
-def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(start: StartTiny) -> None:
-    node = start()
+def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(start_tiny: StartTiny) -> None:
+    node = start_tiny()
     node.ready()
     restart_node(node.info, "frontend-0", timeout_s=60)
     status = node.ready()
@@ -295,16 +185,18 @@ def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(
         restart_node(node.info, "decode-7", timeout_s=60)
 
 
-def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(start: StartTiny) -> None:
-    node = start({"pool-0": ["busy", "serve"]}, drain_s=1)
+def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["busy", "serve"]}, drain_s=1)
     node.ready()
     restart_node(node.info, "pool-0", timeout_s=60)
     assert worker(node.ready()).epoch == 2
     assert "pool-0 has not drained within 1 s: killed" in node.log.read_text()
 
 
-def test_a_wall_clock_that_jumps_by_days_changes_nothing(start: StartTiny) -> None:
-    node = start({"pool-0": ["crash when ready", "serve"]}, process=serve_with_a_wall_clock_that_jumps, heartbeat_s=5.0)
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(start_tiny: StartTiny) -> None:
+    node = start_tiny(
+        {"pool-0": ["crash when ready", "serve"]}, process=serve_with_a_wall_clock_that_jumps, heartbeat_s=5.0
+    )
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     for _ in range(100):
         node.eventually(lambda status: status.ready, "an answer")
@@ -317,9 +209,9 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(start: StartTiny) -> No
     assert node.ended() == 0
 
 
-def test_a_node_can_be_started_and_stopped_again_and_again(start: StartTiny) -> None:
+def test_a_node_can_be_started_and_stopped_again_and_again(start_tiny: StartTiny) -> None:
     for _ in range(20):
-        node = start()
+        node = start_tiny()
         pids = [found.pid for found in node.ready().workers]
         stop_node(node.info, timeout_s=60)
         assert node.ended() == 0
@@ -327,14 +219,14 @@ def test_a_node_can_be_started_and_stopped_again_and_again(start: StartTiny) -> 
         assert not (node.home / "run").exists()
 
 
-def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start: StartTiny) -> None:
-    node = start({"pool-0": ["never ready", "serve"]}, start_s=2.5)
+def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["never ready", "serve"]}, start_s=2.5)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     assert node.log.read_text().count("pool-0 is not ready after node.start_s = 2.5 s: killed") == 1
 
 
-def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
-    node = start({"frontend-0": ["busy"]})
+def test_a_second_signal_ends_a_node_that_drains(start_tiny: StartTiny) -> None:
+    node = start_tiny({"frontend-0": ["busy"]})
     workers = node.ready().workers
     node.signal(signal.SIGINT)
     node.eventually(lambda status: [found.phase for found in status.workers] == ["ready", "draining"], "the drain")
@@ -344,8 +236,8 @@ def test_a_second_signal_ends_a_node_that_drains(start: StartTiny) -> None:
     assert not (node.home / "run").exists()
 
 
-def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start: StartTiny) -> None:
-    node = start(process=serve_where_sigint_is_ignored)
+def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start_tiny: StartTiny) -> None:
+    node = start_tiny(process=serve_where_sigint_is_ignored)
     node.ready()
     node.signal(signal.SIGTERM)
     assert node.ended() == 0
@@ -353,8 +245,8 @@ def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start: StartTi
     assert not (node.home / "run").exists()
 
 
-def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start: StartTiny) -> None:
-    node = start({"pool-0": ["ignore stop"]}, process=serve_in_a_terminal, drain_s=3.0)
+def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["ignore stop"]}, process=serve_in_a_terminal, drain_s=3.0)
     node.ready()
     node.signal(signal.SIGHUP)
     node.eventually(lambda status: worker(status).phase == "draining", "the drain")
@@ -364,8 +256,8 @@ def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start: St
     assert "not drained within 3 s" in node.log.read_text()
 
 
-def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start: StartTiny) -> None:
-    node = start(process=serve_under_nohup)
+def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start_tiny: StartTiny) -> None:
+    node = start_tiny(process=serve_under_nohup)
     node.ready()
     node.signal(signal.SIGHUP)
     restart_node(node.info, "frontend-0", timeout_s=60)  # its workers still drain for a restart
@@ -373,8 +265,8 @@ def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start: StartTi
     assert (status.stopping, worker(status).epoch, worker(status, "frontend-0").epoch) == (False, 1, 2)
 
 
-def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start: StartTiny) -> None:
-    node = start({"pool-0": ["ignore stop"]}, drain_s=3.0)
+def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["ignore stop"]}, drain_s=3.0)
     node.ready()
     info, begin = node.info, time.monotonic()
     for _ in range(2):
@@ -384,8 +276,8 @@ def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_sho
     assert "not drained within 3 s" in node.log.read_text()
 
 
-def test_a_worker_that_does_not_drain_in_time_is_killed(start: StartTiny) -> None:
-    node = start({"pool-0": ["ignore stop"]}, drain_s=1)
+def test_a_worker_that_does_not_drain_in_time_is_killed(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["ignore stop"]}, drain_s=1)
     workers = node.ready().workers
     node.signal(signal.SIGTERM)
     assert node.ended() == 0
@@ -393,23 +285,23 @@ def test_a_worker_that_does_not_drain_in_time_is_killed(start: StartTiny) -> Non
     assert all(gone(found.pid) for found in workers)
 
 
-def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(start: StartTiny) -> None:
-    node = start({"pool-0": ["never ready"]})
+def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["never ready"]})
     node.eventually(lambda status: worker(status, "frontend-0").phase == "ready", "the frontend")
     node.signal(signal.SIGTERM)
     assert node.ended() == 0
     assert node.stopped() == ["frontend-0"]
 
 
-def test_a_worker_that_waits_to_be_restarted_does_not_keep_the_node_from_stopping(start: StartTiny) -> None:
-    node = start({"pool-0": ["crash when ready", *["crash"] * 50]})
+def test_a_worker_that_waits_to_be_restarted_does_not_keep_the_node_from_stopping(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["crash when ready", *["crash"] * 50]})
     node.eventually(lambda status: worker(status).restarts >= 4, "long back-offs")
     stop_node(node.info, timeout_s=60)
     assert node.ended() == 0
 
 
-def test_workers_die_with_a_supervisor_that_is_killed_and_the_next_node_takes_its_place(start: StartTiny) -> None:
-    node = start({"pool-0": ["real ignore stop"], "frontend-0": ["real serve"]})
+def test_workers_die_with_a_supervisor_that_is_killed_and_the_next_node_takes_its_place(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["real ignore stop"], "frontend-0": ["real serve"]})
     pids = [found.pid for found in node.ready().workers]
     waits = [os.pidfd_open(pid) for pid in pids]
     node.process.kill()
@@ -419,19 +311,21 @@ def test_workers_die_with_a_supervisor_that_is_killed_and_the_next_node_takes_it
         os.close(fd)
     with pytest.raises(Unavailable):
         node.info  # noqa: B018
-    assert start().ready().ready
+    assert start_tiny().ready().ready
 
 
-def test_a_second_node_in_the_same_place_is_refused_and_the_first_goes_on(start: StartTiny, tmp_path: Path) -> None:
-    node = start()
+def test_a_second_node_in_the_same_place_is_refused_and_the_first_goes_on(
+    start_tiny: StartTiny, tmp_path: Path
+) -> None:
+    node = start_tiny()
     pid = worker(node.ready()).pid
-    second = start()
+    second = start_tiny()
     assert second.ended() == 1
     assert "a node already runs in" in second.log.read_text()
     assert worker(node.ready()).pid == pid
 
 
-def test_status_shows_a_young_heartbeat_from_the_first_moment(start: StartTiny) -> None:
-    node = start({"pool-0": ["never ready"]})
+def test_status_shows_a_young_heartbeat_from_the_first_moment(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["never ready"]})
     status = node.eventually(lambda status: True, "an answer")
     assert all(found.heartbeat_age_s < 60 for found in status.workers)

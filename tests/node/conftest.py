@@ -1,0 +1,26 @@
+"""Nodes of tiny workers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.forked  # noqa: F401  (what tiny nodes are forked from has all imported)
+from runtime.testing.tiny_node import TinyNode
+
+StartTiny = Callable[..., TinyNode]
+
+
+@pytest.fixture
+def start_tiny(tmp_path: Path) -> Iterator[StartTiny]:
+    """Starts a node, with what `TinyNode` takes; it is killed after the test."""
+    nodes: list[TinyNode] = []
+
+    def start(orders: dict[str, list[str]] | None = None, **options: Any) -> TinyNode:
+        nodes.append(TinyNode(tmp_path, orders, **options))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.close()
