@@ -1,7 +1,9 @@
 """README and docs are true: the files and links exist, configurations load, commands are commands."""
 
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -72,11 +74,54 @@ def test_commands_exist() -> None:
         assert set(re.findall(rf"^trinity {name} (\w+)", EVERYTHING, re.MULTILINE)) <= known, name
 
 
-def test_benchmarks_exist() -> None:
-    named = set(re.findall(r"python3? -m (benchmarks\.\w+)", EVERYTHING))
-    paths = {name: ROOT / name.replace(".", "/") for name in named}
-    assert len(paths) > 10
-    assert [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+def documented(program: str) -> list[list[str]]:
+    """The command lines of a program in the pages' shell blocks, as words; `...` stands for what a reader has."""
+    found: list[list[str]] = []
+    for block in re.findall(r"```sh\n(.*?)```", EVERYTHING, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if not re.match(rf"(?:.*\| *)?{program}\b", line):
+                continue
+            words = shlex.shlex(line, posix=True, punctuation_chars=";|&>")
+            words.whitespace_split = True
+            parts: list[list[str]] = [[]]
+            for word in words:
+                if set(word) <= set(";|&>"):
+                    parts.append([])
+                else:
+                    parts[-1].append(word)
+            found += [part for part in parts if part[: len(program.split())] == program.split()]
+    return found
+
+
+def test_every_command_of_trinity_is_documented_as_it_can_be_called() -> None:
+    """Its options and arguments are those that there are."""
+    commands = documented("trinity")
+    assert len(commands) > 50
+    for _, *words in commands:
+        command: Any = typer.main.get_command(command_line())
+        while hasattr(command, "commands"):
+            name, *words = words
+            command = command.commands[name]
+        command.make_context(command.name, words)
+
+
+def test_every_benchmark_is_documented_as_it_can_be_called() -> None:
+    named = re.findall(r"python3? -m (benchmarks\.\w+)([^`#\n]*)", EVERYTHING)
+    assert len(named) > 20
+    for name, options in named:
+        source = _source(ROOT / name.replace(".", "/"))
+        unknown = [option for option in re.findall(r"--[\w-]+", options) if f'"{option}"' not in source]
+        assert (bool(source), unknown) == (True, []), name
+
+
+def _source(module: Path) -> str:
+    """All of a benchmark, and of those that it imports from; "" where there is none."""
+    files = sorted(module.glob("*.py")) if module.is_dir() else [module.with_suffix(".py")]
+    own = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
+    others = {ROOT / name.replace(".", "/") for name in re.findall(r"^from (benchmarks\.[\w.]+) import", own, re.M)}
+    return own + "".join(
+        file.read_text(encoding="utf-8") for other in others if (file := other.with_suffix(".py")).exists()
+    )
 
 
 def test_every_trace_that_is_named_has_its_source_and_licence() -> None:
