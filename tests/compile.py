@@ -3,13 +3,19 @@
 Machine code is kept on disk beside its sources (`gpu.compiled`, `ipc.memory.compiled`): a second run takes seconds.
 """
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 
 import gpu.cuda.backend  # each of these compiles as it is imported
-import runtime.pool.process
 import runtime.serving.model.row_attention
 from gpu import GraphIndex
 from gpu.rows import DTYPES, METRICS
+from runtime.retrieval.collections.collection import Collection
+from runtime.simulator.node import Simulation
+from runtime.testing.pool import InProcessPool, plan_of
+from tests.simulator.nodes import poisson, setup
 
 __all__ = ["gpu", "runtime"]
 
@@ -20,6 +26,13 @@ def main() -> None:
         for dtype in DTYPES:
             index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
             index.search(vectors[:3], 5)
+    with tempfile.TemporaryDirectory() as folder:
+        Collection.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
+        pool = InProcessPool(plan_of(Path(folder) / "docs"))  # its loop
+        pool.close()
+        pool.worker.table.close()
+        pool.table.close()
+    Simulation(setup(), poisson(20, 5.0)).run()  # and the simulator's
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one process a core, and one more, for many tests wait for others; none where a debugger is."""
-    return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + 1, 8)
+    """For `-n auto`: one process a core, and one more where tests wait for others; none where a debugger is."""
+    more = 0 if _only_layer(config) == "unit" else 1
+    return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m unit` and the like no file of another layer is imported: that takes longer than many tests."""
+    only = _only_layer(config)
+    if only and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return layer_of(collection_path.relative_to(config.rootpath).as_posix()) != only or None
+    return None
+
+
+def _only_layer(config: pytest.Config) -> str:
+    """The one layer that is asked for, or ""."""
+    marker: str = config.getoption("markexpr")
+    return marker if marker in ORDER else ""
 
 
 @pytest.hookimpl(wrapper=True)

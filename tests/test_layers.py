@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_xdist_auto_num_workers
+from tests.conftest import pytest_ignore_collect, pytest_xdist_auto_num_workers
 from tests.layers import PROCESS, layer_of
 
 TESTS = Path(__file__).parent
@@ -48,6 +48,22 @@ def test_tests_are_marked_with_their_layer(request: pytest.FixtureRequest) -> No
 
 @pytest.mark.parametrize(("debugger", "least"), [(True, 0), (False, 2)])
 def test_with_a_debugger_all_tests_run_in_one_process(debugger: bool, least: int) -> None:
-    config: Any = SimpleNamespace(getoption={"usepdb": debugger}.__getitem__)
+    config: Any = SimpleNamespace(getoption={"usepdb": debugger, "markexpr": ""}.__getitem__)
     count = pytest_xdist_auto_num_workers(config)
     assert count == 0 if debugger else count >= least
+
+
+@pytest.mark.parametrize(
+    ("marker", "file", "ignored"),
+    [
+        ("unit", "tests/e2e/test_logs.py", True),
+        ("unit", "tests/pool/test_loop.py", None),
+        ("unit", "tests/pool/conftest.py", None),
+        ("process", "tests/pool/test_loop.py", True),
+        ("not e2e", "tests/e2e/test_logs.py", None),
+        ("", "tests/e2e/test_logs.py", None),
+    ],
+)
+def test_who_asks_for_one_layer_imports_no_file_of_another(marker: str, file: str, ignored: bool | None) -> None:
+    config: Any = SimpleNamespace(getoption={"markexpr": marker}.__getitem__, rootpath=TESTS.parent)
+    assert pytest_ignore_collect(TESTS.parent / file, config) is ignored
