@@ -31,8 +31,7 @@ from runtime.engines.openai.server import from_json
 from runtime.serving.frontend.answers import ChatAnswer
 from runtime.serving.frontend.relayed import Relayed
 from runtime.serving.frontend.requests import Request, RequestTable
-from runtime.serving.frontend.router import Placement
-from runtime.serving.messages import Prefill, Sampling
+from runtime.serving.messages import Generation, Sampling
 from runtime.testing.node import running
 
 Json = dict[str, Any]
@@ -110,8 +109,7 @@ def parts() -> dict[str, float]:
     """µs that the node's own code takes for a chunk, by part; the best of several runs."""
     choice = {"index": 0, "delta": {"content": WORD}, "logprobs": None, "finish_reason": None, "token_ids": [12345]}
     data = json.dumps({"id": "chatcmpl-1", "created": 1, "model": MODEL, "choices": [choice]}).encode()
-    message = Prefill("1", 1, Sampling(16), "", "", 0, 1, prompt="x")
-    request = Request(message, Placement("", "", ""))
+    request = Request("1", Generation(Sampling(16), 0, 1, prompt="x"))
     table = RequestTable(lambda ended, request: None)
     table.open(request)
     told: list[Any] = []

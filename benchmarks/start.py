@@ -1,8 +1,9 @@
-"""How long a node and its workers take to start: `python -m benchmarks.start --config node.toml [--runs 5]`.
+"""How long a node and its workers take to start: `python -m benchmarks.start [--runs 5] [--config node.toml]`.
 
-Every run starts the node, notes when all of it was ready, then kills each worker once (kill -9) while nothing is asked,
-and notes when its next life was. Medians over the runs are printed with the fastest and the slowest run, and with the
-parts of each worker's start as it logs them. Compare two versions by running them in turn, not one after the other.
+Every run starts the node, the demo's if no other is given, notes when all of it was ready, then kills each worker once
+(kill -9) while nothing is asked, and notes when its next life was. Medians over the runs are printed with the fastest
+and the slowest run, and with the parts of each worker's start as it logs them. `--first` begins with a start that finds
+no compiled code: neither Python's nor numba's. Compare two versions by running them in turn, not one after the other.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.machine import machine_load
+from launchers.demo import CONFIG, prepare_collection
+from runtime.retrieval.collections.sources import no_progress
+from runtime.serving.model import smollm
 from runtime.testing.node import Node
 
 _READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([\d.]+) s: (.*)$")
@@ -57,6 +61,30 @@ def _back(node: Node, name: str) -> float:
     return time.monotonic() - begin
 
 
+def first_start(config: Path) -> float:
+    """Seconds of a start without anything compiled before."""
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {"NUMBA_CACHE_DIR": f"{empty}/numba", "PYTHONPYCACHEPREFIX": f"{empty}/python"}
+        os.environ.update(caches)
+        begin = time.monotonic()
+        node = Node(config)
+        took = time.monotonic() - begin
+        node.stop()
+        for name in caches:
+            del os.environ[name]
+    return took
+
+
+def demo_config(directory: Path) -> Path:
+    """The demo's node, under another name and on a port of its own."""
+    home = smollm.models_directory().parent / "demo"
+    smollm.ensure_converted()
+    collection = prepare_collection(home, no_progress)
+    path = directory / "node.toml"
+    path.write_text(CONFIG.format(name=f"start-{os.getpid()}", port=0, model=smollm.NAME, collection=collection))
+    return path
+
+
 def table(times: dict[str, list[float]]) -> str:
     """The result as Markdown."""
     lines = ["| seconds until ready | median | fastest | slowest |", "|---|---|---|---|"]
@@ -67,14 +95,17 @@ def table(times: dict[str, list[float]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path, help="of another node than the demo's")
+    parser.add_argument("--first", action="store_true", help="begin with a start that finds no compiled code")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write all runs there")
     options = parser.parse_args()
     print(f"Machine: {machine_load()} before")
     times: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:  # the node's log is written beside its file
-        config = Path(shutil.copy(options.config, directory))
+        config = Path(shutil.copy(options.config, directory)) if options.config else demo_config(Path(directory))
+        if options.first:
+            times["node, first start"].append(first_start(config))
         for _ in range(options.runs):
             started_and_killed(config, times)
     print(f"Machine: {machine_load()} after\n\n{table(times)}")

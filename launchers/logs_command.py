@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from launchers.node_option import NodeOption, meant
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
 from runtime.node.logs.format import LEVELS, Level, Line, plain
@@ -28,13 +29,14 @@ def logs(
             help="The node's name, its run directory, or a directory of logs.", show_default="the only one that runs"
         ),
     ] = "",
+    named: NodeOption = "",
     follow: Annotated[bool, typer.Option(help="Go on with what comes, until the node ends.")] = False,
     worker: Annotated[str, typer.Option(help='Of this process alone, such as "decode-0" or "supervisor".')] = "",
     request: Annotated[str, typer.Option(help="About this request alone (the answer's x-request-id).")] = "",
     level: Annotated[Level, typer.Option(help="Of this level and what is worse.")] = "debug",
 ) -> None:
     """Print a node's logs in the order of time."""
-    directory, info = _place(node)
+    directory, info = _place(meant(node, named))
     processes = sorted(path.name.removesuffix(".log") for path in directory.glob("*.log"))
     if worker and worker not in processes:
         raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'nobody'}")

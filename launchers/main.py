@@ -16,7 +16,7 @@ from rich.console import Console
 from gpu import GpuError
 from ipc import IpcError
 from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
-from launchers.node_option import NodeArgument
+from launchers.node_option import NodeArgument, NodeOption, meant
 from launchers.placement_table import show_placement
 from launchers.status import show_status
 from runtime.checks import preflight
@@ -102,13 +102,14 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
     return progress
 
 
-def status(node: NodeArgument = "") -> None:
+def status(node: NodeArgument = "", named: NodeOption = "") -> None:
     """Show a running node's workers. Exits with 1 if one of them is not ready."""
-    raise typer.Exit(show_status(find_node(node), Console()))
+    raise typer.Exit(show_status(find_node(meant(node, named)), Console()))
 
 
 def top(
     node: NodeArgument = "",
+    named: NodeOption = "",
     url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 2.0,
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if /metrics wants one.")] = "",
@@ -116,27 +117,29 @@ def top(
     """Watch a node in the terminal: what the Grafana overview shows first. Ends with q."""
     from dashboards.top import Top, fetch_metrics  # textual takes its time to import
 
-    address = url or find_node(node).url
+    address = url or find_node(meant(node, named)).url
     fetch_metrics(address, key)  # what is wrong with the address is said in one line, not on a screen
     Top(lambda: fetch_metrics(address, key), every).run()
 
 
 def restart(
     node: NodeArgument = "",
+    named: NodeOption = "",
     worker: Annotated[str, typer.Option(help="Restart this worker alone, such as prefill-0.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all to be back.")] = 1800.0,
 ) -> None:
     """Restart a node's workers one after the other, each after its drain; returns when all are back."""
-    restart_node(find_node(node), worker, timeout)
+    restart_node(find_node(meant(node, named)), worker, timeout)
     print(f"{worker or 'every worker'} restarted")
 
 
 def stop(
     node: NodeArgument = "",
+    named: NodeOption = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,
 ) -> None:
     """Drain a running node and stop it; returns when it is gone."""
-    info = find_node(node)
+    info = find_node(meant(node, named))
     stop_node(info, timeout)
     print(f"node {info.name!r} stopped")
 

@@ -12,7 +12,7 @@ from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import change_worker
 from runtime.node.supervisor.changes import GPU_NAMES, Verb
 
-workers_app = typer.Typer(help="A running node's workers: list, add, drain, flip.", no_args_is_help=True)
+workers_app = typer.Typer(help="A running node's workers: add, drain, flip.", no_args_is_help=True)
 
 Role = Annotated[str, typer.Argument(help="prefill or decode.")]
 AnyRole = Annotated[str, typer.Argument(help="prefill, decode or pool.")]
@@ -21,7 +21,7 @@ Gpu = Annotated[str, typer.Option(help='Instead of a role: all workers of this G
 Timeout = Annotated[float, typer.Option(help="Seconds to wait until it is done.")]
 
 
-@workers_app.command("list")
+@workers_app.command("list", hidden=True)  # the older name of `trinity status`
 def list_workers(node: NodeOption = "") -> None:
     """Show the workers. Exits with 1 if one of them is not ready."""
     raise typer.Exit(show_status(find_node(node), Console()))

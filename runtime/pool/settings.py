@@ -2,32 +2,37 @@
 
 from dataclasses import dataclass
 
-from gpu.slots import MAX_SLOTS
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, PoolSection, SloSection
 
 RULE_NAMES = ("trinity", "paper", "fifo", "static")
+_SHIPPED = PoolSection()
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What the policy is told once. (`reserve` and the flush timeouts are first values: they may change.)
 
-    slots: N, the most queries that are active at a time. engine_slots: those and the paused ones. queue: queries that
+    slots: N, the most queries that are active at a time. engine_slots: those and the paused ones; 0: twice as many, if
+    an engine can have them. queue: queries that
     may wait. reserve: r in [0, 1]. prefill_target_ns: L_pre,max. aging_ns: when decode queries wait and none was
     active for this long, the oldest is. flush_prefill_ns, flush_ns: τ_pre and τ. max_pauses: of one decode query.
-    rules: "trinity", "paper", "fifo" or "static".
+    rules: "trinity", "paper", "fifo" or "static". The defaults are the configuration's.
     """
 
     slots: int
     engine_slots: int = 0
-    queue: int = 4096
-    reserve: float = 0.3
-    prefill_target_ns: int = 1 << 60
-    aging_ns: int = 50_000_000
-    flush_prefill_ns: int = 0
-    flush_ns: int = 0
-    max_pauses: int = 64
-    rules: str = "trinity"
+    queue: int = _SHIPPED.queue
+    reserve: float = _SHIPPED.reserve
+    prefill_target_ns: int = _ns(_SHIPPED.prefill_target(SloSection()))
+    aging_ns: int = _ns(_SHIPPED.aging_s)
+    flush_prefill_ns: int = _ns(_SHIPPED.flush_prefill_s)
+    flush_ns: int = _ns(_SHIPPED.flush_s)
+    max_pauses: int = _SHIPPED.max_pauses
+    rules: str = _SHIPPED.policy
 
     @property
     def decode_queue(self) -> int:
@@ -40,13 +45,12 @@ def policy_of(config: NodeConfig, slots: int) -> Policy:
     limits = config.pool
     return Policy(
         slots=slots,
-        engine_slots=min(2 * slots, MAX_SLOTS),
         queue=limits.queue,
         reserve=limits.reserve,
-        prefill_target_ns=int(limits.prefill_target(config.slo) * 1e9),
-        aging_ns=int(limits.aging_s * 1e9),
-        flush_prefill_ns=int(limits.flush_prefill_s * 1e9),
-        flush_ns=int(limits.flush_s * 1e9),
+        prefill_target_ns=_ns(limits.prefill_target(config.slo)),
+        aging_ns=_ns(limits.aging_s),
+        flush_prefill_ns=_ns(limits.flush_prefill_s),
+        flush_ns=_ns(limits.flush_s),
         max_pauses=limits.max_pauses,
         rules=limits.policy,
     )

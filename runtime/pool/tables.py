@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpu.slots import MAX_SLOTS
 from ipc.memory.instructions import floats, floats2, words, words2
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import RULE_NAMES, Policy
@@ -93,7 +94,7 @@ class Tables(NamedTuple):
 
 def new_tables(policy: Policy) -> Tables:
     """The arrays, with the policy's settings in them."""
-    engine_slots = policy.engine_slots or 2 * policy.slots
+    engine_slots = policy.engine_slots or min(2 * policy.slots, MAX_SLOTS)
     entries = policy.queue + engine_slots + 1
     made = Tables(
         entries=np.zeros((entries, ENTRY_WORDS), np.int64),

@@ -17,11 +17,20 @@ from runtime.node.placement.plan import resolve
 from runtime.node.worker import Worker
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
-from runtime.serving.messages import Hello, Prefill, Sampling, ToFrontend, Welcome, decode_to_frontend, encode
+from runtime.serving.messages import (
+    Generation,
+    Hello,
+    Prefill,
+    Sampling,
+    ToFrontend,
+    Welcome,
+    decode_to_frontend,
+    encode,
+)
 from runtime.serving.prefill.process import PrefillWorker
 from runtime.testing.worker import worker_of
 
-_EPOCH = 7
+EPOCH = 7
 _WAIT_MS = 20_000  # for a message that has been sent
 
 
@@ -77,12 +86,11 @@ class SteppedWorkers:
         deadline_ns: int = 1 << 62,
         **more: Any,
     ) -> Prefill:
-        """Send a request for exactly so many tokens to prefill. `more`: of the message, `sampling` a dict."""
+        """Send a request for exactly so many tokens to prefill. `more`: `sampling` as a dict, `retrieval`, and
+        what else is of the message."""
         sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
-        message = Prefill(
-            request_id, _EPOCH, sampling, decode, self.plan.endpoint(decode), 1, deadline_ns,
-            prompt=tuple(prompt), **more,
-        )  # fmt: skip
+        asked = Generation(sampling, 1, deadline_ns, prompt=tuple(prompt), retrieval=more.pop("retrieval", None))
+        message = Prefill(request_id, EPOCH, asked, decode, self.plan.endpoint(decode), **more)
         self.send("prefill-0", message)
         return message
 
@@ -102,7 +110,7 @@ class SteppedWorkers:
             message = decode_to_frontend(content)
             if isinstance(message, Hello) and message.worker not in self._identities:
                 self._identities[message.worker] = identity
-                self.send(message.worker, Welcome(_EPOCH))
+                self.send(message.worker, Welcome(EPOCH))
             self.heard(message)
 
     def heard(self, message: ToFrontend) -> None:

@@ -23,7 +23,7 @@ from runtime.engines.openai.servers import Servers
 from runtime.node.config import OpenAiSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.load import prompts
@@ -110,11 +110,13 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
             body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
             request = engine.submit(
                 f"r{next(numbers)}",
-                sampling=Sampling(24),
-                received_ns=now,
-                deadline_ns=now + 120_000_000_000,
-                messages=[Message("user", text)],
-                retrieval=Retrieval("docs", 1, every_tokens=8),
+                Generation(
+                    Sampling(24),
+                    now,
+                    now + 120_000_000_000,
+                    (Message("user", text),),
+                    retrieval=Retrieval("docs", 1, every_tokens=8),
+                ),
                 sent=body | {"temperature": 0, "ignore_eos": True},
             )
             told = await whole(request)

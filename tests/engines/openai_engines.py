@@ -21,7 +21,7 @@ from runtime.node.config import OpenAiSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
+from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
 from tests.engines.fake_vllm import Front
@@ -75,8 +75,8 @@ class Stand:
     def chat(self, text: str = "What is a decorator?", retrieval: Retrieval | None = None, **body: Any) -> Request:
         """Submit a chat."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]} | body
-        turns = [Message(turn["role"], str(turn["content"])) for turn in body["messages"]]
-        return self.submit(body, messages=turns, retrieval=retrieval)
+        turns = (Message(turn["role"], str(turn["content"])) for turn in body["messages"])
+        return self.submit(body, messages=tuple(turns), retrieval=retrieval)
 
     def complete(self, prompt: str | list[int], retrieval: Retrieval | None = None, **body: Any) -> Request:
         """Submit a completion."""
@@ -84,17 +84,12 @@ class Stand:
         given = prompt if isinstance(prompt, str) else tuple(prompt)
         return self.submit(body, prompt=given, retrieval=retrieval)
 
-    def submit(self, body: Json, **asked: Any) -> Request:
+    def submit(self, body: Json, **options: Any) -> Request:
         stop = body.get("stop") or []
         now = self.clock()
-        return self.engine.submit(
-            f"request-{next(self._ids)}",
-            sampling=Sampling(body.get("max_tokens", 16), stop=tuple([stop] if isinstance(stop, str) else stop)),
-            received_ns=now,
-            deadline_ns=now + 60_000_000_000,
-            sent=body,
-            **asked,
-        )
+        sampling = Sampling(body.get("max_tokens", 16), stop=tuple([stop] if isinstance(stop, str) else stop))
+        asked = Generation(sampling, now, now + 60_000_000_000, **options)
+        return self.engine.submit(f"request-{next(self._ids)}", asked, sent=body)
 
 
 @asynccontextmanager

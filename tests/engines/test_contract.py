@@ -14,7 +14,7 @@ from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
-from runtime.serving.messages import Message, Retrieval, Retrieved, Role, Sampling, Tokens
+from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import Behaviour
 from tests.engines.openai_engines import Stand, stand, until, whole
@@ -93,14 +93,14 @@ class TrinityStage:
     def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
         self._asked += 1
         now = self.clock()
-        return self.engine.submit(
-            f"request-{self._asked}",
+        asked = Generation(
             sampling=Sampling(TOKENS),
             received_ns=now,
             deadline_ns=now + int(self.deadline_s * 1e9),
-            messages=[Message("user", f"say={TOKENS}" + (" hang=2" if hangs else ""))],
+            messages=(Message("user", f"say={TOKENS}" + (" hang=2" if hangs else "")),),
             retrieval=retrieval,
         )
+        return self.engine.submit(f"request-{self._asked}", asked)
 
     def held(self) -> int:
         return sum(len(player.held) for player in self.players.values())

@@ -25,7 +25,7 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.node.config import VllmSection
 from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
 from tests.engines.openai_engines import Library, Told, sequence, whole
 from tests.engines.test_vllm import Asker, VllmNode, gone
@@ -80,11 +80,7 @@ class Direct:
         now = self.engine.now_ns()
         request = self.engine.submit(
             f"r{next(self._ids)}",
-            sampling=Sampling(TOKENS),
-            received_ns=now,
-            deadline_ns=now + 600_000_000_000,
-            messages=[Message("user", question)],
-            retrieval=retrieval,
+            Generation(Sampling(TOKENS), now, now + 600_000_000_000, (Message("user", question),), "", retrieval),
             sent=body | {"return_token_ids": True, "ignore_eos": True},
         )
         return await whole(request)

@@ -189,14 +189,16 @@ class Player(Worker):
             return
         if plan.get("hang") == "prefill":
             await asyncio.Event().wait()
-        if prefill.retrieval is not None:
-            await self.say(Retrieved(prefill.request_id, PASSAGES[: prefill.retrieval.k]))
+        asked = prefill.generation
+        if asked.retrieval is not None:
+            await self.say(Retrieved(prefill.request_id, PASSAGES[: asked.retrieval.k]))
         self.cluster.players[prefill.decode_worker].take(prefill)
 
     async def _decode(self, prefill: Prefill) -> None:
-        plan, sampling = _plan(prefill), prefill.sampling
+        plan, sampling = _plan(prefill), prefill.generation.sampling
         wanted = int(plan.get("say", "1000000"))
-        stages = {"received": prefill.received_ns, "first_token": prefill.received_ns + 5_000_000}
+        received_ns = prefill.generation.received_ns
+        stages = {"received": received_ns, "first_token": received_ns + 5_000_000}
         stages["end"] = stages["first_token"] + 10_000_000
         for count in range(min(wanted, sampling.max_tokens) + 1):
             if str(count) == plan.get("probe"):
@@ -220,7 +222,8 @@ class Player(Worker):
 
 
 def _plan(prefill: Prefill) -> dict[str, str]:
-    text = prefill.messages[-1].content if prefill.messages else prefill.prompt
+    asked = prefill.generation
+    text = asked.messages[-1].content if asked.messages else asked.prompt
     words = text.split() if isinstance(text, str) else []
     return dict(word.split("=", 1) for word in words if "=" in word)
 

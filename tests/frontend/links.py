@@ -10,7 +10,7 @@ from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
-from runtime.serving.messages import Role, Sampling
+from runtime.serving.messages import Generation, Role, Sampling
 from runtime.testing.clock import Clock
 from tests.frontend.fakes import Worker, endpoint
 
@@ -48,7 +48,8 @@ class Stand:
     def submit(self, request_id: str = "r1", timeout_s: float = 60.0, **options: Any) -> Request:
         options = {"prompt": "hello", "sampling": Sampling(max_tokens=8), **options}
         now = self.clock()
-        return self.link.submit(request_id, received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
+        asked = Generation(received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
+        return self.link.submit(request_id, asked)
 
     @property
     def codes(self) -> list[str]:

@@ -33,7 +33,7 @@ def test_an_answer_is_given_with_the_only_collection(
         answer = http.post(path, json=body | {"retrieval": retrieval})
     assert answer.status_code == 200, answer.text
     assert answer.json()["retrieval"]["collection"] == "docs"
-    asked = one.players["prefill-0"].prefills[-1].retrieval
+    asked = one.players["prefill-0"].prefills[-1].generation.retrieval
     assert asked is not None
     assert asked.collection == "docs"
 

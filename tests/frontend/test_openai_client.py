@@ -75,7 +75,7 @@ def test_a_completion_is_answered_whole_and_streamed(client: openai.OpenAI) -> N
 def test_token_ids_go_in_and_come_out(cluster: Cluster, client: openai.OpenAI) -> None:
     extra = {"return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=3, extra_body=extra)
-    sent = cluster.players["prefill-0"].prefills[-1]
+    sent = cluster.players["prefill-0"].prefills[-1].generation
     assert sent.prompt == (5, 6, 7)
     assert sent.sampling.ignore_eos
     assert answer.choices[0].token_ids == [100, 101, 102]  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def test_sampling_reaches_the_workers_as_it_was_asked(cluster: Cluster, client: 
     client.chat.completions.create(
         model="tiny", messages=ask("say=1"), temperature=0.5, top_p=0.25, seed=-1, stop=["a", "b"], max_tokens=7
     )
-    sampling = cluster.players["prefill-0"].prefills[-1].sampling
+    sampling = cluster.players["prefill-0"].prefills[-1].generation.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 2**63 - 1)
     assert (sampling.stop, sampling.max_tokens, sampling.ignore_eos) == (("a", "b"), 7, False)
 
@@ -114,7 +114,7 @@ def test_without_a_seed_two_requests_get_different_ones_and_openais_temperature(
 ) -> None:
     for _ in range(2):
         client.chat.completions.create(model="tiny", messages=ask("say=1"))
-    first, second = (prefill.sampling for prefill in cluster.players["prefill-0"].prefills[-2:])
+    first, second = (prefill.generation.sampling for prefill in cluster.players["prefill-0"].prefills[-2:])
     assert first.seed != second.seed
     assert (first.temperature, first.top_p) == (1.0, 1.0)
 
@@ -124,7 +124,7 @@ def test_roles_and_text_parts_become_turns(cluster: Cluster, client: openai.Open
     client.chat.completions.create(
         model="tiny", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     )
-    turns = cluster.players["prefill-0"].prefills[-1].messages
+    turns = cluster.players["prefill-0"].prefills[-1].generation.messages
     assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "say=1")]
 
 
@@ -161,7 +161,7 @@ def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_wit
 def test_retrieval_can_be_left_out(cluster: Cluster, client: openai.OpenAI, off: Any) -> None:
     answer = client.chat.completions.create(model="tiny", messages=ask("say=1"), extra_body=off)
     assert not hasattr(answer, "retrieval")
-    assert cluster.players["prefill-0"].prefills[-1].retrieval is None
+    assert cluster.players["prefill-0"].prefills[-1].generation.retrieval is None
 
 
 def test_models_are_listed_and_looked_up(client: openai.OpenAI) -> None:

@@ -3,14 +3,13 @@
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.answers import ChatAnswer
 from runtime.serving.frontend.requests import Request
-from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.streams import events
-from runtime.serving.messages import Prefill, Sampling, Tokens
+from runtime.serving.messages import Generation, Sampling, Tokens
 from tests.frontend.fakes import run
 
 
 def request() -> Request:
-    return Request(Prefill("r", 1, Sampling(16), "", "", 0, 1, prompt="x"), Placement("", "", ""))
+    return Request("r", Generation(Sampling(16), 0, 1, prompt="x"))
 
 
 def parts(asked: Request) -> list[bytes]:

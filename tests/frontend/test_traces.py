@@ -10,7 +10,7 @@ from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.service import Settings
 from runtime.serving.frontend.traces import MAX_PROBES, Traces
-from runtime.serving.messages import Prefill, Probe, Retrieved, Sampling, Tokens
+from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.frontend.fakes import Cluster
 
@@ -18,8 +18,8 @@ MS = 1_000_000
 
 
 def request(request_id: str = "r-1", received_ns: int = 0) -> Request:
-    message = Prefill(request_id, 7, Sampling(8), "", "", received_ns, 1 << 60, prompt="a secret")
-    return Request(message, Placement("prefill-0", "decode-1", "ipc://@x"))
+    asked = Generation(Sampling(8), received_ns, 1 << 60, prompt="a secret")
+    return Request(request_id, asked, Placement("prefill-0", "decode-1", "ipc://@x"))
 
 
 def ended(request_id: str = "r-1", code: str = "stop", stamps: dict[str, int] | None = None) -> Ended:

@@ -28,9 +28,9 @@ def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
             assert stand.link.missing() == []
             request = stand.submit(prompt=(1, 2, 3))
             sent = await prefill.hear_prefill()
-            assert (sent.request_id, sent.frontend_epoch, sent.prompt) == ("r1", EPOCH, (1, 2, 3))
+            assert (sent.request_id, sent.frontend_epoch, sent.generation.prompt) == ("r1", EPOCH, (1, 2, 3))
             assert (sent.decode_worker, sent.decode_endpoint) == ("d0", decode.me.endpoint)
-            assert sent.deadline_ns - sent.received_ns == 60 * 10**9
+            assert sent.generation.deadline_ns - sent.generation.received_ns == 60 * 10**9
             found = Retrieved("r1", PASSAGES)
             await prefill.say(found)
             await prefill.settle()

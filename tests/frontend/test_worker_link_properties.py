@@ -160,7 +160,7 @@ class Attempt:
     def draw(self) -> Tokens:
         """The next token is its own number."""
         token, self.drawn = self.drawn, self.drawn + 1
-        finish: Any = "length" if self.drawn == self.told.sampling.max_tokens else None
+        finish: Any = "length" if self.drawn == self.told.generation.sampling.max_tokens else None
         return Tokens(self.told.request_id, "a", (token,), finish, prompt_token_ids=(7, 8, 9) if token == 0 else ())
 
 
@@ -197,14 +197,14 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
             for identity, sent in link.sent:
                 if isinstance(sent, Prefill):
                     drawn = len(sent.resume.generated) if sent.resume else 0
-                    found = sent.retrieval is None or sent.resume is not None
+                    found = sent.generation.retrieval is None or sent.resume is not None
                     attempts.append(Attempt(identity.decode(), sent, drawn, found))
             link.sent.clear()
 
         def act(event: str, what: Any) -> None:
             attempt = attempts[-1 - what] if isinstance(what, int) and what < len(attempts) else None
             match event:
-                case "draw" if attempt is not None and attempt.drawn < attempt.told.sampling.max_tokens:
+                case "draw" if attempt is not None and attempt.drawn < attempt.told.generation.sampling.max_tokens:
                     wires[attempt.told.decode_worker].append(attempt.draw())
                 case "find" if attempt is not None and not attempt.found:
                     wires[attempt.prefill].append(attempt.find())

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
 
 COMMANDS = (
@@ -44,6 +44,20 @@ def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str
 @pytest.mark.parametrize("words", [["trace", "an-id"], ["top"]], ids=["trace", "top"])
 def test_the_only_node_is_asked_whatever_its_name(words: Sequence[str], only: RunDir) -> None:
     assert "http://127.0.0.1:1" in str(CliRunner().invoke(command_line(), list(words)).exception)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words))
+def test_every_command_takes_the_node_in_the_same_form(words: Sequence[str]) -> None:
+    refused = CliRunner().invoke(command_line(), [*words, "--node", "there-is-none"]).exception
+    assert isinstance(refused, Unavailable)
+    assert "there-is-none" in refused.message
+
+
+@pytest.mark.parametrize("command", ["status", "top", "restart", "stop", "logs"])
+def test_two_nodes_at_once_are_refused(command: str) -> None:
+    refused = CliRunner().invoke(command_line(), [command, "one", "--node", "another"]).exception
+    assert isinstance(refused, InvalidRequest)
+    assert refused.message == "two nodes are named: 'one' and --node 'another'"
 
 
 def test_the_logs_of_the_only_node_are_read(only: RunDir, home: Path) -> None:

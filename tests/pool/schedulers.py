@@ -20,6 +20,8 @@ def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0
 
 
 def scheduler(slots: int, reserve: float, queue: int = 1000, **policy: Any) -> Scheduler[int]:
+    """Prefill queries are due when their callers say so, unless a policy is told otherwise."""
+    policy = {"prefill_target_ns": NEVER_NS} | policy
     return Scheduler(Policy(slots=slots, reserve=reserve, queue=queue, **policy))
 
 

@@ -10,7 +10,7 @@ from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.config import NodeConfig
 from runtime.pool.scheduler import Scheduler
-from runtime.pool.settings import policy_of
+from runtime.pool.settings import Policy, policy_of
 from tests.pool.schedulers import LONG, STAGES, USUAL, entry, filled, measured, names, scheduler
 
 MS = 1_000_000
@@ -181,6 +181,10 @@ def test_with_shipped_defaults_the_reserve_divides_the_slots() -> None:
         made.next(0)
         shares[reserve] = made.running
     assert shares == {0.1: {"prefill": 1, "decode": 1}, 0.9: {"prefill": 2, "decode": 0}}
+
+
+def test_a_policy_that_is_told_its_slots_alone_is_the_one_that_is_shipped() -> None:
+    assert Policy(slots=4) == policy_of(NodeConfig(), 4)
 
 
 def test_l_pre_max_is_a_share_of_the_ttft_unless_it_is_configured() -> None:

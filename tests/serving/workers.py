@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from msgspec.structs import replace
-
 from runtime.errors import TrinityError, error_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
 from runtime.serving.frontend.requests import ClientGone, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
-from runtime.testing.stepped_workers import SteppedWorkers
+from runtime.testing.stepped_workers import EPOCH, SteppedWorkers
 
 _MOST_ROUNDS = 50_000
 
@@ -113,7 +111,7 @@ class _Noted(Request):
     """A request whose consumer notes every piece at once."""
 
     def __init__(self, message: Prefill, notes: Told) -> None:
-        super().__init__(message, Placement("", "", ""))
+        super().__init__(message.request_id, message.generation)
         self._notes = notes
 
     def put(self, piece: Piece | TrinityError) -> None:
@@ -156,8 +154,8 @@ class Workers(SteppedWorkers):
         request = self._requests[request_id]
         self._call_off(request)
         self._table.renew(request)
-        to = {"decode_worker": decode, "decode_endpoint": self.plan.endpoint(decode)}
-        self.send("prefill-0", replace(request.next_message(), **to))
+        placement = Placement("prefill-0", decode, self.plan.endpoint(decode))
+        self.send("prefill-0", request.message(EPOCH, placement, request.resume()))
 
     def cancel(self, request_id: str) -> None:
         request = self._requests[request_id]

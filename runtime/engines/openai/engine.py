@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runtime.engines.openai.generation import Generation, Means, why_not
 from runtime.engines.openai.servers import Servers
+from runtime.engines.openai.writer import AnswerWriter, Means, why_not
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.node.config import ServedSection
 from runtime.serving.frontend.engine import Capabilities, Engine
@@ -17,7 +17,7 @@ from runtime.serving.frontend.forwarded import needs_one_request
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.starts import RestartLimits
-from runtime.serving.messages import Prefill
+from runtime.serving.messages import Generation
 from runtime.serving.model.prompt import last_question
 
 log = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ class OpenAiEngine(Engine):
         return [] if self.servers.up else ["engine"]
 
     def _accept(self, request: Request, sent: dict[str, Any]) -> None:
-        self._check(request.message, sent)
+        self._check(request.generation, sent)
 
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
-        generation = Generation(request, sent, self._means, partial(self._tell, request))
-        self._tasks[request] = asyncio.create_task(self._run(request, generation))
+        writer = AnswerWriter(request, sent, self._means, partial(self._tell, request))
+        self._tasks[request] = asyncio.create_task(self._run(request, writer))
 
     def statistics(self) -> Statistics:
         """A snapshot of the engine's counters."""
@@ -108,9 +108,9 @@ class OpenAiEngine(Engine):
     def close(self) -> None:
         """Nothing is open once `run` has ended."""
 
-    async def _run(self, request: Request, generation: Generation) -> None:
+    async def _run(self, request: Request, writer: AnswerWriter) -> None:
         try:
-            await generation.run()
+            await writer.run()
         except TrinityError as error:
             self.requests.fail(request, error)
         except asyncio.CancelledError:
@@ -122,18 +122,18 @@ class OpenAiEngine(Engine):
         finally:
             self._tasks.pop(request, None)
 
-    def _check(self, message: Prefill, sent: dict[str, Any]) -> None:
+    def _check(self, asked: Generation, sent: dict[str, Any]) -> None:
         if len(self.requests) >= self._max_in_flight:
             raise Overloaded(
                 f"{len(self.requests)} requests are in flight, the limit is {self._max_in_flight}; try again later"
             )
-        retrieval = message.retrieval
+        retrieval = asked.retrieval
         probes = retrieval is not None and retrieval.every_tokens > 0
-        if retrieval is not None and isinstance(message.prompt, tuple):
+        if retrieval is not None and isinstance(asked.prompt, tuple):
             raise InvalidRequest(
                 "retrieval needs a prompt that is text: this engine cannot put passages before token ids", "prompt"
             )
-        if retrieval is not None and message.messages and not last_question(message.messages).strip():
+        if retrieval is not None and asked.messages and not last_question(asked.messages).strip():
             raise InvalidRequest("retrieval: the last message of the user has no text to search for", "messages")
         if probes and (field := needs_one_request(sent)):
             raise InvalidRequest(

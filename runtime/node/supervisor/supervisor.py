@@ -263,8 +263,10 @@ class Supervisor:
                 self._wait(control)
                 self._answer(control)
                 self._lifecycle.reap(self._all)
-                if self._clock() > bound or self._stop_signals > max(1, patience):
-                    log.warning("not drained within %g s or asked again: killing", self.plan.config.node.drain_s)
+                late, asked_again = self._clock() > bound, self._stop_signals > max(1, patience)
+                if late or asked_again:
+                    within = f"within {self.plan.config.node.drain_s:g} s"
+                    log.warning("not drained %s: killing", within if late else "yet, and asked again to stop")
                     self._kill_all()
                     return
                 self._lifecycle.reconcile(group)

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from runtime.errors import TrinityError
 from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
-from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.traces import Traces
-from runtime.serving.messages import Message, Prefill, Retrieval, Sampling
+from runtime.serving.messages import Generation
 
 log = logging.getLogger(__name__)
 
@@ -71,35 +70,18 @@ class Engine(ABC):
     def submit(
         self,
         request_id: str,
+        generation: Generation,
         *,
-        sampling: Sampling,
-        received_ns: int,
-        deadline_ns: int,
-        prompt: str | tuple[int, ...] = "",
-        messages: Sequence[Message] = (),
-        retrieval: Retrieval | None = None,
         client_id: str = "",
         sent: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Begin an answer to `messages` (a chat) or `prompt`; ids must be new ones. `client_id` is the client's own
-        name for it, `sent` its body, which engines that forward send on. While there is nothing that could write it,
-        it waits as the engine's restarts are bounded.
+        """Begin an answer; ids must be new ones. `client_id` is the client's own name for it, `sent` its body, which
+        engines that forward send on. While there is nothing that could write it, it waits as the engine's restarts are
+        bounded.
 
         Raises Overloaded, Unavailable, or InvalidRequest for what this engine cannot do; nothing was accepted then.
         """
-        message = Prefill(
-            request_id=request_id,
-            frontend_epoch=self.epoch,
-            sampling=sampling,
-            decode_worker="",
-            decode_endpoint="",
-            received_ns=received_ns,
-            deadline_ns=deadline_ns,
-            messages=tuple(messages),
-            prompt=prompt,
-            retrieval=retrieval,
-        )
-        request, body = Request(message, Placement("", "", "")), dict(sent or {})
+        request, body = Request(request_id, generation), dict(sent or {})
         try:
             self._accept(request, body)
         except TrinityError as error:

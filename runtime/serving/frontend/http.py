@@ -57,7 +57,7 @@ from runtime.serving.frontend.service import Service, Settings, missing_roles
 from runtime.serving.frontend.streams import EventStream, events, first_tokens
 from runtime.serving.frontend.tokenize import TokenizeBody
 from runtime.serving.frontend.vector_stores import StoreRoutes
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
@@ -161,6 +161,7 @@ class _Routes:
     ) -> Response:
         link, answers = self._service.link, self._service.answers
         received_ns = link.now_ns()
+        deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         sampling = body.sampling(default_max_tokens, self._seeds.getrandbits(63))
         store: Callable[[], None] = _nothing
         if (
@@ -175,12 +176,7 @@ class _Routes:
             store = lambda: answers.store(asked, vector, answer.pieces())  # noqa: E731
         request = link.submit(
             answer.id,
-            sampling=sampling,
-            received_ns=received_ns,
-            deadline_ns=received_ns + int(self._settings.request_timeout_s * 1e9),
-            prompt=prompt,
-            messages=messages,
-            retrieval=answer.retrieval,
+            Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval),
             client_id=sent_id(http),
             sent=sent,
         )

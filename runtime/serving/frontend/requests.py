@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from runtime.errors import TrinityError
 from runtime.serving.frontend.relayed import Relayed
-from runtime.serving.frontend.router import Placement
-from runtime.serving.messages import Prefill, Resume, Retrieved, Tokens
+from runtime.serving.frontend.router import NOWHERE, Placement
+from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tokens
 
 Piece = Retrieved | Tokens
 
@@ -75,13 +75,13 @@ class Request:
     pieces can be here sooner: all are `held` until both are there. Until then it can be started again as if nothing
     had happened; after that (`opened`) it can be resumed, from what it `told`.
 
-    `message` is what its first prefill worker was told, `placement` where it runs, or ran last (then it is not
-    `placed`). `attempts` counts how often it was started again, `sent_again` how often within one attempt: by an engine
-    that looks after this itself.
+    `placement` is where it runs, or ran last (then it is not `placed`). `attempts` counts how often it was started
+    again, `sent_again` how often within one attempt: by an engine that looks after this itself.
     """
 
-    message: Prefill
-    placement: Placement
+    id: str
+    generation: Generation
+    placement: Placement = NOWHERE
     placed: bool = False
     attempts: int = 0
     sent_again: int = 0
@@ -94,17 +94,13 @@ class Request:
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
 
     @property
-    def id(self) -> str:
-        return self.message.request_id
-
-    @property
     def attempt_id(self) -> str:
         """Its id for the workers: a new one with every start, so that no piece of an old one can be taken for it."""
         return f"{self.id}~{self.attempts}" if self.attempts else self.id
 
     @property
     def deadline_ns(self) -> int:
-        return self.message.deadline_ns
+        return self.generation.deadline_ns
 
     def runs_on(self, worker: str) -> bool:
         """Whether it would be lost with this worker (a prefill worker's part ends when decode has it)."""
@@ -113,13 +109,17 @@ class Request:
         part = self.placement.prefill == worker and not (self.prefilled and self.opened)
         return part or self.placement.decode == worker
 
-    def next_message(self) -> Prefill:
-        """What the next prefill worker is told; where decode goes on is yet to be filled in."""
-        message = replace(self.message, request_id=self.attempt_id)
+    def resume(self) -> Resume | None:
+        """Where its next start goes on; None if that is the beginning."""
         if not self.opened:
-            return message
-        every_tokens = message.retrieval.every_tokens if message.retrieval else 0
-        return replace(message, messages=(), prompt="", resume=self.told.resume(self.first_token_ns, every_tokens))
+            return None
+        retrieval = self.generation.retrieval
+        return self.told.resume(self.first_token_ns, retrieval.every_tokens if retrieval else 0)
+
+    def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
+        """What the prefill worker of a placement is told."""
+        asked = replace(self.generation, messages=(), prompt="") if resume else self.generation
+        return Prefill(self.attempt_id, frontend_epoch, asked, placement.decode, placement.decode_endpoint, resume)
 
     async def next(self) -> Piece:
         """The next piece, in order; the last is a `Tokens` with a `finish_reason`. Raises what ended the request."""
@@ -185,7 +185,7 @@ class RequestTable:
             return True
         request.held.append(piece)
         found = [piece for piece in request.held if isinstance(piece, Retrieved) and piece.at_token == 0]
-        if (found or request.message.retrieval is None) and any(isinstance(piece, Tokens) for piece in request.held):
+        if (found or request.generation.retrieval is None) and any(isinstance(piece, Tokens) for piece in request.held):
             request.opened = True
             pieces, request.held = request.held, []
             for piece in (*found, *(piece for piece in pieces if piece not in found)):

@@ -59,6 +59,9 @@ class Placement:
     decode_endpoint: str
 
 
+NOWHERE = Placement("", "", "")
+
+
 @dataclass(slots=True)
 class Worker:
     """A worker as the router sees it: what it said of itself, what it last reported, what it was given."""

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
 from runtime.serving.frontend.requests import Request, RequestTable
 from runtime.serving.frontend.router import Router, prefix_blocks
@@ -39,13 +37,14 @@ class Starts:
         requests: RequestTable,
         limits: RestartLimits,
         *,
+        epoch: int,
         clock: Callable[[], int],
         send: Callable[[str, Prefill], bool],
         lost: Callable[[str, str], None],
         end: Callable[[Request, TrinityError], None],
     ) -> None:
         self._router, self._requests, self._limits = router, requests, limits
-        self._clock, self._send, self._lost, self._end = clock, send, lost, end
+        self._epoch, self._clock, self._send, self._lost, self._end = epoch, clock, send, lost, end
         self._waiting: dict[Request, tuple[int, TrinityError]] = {}  # until when, and why
         self.restarts = 0
 
@@ -54,16 +53,14 @@ class Starts:
 
         Raises Overloaded, Unavailable or ContextLengthExceeded, and then nothing was sent.
         """
-        message = request.next_message()
-        resume = message.resume
-        prompt = resume.tokens if resume else message.prompt
-        tokens = message.sampling.max_tokens - (len(resume.generated) if resume else 0)
+        asked, resume = request.generation, request.resume()
+        prompt = resume.tokens if resume else asked.prompt
+        tokens = asked.sampling.max_tokens - (len(resume.generated) if resume else 0)
         tokens += len(prompt) if isinstance(prompt, tuple) else 1
-        prefix = prefix_blocks(message.messages or prompt)
+        prefix = prefix_blocks(prompt if resume else asked.messages or prompt)
         while True:
             placement = self._router.place(prefix, tokens, avoid=avoid)
-            to = replace(message, decode_worker=placement.decode, decode_endpoint=placement.decode_endpoint)
-            if self._send(placement.prefill, to):
+            if self._send(placement.prefill, request.message(self._epoch, placement, resume)):
                 request.placement, request.placed = placement, True
                 return
             self._router.finished(placement, prefilled=False)

@@ -91,7 +91,7 @@ class Traces:
 
     def begun(self, request: Request, client_id: str = "") -> None:
         """A request was accepted."""
-        stamps = {stages.RECEIVED: request.message.received_ns}
+        stamps = {stages.RECEIVED: request.generation.received_ns}
         self._begin(_Notes(request.id, client_id, stamps, request))
 
     def search_begun(self, search_id: str, client_id: str = "") -> None:

@@ -105,7 +105,14 @@ class WorkerLink(Engine):
         self.router = router
         self._lost_after_ns = lost_after_ns
         self._starts = Starts(
-            router, self.requests, restarts, clock=clock, send=self._send, lost=self.lost, end=self._fail
+            router,
+            self.requests,
+            restarts,
+            epoch=epoch,
+            clock=clock,
+            send=self._send,
+            lost=self.lost,
+            end=self._fail,
         )
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}

@@ -31,3 +31,7 @@ class Job:
     @property
     def id(self) -> str:
         return self.request.request_id
+
+    @property
+    def deadline_ns(self) -> int:
+        return self.request.generation.deadline_ns

@@ -24,7 +24,18 @@ from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.transport import Transport, transport_of
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
+from runtime.serving.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    Generation,
+    Hello,
+    Prefill,
+    Reserve,
+    Retrieved,
+    Welcome,
+    encode,
+)
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, query_text
@@ -125,7 +136,7 @@ class PrefillWorker:
         for message in self._link.receive():
             match message:
                 case Prefill():
-                    stamps = {stages.RECEIVED: message.received_ns}
+                    stamps = {stages.RECEIVED: message.generation.received_ns}
                     if message.resume is not None:
                         stamps[stages.FIRST_TOKEN] = message.resume.first_token_ns
                     else:
@@ -148,29 +159,30 @@ class PrefillWorker:
             job.tokens, job.passages = list(request.resume.tokens), request.resume.seen_passages
             self._waiting.append(job)
             return
+        asked = request.generation
         bare = build_prompt(
-            self._model.tokenizer, request.messages, request.prompt, budget_tokens=self._prompt_budget(request)
+            self._model.tokenizer, asked.messages, asked.prompt, budget_tokens=self._prompt_budget(asked)
         )
         if max(bare.tokens, default=0) >= self._model.info.vocabulary:
             raise InvalidRequest(
                 f"token id {max(bare.tokens)} in the prompt; the vocabulary has {self._model.info.vocabulary}", "prompt"
             )
         job.tokens = bare.tokens
-        retrieval = request.retrieval
+        retrieval = asked.retrieval
         if retrieval is None:
             self._waiting.append(job)
             return
-        text = query_text(self._model.tokenizer, request.messages, request.prompt)
+        text = query_text(self._model.tokenizer, asked.messages, asked.prompt)
         job.ticket = self.retriever.ask(
-            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=request.deadline_ns
+            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns
         )
         self._asking[job.ticket] = job
 
-    def _prompt_budget(self, request: Prefill) -> int:
-        budget = self._context_tokens - request.sampling.max_tokens
+    def _prompt_budget(self, asked: Generation) -> int:
+        budget = self._context_tokens - asked.sampling.max_tokens
         if budget < 1:
             raise ContextLengthExceeded(
-                f"max_tokens = {request.sampling.max_tokens} leaves no room for a prompt in {self._context_tokens}",
+                f"max_tokens = {asked.sampling.max_tokens} leaves no room for a prompt in {self._context_tokens}",
                 "max_tokens",
             )
         return budget
@@ -189,12 +201,13 @@ class PrefillWorker:
             raise found.error
         job.stages[stages.EMBEDDED] = found.embedded_ns
         job.stages[stages.SEARCHED] = time.monotonic_ns()
+        asked = job.request.generation
         prompt = build_prompt(
             self._model.tokenizer,
-            job.request.messages,
-            job.request.prompt,
+            asked.messages,
+            asked.prompt,
             found.passages,
-            budget_tokens=self._prompt_budget(job.request),
+            budget_tokens=self._prompt_budget(asked),
             passage_tokens=self._limits.passage_tokens,
             bare=job.tokens,
         )
@@ -207,7 +220,7 @@ class PrefillWorker:
 
     def _admit(self) -> None:
         """Give blocks to the waiting, the earliest deadline first; none overtakes another for being smaller."""
-        self._waiting.sort(key=lambda job: job.request.deadline_ns)
+        self._waiting.sort(key=lambda job: job.deadline_ns)
         if self._decode_first:
             for job in self._waiting[: self._limits.slots]:
                 if job.announcement is None:
@@ -217,16 +230,16 @@ class PrefillWorker:
                 break
             self._waiting.remove(job)
             job.lease, job.table = lease, self._blocks.open(job.tokens)
-            job.table.asked_ns = job.request.received_ns
+            job.table.asked_ns = job.request.generation.received_ns
             self._blocks.grow(job.table, len(job.tokens))
             job.done = job.table.reused_tokens
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
-        self._running.sort(key=lambda job: job.request.deadline_ns)
+        self._running.sort(key=lambda job: job.deadline_ns)
 
     def _announce(self, job: Job) -> None:
         """Ask decode to keep room before the prompt is run."""
-        message = Reserve(job.id, job.request.frontend_epoch, tuple(job.tokens), job.request.deadline_ns)
+        message = Reserve(job.id, job.request.frontend_epoch, tuple(job.tokens), job.deadline_ns)
         job.announcement = self._source.announce(job.request.decode_endpoint, encode(message))
         self._announced[job.announcement] = job
 
@@ -254,10 +267,10 @@ class PrefillWorker:
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
             return
-        request, resume = job.request, job.request.resume
+        request, asked, resume = job.request, job.request.generation, job.request.resume
         told = resume.last_token if resume else None
         if told is None:
-            first = Sampler(request.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
+            first = Sampler(asked.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
         else:
             first = told
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
@@ -265,10 +278,10 @@ class PrefillWorker:
         payload = Decode(
             request_id=job.id,
             frontend_epoch=request.frontend_epoch,
-            sampling=request.sampling,
+            sampling=asked.sampling,
             tokens=tuple(job.tokens),
             first_token=first,
-            retrieval=request.retrieval,
+            retrieval=asked.retrieval,
             seen_passages=job.passages,
             stages=job.stages,
             blocks=tuple(job.table.blocks),

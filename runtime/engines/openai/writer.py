@@ -53,13 +53,13 @@ class Means:
     clock: Callable[[], int] = time.monotonic_ns
 
 
-class Generation:
+class AnswerWriter:
     """Writes one request's answer. `tell` gets its pieces; `run` ends with the last, or raises what ended it."""
 
     def __init__(self, request: Request, sent: Json, means: Means, tell: Callable[[Piece], None]) -> None:
         self._request, self._means, self._tell = request, means, tell
         self._bare = self._sent = sent  # without and with passages
-        self._asked = asked = request.message
+        self._asked = asked = request.generation
         retrieval = asked.retrieval
         self._probing = None
         if retrieval is not None and retrieval.every_tokens:
