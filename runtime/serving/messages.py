@@ -144,8 +144,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
 
     `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
-    The first piece carries the stages' times so far, and the prompt's tokens as the model saw them (3 KB and 30 µs for a
-    thousand): with them the answer can go on elsewhere even if its collection has been replaced since. `probes` are
+    The first piece carries the stages' times so far, and the prompt's tokens as the model saw them (3 KB and 30 µs for
+    a thousand): with them the answer can go on elsewhere even if its collection has been replaced since. `probes` are
     those that ended since the last piece.
     """
 
