@@ -4,7 +4,6 @@ import json
 import os
 import select
 import signal
-import time
 from pathlib import Path
 
 import msgspec
