@@ -373,11 +373,29 @@ def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
     assert b" 413 " in answer
 
 
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("prompt", "x" * 2_001),
+        ("messages", [{"role": "user", "content": "x" * 1_000}, {"role": "user", "content": "y" * 1_001}]),
+    ],
+)
+def test_what_is_tokenized_has_a_prompts_limit(http: httpx.Client, param: str, value: object) -> None:
+    problem(
+        http.post("/tokenize", json={param: value}),
+        400,
+        "invalid_request",
+        param,
+        f"{param} has 2001 bytes, the limit is 2000",
+    )
+
+
 def test_a_body_that_does_not_arrive_is_given_up() -> None:
     with Cluster(settings=replace(SETTINGS, body_timeout_s=0.3)) as cluster:
         answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert b" 408 " in answer
     assert b"the body did not arrive within 0.3 s; 1 bytes did" in answer
+    assert b"connection: close" in answer.lower()
 
 
 def test_a_client_that_goes_away_within_its_body_leaves_nothing(cluster: Cluster, http: httpx.Client) -> None:

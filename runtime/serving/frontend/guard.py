@@ -43,6 +43,8 @@ class _Early(Response):
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
     """OpenAI's error object under the error's status."""
     kind = _Early if isinstance(error, BodyTooLarge) else Response
+    if isinstance(error, RequestTooSlow):  # what still comes of its body is no request
+        headers = {**(headers or {}), "Connection": "close"}
     return kind(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 

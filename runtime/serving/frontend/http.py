@@ -256,9 +256,11 @@ class _Routes:
     async def tokenize(self, http: Request) -> Response:
         """Token ids of a text or a chat, in vLLM's dialect: for who goes on with an answer in another request."""
         body = TokenizeBody.parse(await self._read_bytes(http))
+        texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
+        param = "prompt" if body.messages is None else "messages"
+        self._check_prompt_bytes(sum(len(text.encode()) for text in texts), param)
         if self._service.tokens is None:
             raise Unavailable("this node runs no model of its own, and has no tokenizer")
-        self._check_prompt_bytes(len((body.prompt or "").encode()), "prompt")
         tokens = await self._service.tokens.of(body)
         return _json({"count": len(tokens), "max_model_len": self._settings.context_tokens, "tokens": tokens})
 
