@@ -3,6 +3,7 @@
 What is wrong with the input is raised as `TrinityError` (or `GpuError`) and becomes one line in `launchers.main`.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -170,7 +171,8 @@ def _tell(out: Path, ingested: Ingested, begin: float) -> None:
 def _tell_skipped(ingested: Ingested) -> None:
     """Name every file that could not be read, and how many these are."""
     for path, reason in ingested.skipped.items():
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+        shown = path if path.isprintable() else ascii(path)  # a name may hold line feeds and a terminal's commands
+        print(f"skipped {shown}: {reason}", file=sys.stderr)
     if ingested.skipped:
         print(f"{len(ingested.skipped):,} files could not be read, and were skipped", file=sys.stderr)
 
@@ -282,4 +284,5 @@ def _write(out: Path, ids: np.ndarray) -> None:
     except OSError as error:
         raise CollectionError(f"{out} cannot be written: {error.strerror}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)

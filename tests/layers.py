@@ -24,7 +24,7 @@ PROCESS = {
         "test_standby", "test_supervisor",
     ),
     "pool": ("test_cuda_pool", "test_kills"),
-    "retrieval": ("test_directory", "test_embedder", "test_index_commands"),
+    "retrieval": ("test_apart", "test_directory", "test_embedder", "test_index_commands", "test_ingestion"),
     "serving": ("test_model", "test_smollm"),
     "tests": ("test_imports",),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Small files of every kind that a collection takes, and an embedder that counts."""
 
 import io
+import zipfile
 from collections.abc import Sequence
 
 from runtime.retrieval.embedding.embedder import TextKind, Vectors
@@ -76,4 +77,18 @@ def pptx(*slides: tuple[str, str, str]) -> bytes:
         slide.notes_slide.notes_text_frame.text = notes
     written = io.BytesIO()
     presentation.save(written)
+    return written.getvalue()
+
+
+def docx_of(body: str) -> bytes:
+    """A Word file whose body is this XML."""
+    name, space = "word/document.xml", "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    written = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(docx("Title"))) as whole,
+        zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as out,
+    ):
+        for entry in whole.namelist():
+            replaced = f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>'.encode()
+            out.writestr(entry, replaced if entry == name else whole.read(entry))
     return written.getvalue()

@@ -175,6 +175,7 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("search", docs, "--queries", tmp_path / "v.npy", "--k", 65, "--top-m", 64), "k is 65"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--truth", tmp_path / "v.npy"), "truth for 9 queries"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--out", tmp_path / "no" / "i.npy"), "cannot be written"),
+        (("search", docs, "--queries", tmp_path / "v.npy", "--out", source / "i.npy"), "cannot be written"),
     ]:
         code, printed, told = trinity(*arguments)
         lines = [line for line in told.splitlines() if not line.startswith(("reading", "embedding"))]
@@ -276,7 +277,9 @@ def test_folders_are_built_and_brought_up_to_date(trinity: Trinity, tmp_path: Pa
     code, printed, told = trinity("index", "build", folder, *options, "--embedder", "hashing-64", "--degree", 2)
     assert (code, printed.partition(" of 64")[0]) == (0, f"{out}: 3 vectors")
     assert told.endswith("skipped bad.txt: not UTF-8 text at byte 3\n1 files could not be read, and were skipped\n")
-    (folder / "bad.txt").unlink()
+    (folder / "bad.txt").rename(folder / "ba\n\x1b[2Jd.txt")
+    assert r"skipped 'ba\n\x1b[2Jd.txt': not UTF-8" in trinity("index", "add", folder, *options)[2]
+    (folder / "ba\n\x1b[2Jd.txt").unlink()
     (folder / "pay.md").write_text("# pay\n\nMonthly.")
     code, printed, told = trinity("index", "add", folder, *options)
     assert (code, printed.splitlines()[0]) == (

@@ -1,5 +1,6 @@
 """Folders of files as collections: what is kept for citations, and what a second run does not do again."""
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -196,6 +197,50 @@ def test_a_large_file_is_not_read(handbook: Handbook, monkeypatch: pytest.Monkey
     handbook.write("long.txt", "x" * 11)
     handbook.write("short.txt", "x")
     assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}
+
+
+def test_what_is_no_regular_file_is_skipped_and_not_waited_for(handbook: Handbook) -> None:
+    handbook.write("good.txt", "good")
+    os.mkfifo(handbook.folder / "pipe.md")
+    done = handbook.ingest()
+    assert (done.read, done.skipped) == (1, {"pipe.md": "it is no regular file"})
+
+
+def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook: Handbook) -> None:
+    secret = handbook.folder.parent / "secret.txt"
+    secret.write_text("secret")
+    handbook.write("good.txt", "good")
+    (handbook.folder / "within.txt").symlink_to("good.txt")
+    (handbook.folder / "out.txt").symlink_to(secret)
+    (handbook.folder / "loop.txt").symlink_to("loop.txt")
+    done = handbook.ingest()
+    assert done.skipped == {
+        "loop.txt": "Too many levels of symbolic links",
+        "out.txt": "it is a link to a file outside of the folder: name that file itself",
+    }
+    assert handbook.texts == {"good.txt#1": "good", "within.txt#1": "good"}
+    link = handbook.folder / "out.txt"
+    assert handbook.ingest(link).read == 1  # what is named is what is wanted
+
+
+def test_files_of_a_folder_that_cannot_be_looked_into_are_not_gone(
+    handbook: Handbook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handbook.write("a/one.txt", "one")
+    handbook.write("b/two.txt", "two")
+    handbook.ingest()
+    scandir = os.scandir
+
+    def refusing(path: str) -> object:
+        if path == str(handbook.folder / "a"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    handbook.write("b/two.txt", "three")
+    done, _ = handbook.add()
+    assert (done.read, done.gone, done.skipped) == (1, 0, {"a": "Permission denied"})
+    assert handbook.texts == {"a/one.txt#1": "one", "b/two.txt#1": "three"}
 
 
 def test_hidden_files_and_what_nobody_reads_are_passed_over_in_folders(handbook: Handbook) -> None:

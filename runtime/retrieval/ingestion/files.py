@@ -1,10 +1,12 @@
 """Which files are meant by what somebody named, and what they hold."""
 
+import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from runtime.errors import BuildRefused, CollectionError
@@ -23,6 +25,8 @@ class Found:
 
     path: Path
     source: str
+    folder: Path | None = None
+    """The folder that was named, of a file that was found in one: no link may lead out of it."""
 
     @property
     def is_lines(self) -> bool:
@@ -37,17 +41,19 @@ def root_of(paths: Sequence[Path]) -> Path:
     return Path(os.path.commonpath(folders))
 
 
-def find_files(paths: Sequence[Path], root: Path) -> list[Found]:
+def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> list[Found]:
     """The files named, and those in the folders named and below, in order; none twice.
 
     In folders only what there is a reader for; nothing hidden, no links to folders. .jsonl is read where it is named.
+    Folders that cannot be looked into are put into `unread`, with the reason, by their path relative to `root`.
     Raises `CollectionError` for what is not there, `BuildRefused` for a file that nobody reads, or too many.
     """
     found: dict[str, Found] = {}
     for path in paths:
         absolute = Path(os.path.abspath(path))
-        if absolute.is_dir():
-            inside = _walk(absolute)
+        folder = absolute if absolute.is_dir() else None
+        if folder is not None:
+            inside = _walk(folder, lambda at, reason: unread.setdefault(_relative(at, root), reason))
         elif (absolute.exists() or path.suffix) and not path.name.lower().endswith(_KNOWN):
             raise CollectionError(f"{path}: a source ends in {', '.join(_KNOWN)} or .npy")
         elif not absolute.exists():
@@ -55,25 +61,20 @@ def find_files(paths: Sequence[Path], root: Path) -> list[Found]:
         else:
             inside = [absolute]
         for one in inside:
-            source = Path(os.path.relpath(one, root)).as_posix()
-            found.setdefault(source, Found(one, source))
+            source = _relative(one, root)
+            found.setdefault(source, Found(one, source, folder))
             if len(found) > MAX_FILES:
                 raise BuildRefused(f"{path}: there are more than {MAX_FILES:,} files, the limit")
     return [found[source] for source in sorted(found)]
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(found: Found) -> bytes:
     """A file's content. Raises `Unreadable`; its size is looked at first."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Unreadable("it is no regular file")
-            if status.st_size > MAX_FILE_BYTES:
-                raise Unreadable(f"it has {status.st_size:,} bytes, the limit is {MAX_FILE_BYTES:,}")
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
+    with _opened(found) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE_BYTES:
+            raise Unreadable(f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}")
+        content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise Unreadable(f"it has more than {MAX_FILE_BYTES:,} bytes, the limit")
     return content
@@ -81,22 +82,40 @@ def read_bytes(path: Path) -> bytes:
 
 def checksum(found: Found) -> str:
     """SHA-256 of its content. Raises `Unreadable`, also for a name that could not be cited."""
+    if not found.is_lines:
+        return hashlib.sha256(read_bytes(found)).hexdigest()
+    with _opened(found) as file:  # of any size: it is read line by line
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(found: Found) -> Iterator[BufferedReader]:
+    """The file, if it is a regular one that no link outside of its folder stands for. Raises `Unreadable`."""
     try:
         found.source.encode()
     except UnicodeEncodeError as error:
         raise Unreadable("its name is not UTF-8") from error
-    if not found.is_lines:
-        return hashlib.sha256(read_bytes(found.path)).hexdigest()
     try:
-        with found.path.open("rb") as file:  # of any size: it is read line by line
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        # A pipe without a writer would be waited for without O_NONBLOCK, which says nothing to a file.
+        with os.fdopen(os.open(found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Unreadable("it is no regular file")
+            if found.folder is not None:
+                opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # not by its name: that may have changed
+                if not opened.is_relative_to(found.folder.resolve()):
+                    raise Unreadable("it is a link to a file outside of the folder: name that file itself")
+            yield file
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
 
 
-def _walk(folder: Path) -> list[Path]:
+def _relative(path: Path, root: Path) -> str:
+    return Path(os.path.relpath(path, root)).as_posix()
+
+
+def _walk(folder: Path, unread: Callable[[Path, str], object]) -> list[Path]:
     files = []
-    for directory, below, names in os.walk(folder):
+    for directory, below, names in os.walk(folder, onerror=lambda e: unread(Path(e.filename), e.strerror or str(e))):
         below[:] = sorted(name for name in below if not name.startswith("."))
         files += [
             Path(directory, name)

@@ -5,6 +5,7 @@ ingested = add([Path("handbook")], Path("docs"))                        # once m
 """
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from runtime.retrieval.collections.sources import Progress, no_progress, read_do
 from runtime.retrieval.embedding.embedder import Embedder, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder
 from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.ingestion.apart import Apart
 from runtime.retrieval.ingestion.files import Found, checksum, find_files, read_bytes, root_of
-from runtime.retrieval.ingestion.readers import check_packages, read_file
+from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
 from runtime.retrieval.ingestion.sections import Section, Unreadable
 from runtime.retrieval.ingestion.splitting import split
 
@@ -67,11 +69,12 @@ def ingest(
     """
     limit = _passage_tokens(passage_tokens, embedder)
     root = root_of(paths)
-    job = _Job(paths, Sources(str(root), limit), embedder, None, progress)
-    Collection.build(
-        job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
-    )
-    return job.done
+    with Apart() as reader:
+        job = _Job(paths, Sources(str(root), limit), embedder, None, reader, progress)
+        Collection.build(
+            job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
+        )
+        return job.done
 
 
 def add(
@@ -89,7 +92,7 @@ def add(
     The collection is built anew with what it was built with and replaced whole, unless nothing changed. Raises as
     `ingest` does, `ResourceBusy` while another does this to the same collection.
     """
-    with _alone(out), Collection.open(out) as old:
+    with _alone(out), Collection.open(out) as old, Apart() as reader:
         if old.embedder is None or old.documents is None:
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
         embedder = load(old.embedder, threads=threads, place=place or EmbedderPlace(), for_a_build=True)
@@ -97,7 +100,7 @@ def add(
         root = Path(before.root) if before else root_of(paths)
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
-        job = _Job(paths, Sources(str(root), limit), embedder, _Before(old, folders, root), progress)
+        job = _Job(paths, Sources(str(root), limit), embedder, _Before(old, folders, root), reader, progress)
         if not job.look():
             return job.done
         info = Collection.info(out)
@@ -145,7 +148,13 @@ class _Job:
     """One ingestion: `documents` of all files, with notes on which rows have a vector already."""
 
     def __init__(
-        self, paths: Sequence[Path], sources: Sources, embedder: Embedder, before: _Before | None, progress: Progress
+        self,
+        paths: Sequence[Path],
+        sources: Sources,
+        embedder: Embedder,
+        before: _Before | None,
+        reader: Apart,
+        progress: Progress,
     ) -> None:
         self.sources = sources
         self.done = Ingested()
@@ -153,9 +162,11 @@ class _Job:
         self._files: list[Found] = []
         self._embedder = embedder
         self._before = before
+        self._reader = reader
         self._progress = progress
         self._checksums: dict[str, str] = {}  # of files that are there and did not change
         self._gone: set[str] = set()
+        self._unread: dict[str, str] = {}  # folders that could not be looked into
         self._rows: list[int] = []  # by new row: the old one with its vector, or -1
 
     def look(self) -> bool:
@@ -172,9 +183,10 @@ class _Job:
             if self._before.files.get(found.source) == digest:
                 self._checksums[found.source] = digest
         self._progress("compare", 1.0)
-        self._gone = self._before.expected - {found.source for found in self._files}
+        there = {found.source for found in self._files}
+        self._gone = {path for path in self._before.expected - there if not self._is_unread(path)}
         self.done.gone, self.done.unchanged = len(self._gone), len(self._checksums)
-        return bool(self._gone) or len(self._checksums) + len(self.done.skipped) < len(self._files)
+        return bool(self._gone) or bool(there - set(self._checksums) - set(self.done.skipped))
 
     def documents(self) -> Iterator[Document]:
         """Those that stay, then those of files that are new or changed."""
@@ -187,8 +199,7 @@ class _Job:
             self._progress("read", number / len(wanted))
             old = list(self._before.get(self._before.rows.get(found.source, []))) if self._before else []
             try:
-                digest = checksum(found)
-                passages = self._passages(found)
+                digest, passages = self._read(found)
             except Unreadable as error:
                 self._skip(found, error)
                 if old and self._before:  # what was there stays, and the file is tried again the next time
@@ -205,8 +216,13 @@ class _Job:
             raise CollectionError("there are no documents" + "".join(f"; {n}: {w}" for n, w in self._first_skipped()))
 
     def _find(self) -> None:
-        self._files = find_files(self._paths, Path(self.sources.root))
+        self._files = find_files(self._paths, Path(self.sources.root), self._unread)
+        self.done.skipped |= self._unread
         check_packages(found.source for found in self._files)
+
+    def _is_unread(self, path: str) -> bool:
+        """Whether the file may be there, in a folder that could not be looked into."""
+        return any(folder == "." or path.startswith(f"{folder}/") for folder in self._unread)
 
     def known(self) -> tuple[NDArray[np.int64], Vectors]:
         """See `Collection.build`."""
@@ -235,16 +251,20 @@ class _Job:
     def _first_skipped(self) -> list[tuple[str, str]]:
         return list(self.done.skipped.items())[:1]
 
-    def _passages(self, found: Found) -> Iterator[Document]:
-        """A file's; those of lines are read while they are asked for. Raises `Unreadable`."""
+    def _read(self, found: Found) -> tuple[str, Iterator[Document]]:
+        """A file's checksum and passages; those of lines are read while they are asked for. Raises `Unreadable`."""
         if found.is_lines:
-            lines = read_documents(found.path, self._progress)
-            return (Document(line.id, line.title, line.text, line.attributes, found.source) for line in lines)
-        read = read_file(found.source, read_bytes(found.path))
-        title = _clean(read.title)[:200] or found.path.stem
+            digest, lines = checksum(found), read_documents(found.path, self._progress)
+            return digest, (Document(line.id, line.title, line.text, line.attributes, found.source) for line in lines)
+        content = read_bytes(found)  # once: what is kept is the checksum of what was read
+        return hashlib.sha256(content).hexdigest(), self._passages(found, content)
+
+    def _passages(self, found: Found, content: bytes) -> Iterator[Document]:
+        read = (read_file if found.source.lower().endswith(PLAIN) else self._reader.read)(found.source, content)
+        title = read.title.strip()[:200] or found.path.stem
         passages: list[Document] = []
         for section in self._joined(read.sections):
-            heading = _clean(section.heading)[:300]
+            heading = section.heading.strip()[:300]
             whole = f"{title}: {heading}" if heading and heading != title else title
             limit = max(self.sources.passage_tokens - self._embedder.count_tokens(whole), MIN_PASSAGE_TOKENS)
             attributes: dict[str, str | int | float | bool] = {"source": found.source}
@@ -252,7 +272,7 @@ class _Job:
                 attributes["heading"] = heading
             if section.page:
                 attributes["page"] = section.page
-            for piece in split(_clean(section.text), limit, self._embedder.count_tokens):
+            for piece in split(section.text.strip(), limit, self._embedder.count_tokens):
                 name = f"{found.source}#{len(passages) + 1}"
                 passages.append(Document(name, whole, piece, attributes, found.source))
         if not passages:
@@ -283,11 +303,6 @@ def _passage_tokens(given: int, embedder: Embedder) -> int:
             f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{most}: {embedder.name} reads no more of a text"
         )
     return given
-
-
-def _clean(text: str) -> str:
-    """Without what no database and no model takes: unpaired surrogates, NUL."""
-    return text.encode("utf-8", "replace").decode().replace("\x00", " ").strip()
 
 
 def _within(path: Path, folder: Path) -> bool:

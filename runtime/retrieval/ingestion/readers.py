@@ -8,7 +8,7 @@ from runtime.errors import BuildRefused
 from runtime.retrieval.ingestion.html import read_html
 from runtime.retrieval.ingestion.office import read_docx, read_pptx
 from runtime.retrieval.ingestion.pdf import read_pdf
-from runtime.retrieval.ingestion.sections import Read, Unreadable
+from runtime.retrieval.ingestion.sections import Read, Section, Unreadable
 from runtime.retrieval.ingestion.text import read_markdown, read_text
 
 _READERS: dict[str, Callable[[bytes], Read]] = {
@@ -23,6 +23,8 @@ _READERS: dict[str, Callable[[bytes], Read]] = {
 }
 _NEEDED = {".pdf": "pypdf", ".docx": "docx", ".pptx": "pptx"}
 SUFFIXES = tuple(_READERS)
+PLAIN = (".md", ".markdown", ".txt")
+"""Read line by line: nothing in them takes a reader more time or memory than their size."""
 
 
 def check_packages(names: Iterable[str]) -> None:
@@ -38,8 +40,15 @@ def check_packages(names: Iterable[str]) -> None:
 def read_file(name: str, content: bytes) -> Read:
     """A file's sections. Raises `Unreadable`, whatever a library makes of a file that is none."""
     try:
-        return _READERS[PurePath(name).suffix.lower()](content)
+        read = _READERS[PurePath(name).suffix.lower()](content)
     except (Unreadable, MemoryError):
         raise
     except Exception as error:  # of any class, for any file
         raise Unreadable(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
+    sections = [Section(_storable(one.text), _storable(one.heading), one.page) for one in read.sections]
+    return Read(_storable(read.title), sections)
+
+
+def _storable(text: str) -> str:
+    """Without what no database and no model takes: unpaired surrogates, NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\x00", " ")

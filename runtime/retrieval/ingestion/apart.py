@@ -1,0 +1,136 @@
+"""Reading in a process of its own, with bounds: `python -m runtime.retrieval.ingestion.apart` is that process.
+
+A Word file of 40 KB, or a page of HTML, can have its parser take hours, or all memory. Here it takes the process: the
+file is skipped, and the next one is read by another.
+
+Each way a message is its length, 4 bytes, little endian, and that many bytes of msgpack.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from typing import IO, Self
+
+import msgspec
+
+from runtime.retrieval.ingestion.readers import read_file
+from runtime.retrieval.ingestion.sections import Read, Unreadable
+
+READ_S = 60
+READ_BYTES = 2 << 30
+_NO_MEMORY = 3  # its exit code
+
+
+class _Asked(msgspec.Struct):
+    name: str
+    content: bytes
+
+
+class _Told(msgspec.Struct):
+    """`read`, or why it cannot be."""
+
+    read: Read | None = None
+    trouble: str = ""
+
+
+class Apart:
+    """Reads files. `seconds`: of processor time that one may take; `memory`: the process's address space, in bytes."""
+
+    def __init__(self, seconds: int = READ_S, memory: int = READ_BYTES) -> None:
+        self._seconds, self._memory = seconds, memory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def read(self, name: str, content: bytes) -> Read:
+        """See `read_file`. Raises `Unreadable` for a file that takes its reader too long, too much, or its life."""
+        if self._process is None:
+            self._process = self._started()
+        process = self._process
+        assert process.stdin is not None, "a pipe"
+        assert process.stdout is not None, "a pipe"
+        try:
+            _send(process.stdin, msgspec.msgpack.encode(_Asked(name, content)))
+            told = msgspec.msgpack.decode(_received(process.stdout), type=_Told)
+        except (OSError, EOFError):
+            code = process.wait()
+            self.close()
+            raise Unreadable(self._why(code)) from None
+        if told.read is None:
+            raise Unreadable(told.trouble)
+        return told.read
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, and waits
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "runtime.retrieval.ingestion.apart", str(self._seconds), str(self._memory)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def _why(self, code: int) -> str:
+        if code == _NO_MEMORY:
+            return f"reading it takes more than {self._memory:,} bytes of memory, the limit"
+        if code == -signal.SIGXCPU:
+            return f"reading it takes more than {self._seconds} s of processor time, the limit"
+        return f"its reader ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+
+def _send(stream: IO[bytes], message: bytes) -> None:
+    stream.write(len(message).to_bytes(4, "little") + message)
+    stream.flush()
+
+
+def _received(stream: IO[bytes]) -> bytes:
+    """Raises `EOFError`."""
+    size = int.from_bytes(head, "little") if len(head := stream.read(4)) == 4 else 0
+    message = stream.read(size)
+    if not size or len(message) < size:
+        raise EOFError
+    return message
+
+
+def _bound(what: int, value: int) -> None:
+    _, most = resource.getrlimit(what)
+    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+def main(seconds: int, memory: int) -> None:
+    """Read what is asked for, one file after another, until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this; its end is seen here
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    _bound(resource.RLIMIT_CORE, 0)
+    _bound(resource.RLIMIT_AS, memory)
+    try:
+        while True:
+            _answer_one(seconds)
+    except EOFError:
+        return
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+
+
+def _answer_one(seconds: int) -> None:
+    asked = msgspec.msgpack.decode(_received(sys.stdin.buffer), type=_Asked)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
+    try:
+        told = _Told(read_file(asked.name, asked.content))
+    except Unreadable as error:
+        told = _Told(trouble=str(error))
+    _send(sys.stdout.buffer, msgspec.msgpack.encode(told))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
