@@ -20,7 +20,7 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.pool.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.collections.manifest import identity_in
 
 _JOIN_S = 5.0
 
@@ -224,7 +224,7 @@ class PoolCatalogue:
         ended, entry.opening = entry.opening, None
         if ended.trouble:
             old = entry.shard
-            if old is not None and _identity(entry.section.path) == old.served.identity:
+            if old is not None and identity_in(Path(entry.section.path)) == old.served.identity:
                 # The very files that are served: they have been altered since they were opened.
                 entry.wanted, entry.refused = False, ended.trouble
                 self._take_out(entry, ended.trouble, entry.tried[0] if entry.tried else None)
@@ -269,14 +269,6 @@ class PoolCatalogue:
             self._let_go(entry)
         for work in works:
             work.join(_JOIN_S)
-
-
-def _identity(path: str) -> str:
-    """Of the build that lies there, as its manifest has it; "" if that cannot be read."""
-    try:
-        return read_manifest(Path(path)).identity
-    except CollectionError:
-        return ""
 
 
 def signature_of(directory: Path) -> Signature:

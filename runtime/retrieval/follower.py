@@ -1,28 +1,39 @@
 """A worker's library follows the pools that its client is attached to, and the worker's table tells how that goes."""
 
+from collections.abc import Callable, Sequence
+from itertools import starmap
+
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.library import Library
-from runtime.retrieval.search.async_client import AsyncSearchClient
-from runtime.retrieval.search.client import SearchClient
 
 EVERY_NS = 500_000_000
+_RELOADING_NS = 20_000_000
 
 
 class Follower:
-    """`step` as often as one likes; it acts twice a second."""
+    """`step` as often as one likes; it acts twice a second, and oftener while a reload is not over here.
 
-    def __init__(self, library: Library, client: SearchClient | AsyncSearchClient, table: WorkerTable) -> None:
-        self._library, self._client, self._table = library, client, table
+    offered: the builds of a collection that the pools serve, as the worker's client knows.
+    """
+
+    def __init__(self, library: Library, offered: Callable[[str], Sequence[str]], table: WorkerTable) -> None:
+        self._library, self._offered, self._table = library, offered, table
         self._due_ns = 0
+        table.begin_knob("reload", 0.0)
 
     def step(self, now_ns: int) -> None:
         """Open the documents of what is served by now, and say of which collections they are missing."""
-        if now_ns < self._due_ns:
+        reload = self._table.knob("reload")
+        reloading = reload != self._table.value(RetrievingMetrics.RELOAD)
+        if now_ns < self._due_ns - reloading * (EVERY_NS - _RELOADING_NS):
             return
         self._due_ns = now_ns + EVERY_NS
-        for collection in self._library.dims:
-            self._library.follow(collection, self._client.identities(collection))
+        builds = {collection: self._offered(collection) for collection in self._library.dims}
+        for collection, offered in builds.items():
+            self._library.follow(collection, offered)
+        if reloading and all(starmap(self._library.up_to_date, builds.items())):
+            self._table.set(RetrievingMetrics.RELOAD, reload)
         troubles = self._library.troubles
         self._table.set(RetrievingMetrics.WITHOUT_DOCUMENTS, len(troubles))
         note = "; ".join(f"collection {name}: {trouble}" for name, trouble in troubles.items())

@@ -27,7 +27,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import Document, DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest
+from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.lazy import LazyEmbedder
@@ -140,7 +140,7 @@ class Shelf:
     """
 
     def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
-        self._name, self._directory, self._verify, self._clock = name, directory, verify, clock
+        self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
         self.builds: dict[str, _Build] = {}
         self.current: _Build | None = None
         self.trouble = ""
@@ -156,7 +156,7 @@ class Shelf:
         if identity == refused and now < until_ns:
             return False
         self._refused = identity, now + _RETRY_NS
-        if self._damaged and _file_of(self._directory) == self._damaged:
+        if self._damaged and _file_of(self.directory) == self._damaged:
             return False
         try:
             found = self.open()
@@ -165,7 +165,7 @@ class Shelf:
             return False
         if found.identity != identity:
             self.complain(
-                f"{self._directory} holds another build than the pools serve: `trinity index reload` has them serve it"
+                f"{self.directory} holds another build than the pools serve: `trinity index reload` has them serve it"
             )
             return False
         return self._usable(found)
@@ -191,7 +191,7 @@ class Shelf:
     def open(self) -> _Build:
         """Open what lies in the directory now. Raises `CollectionError`."""
         first_checked = self._verify == "start" or bool(self.trouble)
-        found = _open_build(self._directory, self._verify, first_checked)
+        found = _open_build(self.directory, self._verify, first_checked)
         if found.identity in self.builds:
             found.close()
         return self.builds.setdefault(found.identity, found)
@@ -227,10 +227,10 @@ class Shelf:
     def _renew(self, identity: str) -> None:
         """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
         build = self.builds.get(identity)
-        if build is None or build.file == _file_of(self._directory):
+        if build is None or build.file == _file_of(self.directory):
             return
         try:
-            found = _open_build(self._directory, self._verify, first_checked=True)
+            found = _open_build(self.directory, self._verify, first_checked=True)
         except CollectionError:  # what is open is all that there is of it
             return
         if found.identity != identity:
@@ -291,6 +291,12 @@ class Library:
         if shelf.current is not None:
             self._dims[collection] = shelf.current.dim
 
+    def up_to_date(self, collection: str, offered: Iterable[str]) -> bool:
+        """Whether the pools serve one build of a collection, if any: that which lies in its directory now, and its
+        documents are open here. Reads the directory. Raises `UnknownCollection`."""
+        shelf, builds = self.shelf(collection), tuple(offered)
+        return not builds or (builds == (identity_in(shelf.directory),) and shelf.has(builds[0]))
+
     def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
         """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
         `build`, whether it is that one."""
@@ -315,7 +321,8 @@ class Library:
         """The collection's own. Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not here."""
         shelf = self.shelf(collection)
         if shelf.current is None:
-            raise Unavailable(f"collection {collection!r} is unavailable: {shelf.trouble or 'it cannot be read'}")
+            trouble = shelf.trouble or "the documents of the build that the pools serve are not open yet"
+            raise Unavailable(f"collection {collection!r} is unavailable: {trouble}")
         spec, place = shelf.current.embedder, self._places[collection]
         if spec is None:
             raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")

@@ -1,4 +1,5 @@
-"""A reload goes from one pool worker to the next, and no further than to the first that refuses what lies there."""
+"""A reload goes from one pool worker to the next, no further than to the first that refuses what lies there, and then
+to those that look documents up."""
 
 import random
 from collections.abc import Iterator
@@ -6,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from runtime.node.config import SloSection, parse_config
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.columns import PoolMetrics, RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.plan import WorkerPlan, resolve
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.child import Child, Phase
 from runtime.node.supervisor.reloading import Reload, Reloading
@@ -18,12 +19,13 @@ class Stand:
     def __init__(self) -> None:
         collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
         plan = resolve(parse_config({"pool": {"workers": 2}, "collections": collections}))
-        metrics = SloSection()
-        self.children = [
-            Child(place, WorkerTable.create("pool", place.name, metrics), Backoff(random.Random(0)), phase=Phase.READY)
-            for place in plan.of_role("pool")
-        ]
+        self.children = [self._child(place) for place in plan.of_role("pool")]
+        self.frontend = self._child(plan.of_role("frontend")[0])
         self.reloading = Reloading(self.children, ["docs", "code"])
+
+    def _child(self, place: WorkerPlan) -> Child:
+        table = WorkerTable.create(place.role, place.name, SloSection())
+        return Child(place, table, Backoff(random.Random(0)), phase=Phase.READY)
 
     def asked(self, worker: int) -> tuple[float, float]:
         """Which reload a worker was asked for, and of which collection."""
@@ -46,8 +48,8 @@ class Stand:
 def stand() -> Iterator[Stand]:
     made = Stand()
     yield made
-    for child in made.children:
-        child.table.close()
+    for table in {child.table for child in (*made.children, made.frontend)}:
+        table.close()
 
 
 def test_the_next_worker_is_asked_when_the_one_before_has_answered(stand: Stand) -> None:
@@ -98,3 +100,16 @@ def test_a_worker_that_dies_while_it_reloads_is_heard_when_it_is_back(stand: Sta
 def test_a_collection_that_is_none_of_the_node_s_is_refused(stand: Stand) -> None:
     assert stand.reloading.ask("other").trouble == "no collection 'other' on this node; known: docs, code"
     assert stand.steps() == Reload(0, True)
+
+
+def test_a_reload_is_over_when_the_documents_are_open_where_they_are_looked_up(stand: Stand) -> None:
+    stand.children.insert(0, stand.frontend)
+    del stand.children[2]
+    stand.reloading.ask("docs")
+    stand.steps()
+    assert stand.frontend.table.knob("reload") != 1.0  # before there is anything new
+    stand.answer(1, 1)
+    assert stand.steps() == Reload(1, False, ("pool-0",))
+    assert stand.frontend.table.knob("reload") == 1.0
+    stand.frontend.table.set(RetrievingMetrics.RELOAD, 1)
+    assert stand.steps() == Reload(1, True, ("pool-0", "frontend-0"))

@@ -1,6 +1,7 @@
 """The collections of a node as its clients see them."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 
 from runtime.errors import TrinityError, Unavailable
-from runtime.node.config import parse_config
+from runtime.node.config import SloSection, parse_config
+from runtime.node.metrics.columns import RetrievingMetrics
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import resolve
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
 from runtime.retrieval.search.results import SearchResult
 from runtime.testing.waiting import until
@@ -153,3 +157,29 @@ def test_a_build_whose_place_another_has_taken_stays_open_while_the_pools_serve_
     for offered in ([], [docs.identity]):
         library.follow("docs", offered)
     assert docs.text(library) == "text 7"
+
+
+def test_a_library_is_up_to_date_when_the_build_in_the_directory_is_all_that_the_pools_serve(tmp_path: Path) -> None:
+    docs = Docs(tmp_path)
+    library, first = docs.library(), docs.identity
+    assert library.up_to_date("docs", [])
+    assert library.up_to_date("docs", [first])
+    Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+    second = read_manifest(docs.path).identity
+    assert not library.up_to_date("docs", [first])
+    assert not library.up_to_date("docs", [first, second])
+    assert library.up_to_date("docs", [second])
+
+
+def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
+    docs = Docs(tmp_path)
+    library, offered = docs.library(), [docs.identity]
+    with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
+        follower = Follower(library, lambda _: offered, table)
+        table.set_knob("reload", 3.0)
+        Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+        follower.step(10**9)
+        assert table.value(RetrievingMetrics.RELOAD) == 0  # the pools have not moved on, as far as it is known here
+        offered[:] = [read_manifest(docs.path).identity]
+        follower.step(10**9 + 20_000_000)
+        assert table.value(RetrievingMetrics.RELOAD) == 3

@@ -148,6 +148,7 @@ class RetrievingMetrics(WorkerMetrics):
         "trinity_collections_without_documents",
         "Collections of which no pool is asked: the documents of the build that they serve are not there",
     )
+    RELOAD = Gauge("trinity_documents_reload", "The last reload whose documents are all open, by its number")
 
 
 class PrefillMetrics(RetrievingMetrics):
@@ -318,9 +319,9 @@ Knob = Literal[
 ]
 KNOBS: dict[Role, tuple[Knob, ...]] = {
     "pool": get_args(Knob),
-    "prefill": (),
-    "decode": (),
+    "prefill": ("reload",),
+    "decode": ("reload",),
     "engine": (),
-    "frontend": (),
+    "frontend": ("reload",),
 }
 """What the supervisor sets in a worker at run time, through its table."""

@@ -1,12 +1,16 @@
-"""Collections that were rebuilt are taken up by one pool worker after the other, while the others serve."""
+"""Collections that were rebuilt are taken up by one pool worker after the other, while the others serve; then by those
+that look their documents up, so that what lies in the directory may be replaced again as soon as a reload is over."""
 
 import logging
 from collections.abc import Sequence
 
 import msgspec
 
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.config import Role
+from runtime.node.metrics.columns import PoolMetrics, RetrievingMetrics
 from runtime.node.supervisor.child import Child, Phase
+
+_ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
 
 log = logging.getLogger("supervisor")
 
@@ -38,7 +42,7 @@ class Reloading:
             return Reload(0, True, trouble=f"no collection {collection!r} on this node; known: {known}")
         self._number += 1
         self._which = float(self._collections.index(collection)) if collection else -1.0
-        self._waiting = [child.name for child in self._children if child.place.role == "pool"]
+        self._waiting = [child.name for role in _ROLES for child in self._children if child.place.role == role]
         self._told, self._done, self._trouble = "", [], ""
         log.info("%s: reload %d", f"collection {collection}" if collection else "every collection", self._number)
         return self.state()
@@ -61,14 +65,15 @@ class Reloading:
             self._ask_or_hear(child)
 
     def _ask_or_hear(self, child: Child) -> None:
-        table = child.table
+        table, pool = child.table, child.place.role == "pool"
         if self._told != child.name:
             self._told = child.name
-            table.set_knob("reload_of", self._which)
+            if pool:
+                table.set_knob("reload_of", self._which)
             table.set_knob("reload", float(self._number))
-        elif table.value(PoolMetrics.RELOAD) == self._number:
+        elif table.value(PoolMetrics.RELOAD if pool else RetrievingMetrics.RELOAD) == self._number:
             self._waiting.pop(0)
-            if table.value(PoolMetrics.RELOAD_REFUSED):
+            if pool and table.value(PoolMetrics.RELOAD_REFUSED):
                 self._trouble = f"{child.name}: {table.note or 'the collection cannot be served'}"
             else:
                 self._done.append(child.name)

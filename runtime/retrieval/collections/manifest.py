@@ -86,6 +86,14 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n")
 
 
+def identity_in(directory: Path) -> str:
+    """Of the build that lies in a directory now, as its manifest has it; "" if that cannot be read."""
+    try:
+        return read_manifest(directory).identity
+    except CollectionError:
+        return ""
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a collection whose files are there and have their sizes; contents are not read.
 

@@ -72,7 +72,7 @@ class DecodeWorker:
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.start.part("first search")
-        self._follower = Follower(self._retriever.library, self._retriever.client, worker.table)
+        self._follower = Follower(self._retriever.library, self._retriever.client.identities, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

@@ -215,7 +215,7 @@ async def _beat(worker: Worker, link: Engine, server: _Server, search: AsyncSear
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
-    follower = None if search is None else Follower(search.library, search.client, worker.table)
+    follower = None if search is None else Follower(search.library, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:

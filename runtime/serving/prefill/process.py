@@ -94,7 +94,7 @@ class PrefillWorker:
         self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self.retriever.warm_up()
         worker.start.part("first search")
-        self._follower = Follower(self.retriever.library, self.retriever.client, worker.table)
+        self._follower = Follower(self.retriever.library, self.retriever.client.identities, worker.table)
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
