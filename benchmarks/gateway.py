@@ -28,9 +28,9 @@ from benchmarks.machine import machine, machine_load
 from benchmarks.standin import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
-from runtime.serving.frontend.answers import ChatAnswer
 from runtime.serving.frontend.relayed import Relayed
 from runtime.serving.frontend.requests import Request, RequestTable
+from runtime.serving.http.answers import ChatAnswer
 from runtime.serving.messages import Generation, Sampling
 from runtime.testing.node import running
 

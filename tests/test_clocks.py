@@ -12,7 +12,7 @@ WALL_CLOCK = {
     "date": {"today"},
 }
 ALLOWED = {
-    "runtime/serving/frontend/http.py": "the time that an answer shows as `created`",
+    "runtime/serving/http/routes.py": "the time that an answer shows as `created`",
     "launchers/dashboard_commands.py": "which times to ask Prometheus for",
     "runtime/testing/tiny_node.py": "to have it jump, for a supervisor that is to take no notice",
 }

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight
-from runtime.engines.openai.reach import reach
+from runtime.engines.openai.abilities import reach
 from runtime.engines.vllm.command import check_arguments, gpu_memory_share
 from runtime.engines.vllm.command import version as vllm_version
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError

@@ -6,7 +6,7 @@ from runtime.node.worker import Worker
 from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import Measures
-from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.http.service import SearchSource
 
 
 async def engine_of(worker: Worker, measures: Measures, search: SearchSource) -> Engine:

@@ -326,7 +326,9 @@ class Library:
         spec, place = shelf.current.embedder, self._places[collection]
         if spec is None:
             raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
-        return self._embedders.setdefault((spec, place), LazyEmbedder(spec, place, self._threads))
+        if (spec, place) not in self._embedders:
+            self._embedders[spec, place] = LazyEmbedder(spec, place, self._threads)
+        return self._embedders[spec, place]
 
     def about(self, collection: str) -> About:
         """What a collection is. Raises `UnknownCollection`."""

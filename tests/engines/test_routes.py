@@ -10,9 +10,9 @@ import httpx
 from runtime.node.config import AnswerCacheSection
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.serving.frontend.answer_cache import AnswerCache, PromptAnswers
-from runtime.serving.frontend.http import create_app
 from runtime.serving.frontend.relayed import Choices
-from runtime.serving.frontend.service import Service, Settings
+from runtime.serving.http.routes import create_app
+from runtime.serving.http.service import Service, Settings
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.engines.openai_engines import Stand, stand
 from tests.frontend.fakes import Metrics, run

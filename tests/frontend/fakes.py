@@ -23,15 +23,13 @@ import zmq.asyncio
 
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
-from runtime.serving.frontend.catalogue import Catalogue
-from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
-from runtime.serving.frontend.http import create_app
-from runtime.serving.frontend.request_ids import id_source
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
-from runtime.serving.frontend.searches import SearchSource
-from runtime.serving.frontend.service import Service, Settings
 from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.http.connections import ConnectionLimits, HttpConfig
+from runtime.serving.http.guard import id_source
+from runtime.serving.http.routes import create_app
+from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
 from runtime.serving.messages import (
     Cancel,
     Failed,

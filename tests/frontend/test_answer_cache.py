@@ -12,7 +12,7 @@ from runtime.node.config import AnswerCacheSection
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MOST_CHARS, AnswerCache, Asked, Event, PromptAnswers
-from runtime.serving.frontend.service import Settings
+from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import Cluster
 

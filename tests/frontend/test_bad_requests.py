@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.frontend.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
-from runtime.serving.frontend.openai_fields import REFUSED
-from runtime.serving.frontend.service import Settings
+from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
+from runtime.serving.http.openai_fields import REFUSED
+from runtime.serving.http.service import Settings
 from tests.frontend.fakes import PASSAGES, WAIT, Cluster
 
 SETTINGS = Settings(model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.serving.frontend.connections import ConnectionLimits, peer_of
+from runtime.serving.http.connections import ConnectionLimits, peer_of
 from runtime.testing.waiting import eventually
 from tests.frontend.fakes import WAIT, Cluster
 

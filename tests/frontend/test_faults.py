@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from runtime.errors import ConfigError, TrinityError
-from runtime.serving.frontend.answers import ChatAnswer
-from runtime.serving.frontend.service import Settings
+from runtime.serving.http.answers import ChatAnswer
+from runtime.serving.http.service import Settings
 from tests.frontend.fakes import WAIT, Cluster, run
 
 SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=WAIT, max_searches=2)

@@ -9,7 +9,7 @@ import pytest
 from dashboards.top import fetch_metrics
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import parse_config
-from runtime.serving.frontend.service import Settings
+from runtime.serving.http.service import Settings
 from tests.frontend.fakes import Cluster
 
 PAGE = "https://app.example"

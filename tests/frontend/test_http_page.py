@@ -10,12 +10,12 @@ import openai.types.completion_create_params as completion_params
 import pytest
 from pydantic import BaseModel
 
-import runtime.serving.frontend.connections
+import runtime.serving.http.connections
 from runtime.errors import CollectionBusy, InternalError, InvalidDocument, InvalidFilter, NoRoom, TrinityError
 from runtime.node.config import HttpSection
-from runtime.serving.frontend.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
-from runtime.serving.frontend.openai_fields import HINTS, REFUSED, hints_table, refused_table
 from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
+from runtime.serving.http.openai_fields import HINTS, REFUSED, hints_table, refused_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -69,7 +69,7 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
     no_route = {ClientGone, CollectionBusy, InvalidDocument, InvalidFilter, NoRoom}  # the last four: no route writes
     kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - no_route | {InternalError}
     of_the_server = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
-    assert of_the_server == runtime.serving.frontend.connections.CODES
+    assert of_the_server == runtime.serving.http.connections.CODES
     by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}
     assert said == {kind.code: kind.status for kind in kinds} | by_hand
 
@@ -87,8 +87,8 @@ def test_the_defaults_of_connections_are_on_the_page() -> None:
 
 
 def test_every_endpoint_is_on_the_page() -> None:
-    from runtime.serving.frontend.http import create_app
-    from runtime.serving.frontend.service import Service, Settings
+    from runtime.serving.http.routes import create_app
+    from runtime.serving.http.service import Service, Settings
     from tests.frontend.fakes import Metrics, Search
     from tests.frontend.links import Stand
 

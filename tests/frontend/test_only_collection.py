@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.serving.frontend.service import Settings
+from runtime.serving.http.service import Settings
 from tests.frontend.fakes import Cluster
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}

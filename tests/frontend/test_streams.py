@@ -1,9 +1,8 @@
 """An answer as server-sent events: what has come together is written together."""
 
 from runtime.errors import WorkerLost
-from runtime.serving.frontend.answers import ChatAnswer
 from runtime.serving.frontend.requests import Request
-from runtime.serving.frontend.streams import events
+from runtime.serving.http.answers import ChatAnswer, events
 from runtime.serving.messages import Generation, Sampling, Tokens
 from tests.frontend.fakes import run
 

@@ -14,8 +14,8 @@ from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.embedding.hashing import Hashing
 from runtime.retrieval.library import About
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.service import Settings
-from runtime.serving.frontend.vector_stores import score_of
+from runtime.serving.http.service import Settings
+from runtime.serving.http.vector_stores import score_of
 from tests.frontend.fakes import Cluster
 
 FOUND = {

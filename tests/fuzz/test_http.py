@@ -14,10 +14,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from runtime.serving.frontend.api_types import ChatBody, CompletionBody, RetrievalBody
-from runtime.serving.frontend.embeddings import EmbeddingsBody
-from runtime.serving.frontend.service import Settings
-from runtime.serving.frontend.vector_stores import StoreSearchBody
+from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalBody
+from runtime.serving.http.embeddings import EmbeddingsBody
+from runtime.serving.http.service import Settings
+from runtime.serving.http.vector_stores import StoreSearchBody
 from tests.frontend.fakes import WAIT, Cluster
 from tests.frontend.test_vector_stores import Stand
 from tests.fuzz.budget import fuzzed

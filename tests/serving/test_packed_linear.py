@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.model import packed_linear  # noqa: E402  (it imports torch)
-from runtime.serving.model.packed_linear import PackedLinear, PlainLinear, linear_layer  # noqa: E402
+from runtime.serving.network import packed_linear  # noqa: E402  (it imports torch)
+from runtime.serving.network.packed_linear import PackedLinear, PlainLinear, linear_layer  # noqa: E402
 
 SIZE = 512  # a layer of this size squared is large enough to be packed
 

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.model.gathered_rows import GatheredRows  # noqa: E402  (it imports torch)
-from runtime.serving.model.row_attention import Rows, _mix  # noqa: E402
+from runtime.serving.network.row_attention import (  # noqa: E402
+    GatheredRows,
+    Rows,
+    _mix,
+)
 
 BLOCKS, SIZE = 9, 8
 

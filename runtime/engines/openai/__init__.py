@@ -3,14 +3,13 @@
 Retrieval, prompts and probes are Trinity's own here; the server is asked for tokens alone.
 
 ```
-start.py        made from the configuration; reach.py asks for `trinity doctor`
+start.py        made from the configuration
 engine.py       the interface: requests in, pieces out, each ends once
-generation.py   one request's course: retrieve → assemble → stream → probe → … → end
+writer.py       one request's course: retrieve → assemble → stream → probe → … → end
 servers.py      which server takes it: the least loaded of those that answer; who is down is asked again
-server.py       one server's HTTP, and its errors as ours
-abilities.py    what a server can do, found by asking it
+server.py       one server's HTTP and its streams' events, and its errors as ours
+abilities.py    what a server can do, found by asking it, also for `trinity doctor`
 assembly.py     passages in a chat's system turn, or before a prompt
 sequel.py       how an answer goes on in another request: by token ids, as a chat, or as text
-events.py       server-sent events
 ```
 """

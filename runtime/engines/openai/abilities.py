@@ -7,7 +7,8 @@ from typing import Any
 
 from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
-from runtime.node.config import ServedSection
+from runtime.node.config import OpenAiSection, ServedSection
+from runtime.node.placement.plan import read_engine_key
 
 log = logging.getLogger(__name__)
 
@@ -211,3 +212,22 @@ async def _has(server: Server, path: str, body: Json, key: str, kind: type) -> b
         return isinstance((await server.post(path, body, beside=True)).get(key), kind)
     except TrinityError:
         return False
+
+
+def reach(section: OpenAiSection) -> list[tuple[str, Abilities | TrinityError]]:
+    """Each server by its URL, and what it can do, or why it cannot serve. Raises ConfigError for a key's file."""
+    key = read_engine_key(section)
+
+    async def one(url: str) -> Abilities | TrinityError:
+        server = Server(url, key, section.connect_s)
+        try:
+            return await ask(server, section)
+        except TrinityError as error:
+            return error
+        finally:
+            await server.close()
+
+    async def every() -> list[Abilities | TrinityError]:
+        return await asyncio.gather(*(one(url) for url in section.urls))
+
+    return list(zip(section.urls, asyncio.run(every()), strict=True))

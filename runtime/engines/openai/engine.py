@@ -13,10 +13,10 @@ from runtime.engines.openai.writer import AnswerWriter, Means, why_not
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.node.config import ServedSection
 from runtime.serving.frontend.engine import Capabilities, Engine
-from runtime.serving.frontend.forwarded import needs_one_request
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
-from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.http.forwarded import needs_one_request
+from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Generation
 from runtime.serving.model.prompt import last_question
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
 
 _TIMEOUT_S = 2.0  # an answer waits for its passages no longer than this, then goes on without them

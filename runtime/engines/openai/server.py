@@ -1,4 +1,4 @@
-"""One server: its HTTP, and what it says went wrong as our errors."""
+"""One server: its HTTP, its streams' events, and what it says went wrong as our errors."""
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
@@ -7,7 +7,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from runtime.engines.openai.events import DONE, payloads
 from runtime.engines.openai.http import AioHttp, Disconnected, Http, Reply
 from runtime.errors import (
     ContextLengthExceeded,
@@ -20,6 +19,24 @@ from runtime.errors import (
 )
 
 Json = dict[str, Any]
+
+MAX_EVENT_BYTES = 8 << 20
+DONE = b"[DONE]"
+
+
+async def payloads(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events' data, the end mark too. Raises EngineFailed for an event of more than `MAX_EVENT_BYTES`."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part if rest else part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(rest) > MAX_EVENT_BYTES:
+            raise EngineFailed(f"the engine's stream has an event of over {MAX_EVENT_BYTES} bytes")
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip()
+
 
 _MAX_ANSWER_BYTES = 16 << 20  # of an answer that is not a stream
 _MAX_ERROR_BYTES = 64 << 10

@@ -10,8 +10,8 @@ from runtime.node.config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
-from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.http.service import SearchSource
 
 
 async def openai_engine(

@@ -28,10 +28,10 @@ from runtime.errors import (
 from runtime.node.config import ServedSection
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
-from runtime.serving.frontend.forwarded import needs_one_request
 from runtime.serving.frontend.requests import Piece, Request
-from runtime.serving.frontend.searches import SearchSource
 from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.http.forwarded import needs_one_request
+from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, Retrieved
 from runtime.serving.model.prompt import last_question
 

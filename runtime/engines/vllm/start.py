@@ -11,7 +11,7 @@ from runtime.engines.openai.start import engine_over
 from runtime.node.config import VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
-from runtime.serving.frontend.searches import SearchSource
+from runtime.serving.http.service import SearchSource
 
 _LOOK_S = 0.5  # it costs nothing to ask whether the node's own is back
 

@@ -10,7 +10,7 @@ from runtime.node.config import DecodeSection
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.retriever import Found, Retriever
-from runtime.serving.decode.row import Row
+from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.prompt import passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer

@@ -20,10 +20,9 @@ from runtime.retrieval.library import Library
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
-from runtime.serving.decode.batch import Batch
+from runtime.serving.decode.batch import Batch, Row
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.decode.probes import Probes
-from runtime.serving.decode.row import Row
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.swap import SwapSpace

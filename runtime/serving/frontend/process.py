@@ -27,14 +27,13 @@ from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
-from runtime.serving.frontend.connections import ConnectionLimits, HttpConfig
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.http import create_app
 from runtime.serving.frontend.measures import MeasuredApp, Measures
-from runtime.serving.frontend.request_ids import id_source
-from runtime.serving.frontend.searches import SearchSource
-from runtime.serving.frontend.service import Service, Settings, missing_roles
-from runtime.serving.frontend.tokenize import Tokens
+from runtime.serving.http.connections import ConnectionLimits, HttpConfig
+from runtime.serving.http.guard import id_source
+from runtime.serving.http.routes import create_app
+from runtime.serving.http.service import SearchSource, Service, Settings, missing_roles
+from runtime.serving.http.tokenize import Tokens
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ A trace has times, counts and names of workers, nothing of what was asked or ans
 ended requests, so many probes of each.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ import msgspec
 
 from runtime.errors import InvalidRequest, UnknownRequest
 from runtime.serving import stages
-from runtime.serving.frontend.request_ids import SENT_ID
 from runtime.serving.frontend.requests import Ended, Piece, Request
 from runtime.serving.messages import Probe, ProbeOutcome, Tokens
 
+SENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
 MAX_PROBES = 256  # kept of one request; of the others only their number
 RUNNING = "running"
 

@@ -16,7 +16,7 @@ from runtime.serving.kv.device_transfer import DeviceTransfer
 from runtime.serving.kv.transfer import Transfer, kv_array
 
 if TYPE_CHECKING:
-    from runtime.serving.model.paged_cache import Kernels
+    from runtime.serving.network.paged_cache import Kernels
 
 
 class Transport(Protocol):

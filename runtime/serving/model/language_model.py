@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from ipc.memory.device import CudaArray
     from runtime.serving.kv.transfer import KvArray
-    from runtime.serving.model.llama import Llama
-    from runtime.serving.model.paged_cache import Kernels
+    from runtime.serving.network.llama import Llama
+    from runtime.serving.network.paged_cache import Kernels
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LanguageModel:
         kernels: Kernels,
     ) -> None:
         """Use `load`."""
-        from runtime.serving.model.paged_cache import PagedCache
+        from runtime.serving.network.paged_cache import PagedCache
 
         self._network = network
         self._cache = PagedCache(kv, kernels)
@@ -102,8 +102,8 @@ class LanguageModel:
         host_kv = beside(lambda: _host_kv(shape, buffer)) if device == "cpu" else None
         import torch
 
-        from runtime.serving.model.llama import Llama
         from runtime.serving.model.weight_files import WeightFiles
+        from runtime.serving.network.llama import Llama
 
         stamp("torch")
         torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ class LanguageModel:
         """
         import torch
 
-        from runtime.serving.model.paged_cache import PagedBatch
+        from runtime.serving.network.paged_cache import PagedBatch
 
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]

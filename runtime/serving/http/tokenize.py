@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import BeforeValidator, Field
 
 from runtime.errors import InvalidRequest
-from runtime.serving.frontend.api_types import ChatMessage, StrictModel, chat_message, json_object, validated
+from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, json_object, validated
 from runtime.serving.messages import Message
 
 if TYPE_CHECKING:

@@ -4,21 +4,27 @@ Trinity's own additions: `retrieval` (the passages used: id, title, distance, an
 they came), `timings` (seconds by stage, see `stages.spans_seconds`) and, of an answer that was stored
 (`answer_cache.py`), `cached`: how alike the questions are and how old it is. In a stream the first chunk carries the
 passages found before prefill, each probe has a chunk of its own, and the chunk with the `finish_reason` the timings.
+A stream has its pieces as they come, and ends with the last one or with an error event.
 """
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from runtime.errors import TrinityError
+from runtime.errors import InternalError, TrinityError
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.relayed import Choices, Relayed
-from runtime.serving.frontend.requests import Piece
+from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import spans_seconds
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -230,3 +236,53 @@ class CompletionAnswer(Answer):
 
     def _whole_choice(self, text: str) -> Json:
         return {"text": text}
+
+
+class EventStream(Response):
+    """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
+        self.events = events
+        self.release = release
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come; then, or when that fails, `release`."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self.events:
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.release()
+
+
+async def first_tokens(answer: Answer, request: Request) -> Tokens:
+    """Take in pieces up to the first tokens. Raises what ended the request before."""
+    while True:
+        piece = await request.next()
+        answer.add(piece)
+        if isinstance(piece, Tokens):
+            return piece
+
+
+async def events(answer: Answer, request: Request, first: Tokens, whole: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The stream from its first tokens on, what has come together in one part; `whole` is called when all of the answer
+    is there."""
+    try:
+        yield answer.opening() + answer.chunk(first)
+        while answer.last is None:
+            pieces = await request.next_ones()
+            for piece in pieces:
+                answer.add(piece)
+            yield b"".join([answer.chunk(piece) for piece in pieces])
+        whole()
+        yield answer.closing()
+    except TrinityError as error:
+        yield event(error_json(error)) + DONE
+    except Exception:
+        log.exception("failed within its stream", extra={"request": answer.id})
+        yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE

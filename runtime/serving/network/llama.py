@@ -14,10 +14,10 @@ from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo
-from runtime.serving.model.packed_linear import Linear, linear_layer
-from runtime.serving.model.paged_cache import PagedBatch, attend
-from runtime.serving.model.rope import Rope, turn
 from runtime.serving.model.weight_files import WeightFiles
+from runtime.serving.network.packed_linear import Linear, linear_layer
+from runtime.serving.network.paged_cache import PagedBatch, attend
+from runtime.serving.network.rope import Rope, turn
 
 
 @dataclass(frozen=True)

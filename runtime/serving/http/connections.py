@@ -24,9 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
-from runtime.serving.frontend.answers import error_json, to_json
-from runtime.serving.frontend.guard import RequestTooSlow
-from runtime.serving.frontend.request_ids import HEADER
+from runtime.serving.http.answers import error_json, to_json
+from runtime.serving.http.guard import HEADER, RequestTooSlow
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,12 @@
-"""Attention of single decode tokens, each over its own blocks: one call for all rows, in place, on one CPU core.
+"""Attention of single decode tokens, each over its own blocks: one call for all rows.
 
-torch's kernel takes one row at a time here (the rows are of different lengths and lie apart) and multiplies matrices
-that have as many rows as query heads share a KV head, 2 or 3. Two plain loops around torch's softmax take a half to
-a third of its time; they agree with it to float32 rounding.
+`Rows`: in place, on one CPU core. torch's kernel takes one row at a time here (the rows are of different lengths and
+lie apart) and multiplies matrices that have as many rows as query heads share a KV head, 2 or 3. Two plain loops around
+torch's softmax take a half to a third of its time; they agree with it to float32 rounding.
+
+`GatheredRows`: in torch alone, for any device, over copies of what the rows see. Keys and values are gathered into one
+padded tensor, and torch's kernel takes them with a mask. That moves each of them twice, which a kernel of one's own
+would not.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +16,7 @@ import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
 
 from ipc.memory.compiled import keep
 
@@ -93,3 +98,24 @@ class Rows:
         output = torch.empty_like(query)
         _mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
         return output
+
+
+class GatheredRows:
+    """Which positions each of some tokens sees: shared by all layers."""
+
+    def __init__(self, tables: torch.Tensor, visible: torch.Tensor, longest: int, block_tokens: int) -> None:
+        """tables int64 [rows, blocks], padded with anything; visible int64 [rows], at most `longest`."""
+        positions = torch.arange(longest, device=tables.device)
+        seen = positions < visible[:, None]
+        # Behind what it sees a row reads its first position again: what was never written could be NaN, and NaN passes
+        # through a mask.
+        inside = torch.where(seen, positions, 0)
+        self._blocks = tables.gather(1, inside // block_tokens)
+        self._offsets = inside % block_tokens
+        self._mask = seen[:, None, None, :]
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        """query [rows, kv_heads, group, head_dim], keys and values [blocks, block_tokens, kv_heads, head_dim]. Returns
+        the shape of `query`."""
+        seen_keys, seen_values = (side[self._blocks, self._offsets].transpose(1, 2) for side in (keys, values))
+        return scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling)

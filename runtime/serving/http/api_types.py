@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidRequest
-from runtime.serving.frontend import openai_fields
+from runtime.serving.http import openai_fields
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
 MAX_STOPS = 4

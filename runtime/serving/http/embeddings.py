@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
-from runtime.serving.frontend.answers import Json, to_json
-from runtime.serving.frontend.api_types import MAX_TOKENS, StrictModel, parse, wrong
-from runtime.serving.frontend.catalogue import Catalogue
 from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, parse, wrong
+from runtime.serving.http.service import Catalogue
 
 MAX_INPUTS = 2048
 _AT_ONCE = 16  # texts; between two such batches queries of searches are embedded

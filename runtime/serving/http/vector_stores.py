@@ -16,11 +16,10 @@ from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.answers import Json, to_json
-from runtime.serving.frontend.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wrong
-from runtime.serving.frontend.catalogue import Catalogue
-from runtime.serving.frontend.request_ids import request_id, sent_id
-from runtime.serving.frontend.searches import Searches
+from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wrong
+from runtime.serving.http.guard import request_id, sent_id
+from runtime.serving.http.service import Catalogue, Searches
 
 MAX_QUERIES = 16
 MAX_LISTED = 100

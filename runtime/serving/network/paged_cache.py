@@ -9,20 +9,18 @@ kv [layers, 2, blocks, kv_heads, block_tokens, head_dim] float32        one batc
 
 The tokens of all chunks go through the linear layers as one row without padding, so there is nothing that could be
 written by mistake. Attention then goes sequence by sequence: single tokens read their blocks in place on a CPU
-(`row_attention.py`) and all together elsewhere (`gathered_rows.py`), chunks at position 0 need none, and later chunks
+and all together elsewhere (`row_attention.py`), chunks at position 0 need none, and later chunks
 gather theirs into one piece first, which is little beside the chunk's own work.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from runtime.serving.model.gathered_rows import GatheredRows
-from runtime.serving.model.row_attention import Rows
-from runtime.serving.model.uploads import Uploads
+from runtime.serving.network.row_attention import GatheredRows, Rows
 
 Kernels = Literal["cpu", "torch"]
 """How attention is computed: by loops for a CPU, or by torch alone, as it must be on other devices."""
@@ -187,3 +185,23 @@ def _seen(
         return key[:, :, chunk.begin : chunk.end], value[:, :, chunk.begin : chunk.end]
     keys, values = (side.index_select(1, chunk.blocks).flatten(1, 2).unsqueeze(0) for side in stored)
     return keys, values
+
+
+class Uploads:
+    """`add` lists, `send` them once, and take them out as views of one int64 tensor."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Where in what `send` returns these values will be."""
+        begin = len(self._values)
+        self._values += values
+        return slice(begin, len(self._values))
+
+    def send(self, device: torch.device) -> torch.Tensor:
+        """All that was added, on the device. A copy from pageable memory would wait for the device's whole queue."""
+        values = torch.tensor(self._values, dtype=torch.int64)
+        if device.type == "cpu":
+            return values
+        return values.pin_memory().to(device, non_blocking=True)

@@ -27,16 +27,22 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.serving.frontend.answer_cache import Asked, Hit
-from runtime.serving.frontend.answers import (
+from runtime.serving.frontend.engine import Engine
+from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.http.answers import (
     Answer,
     ChatAnswer,
     CompletionAnswer,
+    EventStream,
     Json,
     error_json,
+    events,
+    first_tokens,
     passage_json,
     to_json,
 )
-from runtime.serving.frontend.api_types import (
+from runtime.serving.http.api_types import (
     COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
@@ -44,19 +50,22 @@ from runtime.serving.frontend.api_types import (
     RetrievalBody,
     parse,
 )
-from runtime.serving.frontend.catalogue import NoCatalogue
-from runtime.serving.frontend.embeddings import EmbeddingsRoute
-from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
-from runtime.serving.frontend.guard import Encoded, Guard, error_response, read_body
-from runtime.serving.frontend.request_ids import HEADER, RequestIds, id_source, request_id, sent_id
-from runtime.serving.frontend.requests import ClientGone
-from runtime.serving.frontend.requests import Request as InFlight
-from runtime.serving.frontend.searches import Searches
-from runtime.serving.frontend.service import Service, Settings, missing_roles
-from runtime.serving.frontend.streams import EventStream, events, first_tokens
-from runtime.serving.frontend.tokenize import TokenizeBody
-from runtime.serving.frontend.vector_stores import StoreRoutes
+from runtime.serving.http.embeddings import EmbeddingsRoute
+from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
+from runtime.serving.http.guard import (
+    HEADER,
+    Encoded,
+    Guard,
+    RequestIds,
+    error_response,
+    id_source,
+    read_body,
+    request_id,
+    sent_id,
+)
+from runtime.serving.http.service import NoCatalogue, Searches, Service, Settings, missing_roles
+from runtime.serving.http.tokenize import TokenizeBody
+from runtime.serving.http.vector_stores import StoreRoutes
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.serving.frontend.api_types import ChatLimits, CompletionBody, GenerateBody, json_object, validated
+from runtime.serving.http.api_types import ChatLimits, CompletionBody, GenerateBody, json_object, validated
 from runtime.serving.messages import Message
 
 Forwarded = TypeVar("Forwarded", bound=GenerateBody)

@@ -1,0 +1,1 @@
+"""The HTTP interface: OpenAI's routes and our own, in front of an engine."""

@@ -1,0 +1,193 @@
+"""What the HTTP interface is given: the parts of the process that its routes stand on, and its own settings.
+
+A search alone, behind /v1/retrieval, is one of so many at once, takes so long at most, and has its trace and its line
+in the log (`Searches`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ipc import Stage
+from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.library import About
+from runtime.retrieval.passages import Passage
+from runtime.serving import stages
+from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.engine import Engine
+from runtime.serving.frontend.traces import Traces
+from runtime.serving.http.api_types import RetrievalBody
+from runtime.serving.http.tokenize import Tokens
+
+log = logging.getLogger(__name__)
+
+
+class SearchSource(Protocol):
+    """What searches."""
+
+    def search(
+        self,
+        *,
+        collection: str,
+        k: int,
+        query: str | None,
+        vector: Sequence[float] | None,
+        embedded: Callable[[], None],
+        stage: Stage = "prefill",
+        timeout_s: float,
+    ) -> Awaitable[list[Passage]]:
+        """The k nearest passages to a text or to a vector (one of them is set), nearest first.
+
+        `embedded` is called once, when the query's vector is there; the pool is told the `stage` and what is left of
+        `timeout_s`. Raises TrinityError.
+        """
+
+    def missing(self) -> list[str]:
+        """What is not there to search with, by name; empty when searches are served."""
+
+    def unavailable(self) -> dict[str, str]:
+        """The collections that cannot be searched though others can, and why."""
+
+
+class Searches:
+    """Asks a `SearchSource`. At most `limit` searches are in flight, each for `timeout_s` at most."""
+
+    def __init__(self, source: SearchSource, traces: Traces, limit: int, timeout_s: float) -> None:
+        self._source = source
+        self._traces = traces
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._running = 0
+
+    async def run(self, body: RetrievalBody, collection: str, request_id: str, client_id: str = "") -> list[Passage]:
+        """The passages, from `collection`.
+
+        Raises Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
+        """
+        if self._running >= self._limit:
+            raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
+        self._traces.search_begun(request_id, client_id)
+        state, found = "internal_error", 0
+        self._running += 1
+        try:
+            passages = await self._ask(body, collection, request_id)
+            self._traces.stamp(request_id, stages.SEARCHED)
+            state, found = "found", len(passages)
+            return passages
+        except TrinityError as error:
+            state = error.code
+            raise
+        except asyncio.CancelledError:
+            state = "cancelled"
+            raise
+        finally:
+            self._running -= 1
+            took_ms = self._traces.search_ended(request_id, state, found) / 1e6
+            told = f"{found} passages" if state == "found" else state
+            log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
+
+    async def _ask(self, body: RetrievalBody, collection: str, request_id: str) -> list[Passage]:
+        def embedded() -> None:
+            self._traces.stamp(request_id, stages.EMBEDDED)
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._source.search(
+                    collection=collection,
+                    k=body.k,
+                    query=body.query,
+                    vector=body.vector,
+                    embedded=embedded,
+                    timeout_s=self._timeout_s,
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
+
+
+class Catalogue(Protocol):
+    """The node's collections and their embedders."""
+
+    def about(self, collection: str) -> About:
+        """Raises UnknownCollection."""
+
+    def embedders(self) -> Mapping[str, Embedder]:
+        """By the names that requests use."""
+
+    def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> Awaitable[tuple[Vectors, int]]:
+        """The texts' vectors, and how many tokens they have. Raises TrinityError."""
+
+
+class NoCatalogue:
+    """Of a node without collections."""
+
+    def about(self, collection: str) -> About:
+        raise UnknownCollection("this node has no collections", "vector_store_id")
+
+    def embedders(self) -> Mapping[str, Embedder]:
+        return {}
+
+    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        raise UnknownModel("this node has no collections, and no embedder", "model")
+
+
+class MetricsSource(Protocol):
+    """Where /metrics comes from."""
+
+    def metrics_text(self) -> Awaitable[str]:
+        """All metrics, in Prometheus' text format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes stand on."""
+
+    link: Engine
+    search: SearchSource
+    metrics: MetricsSource
+    answers: PromptAnswers | None = None
+    tokens: Tokens | None = None  # of the model that the node itself runs
+    catalogue: Catalogue | None = None  # None on a node without collections
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The HTTP interface's own settings: names, keys, limits, default deadlines.
+
+    `model` is "" on a node that only searches; `collections` gives each collection's dimension, 0 while it is unknown.
+    A prompt's bytes count its text as UTF-8. `open_paths` need no key; without keys a request's Host must be loopback's
+    or `host`. Browsers let pages from `cors_origins` ask. A body that names no limit gets `default_max_tokens` (a chat)
+    or OpenAI's 16 (a completion).
+    Raises ConfigError for a key that no header could carry, or that an empty one would.
+    """
+
+    model: str = ""
+    collections: Mapping[str, int] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    api_keys: tuple[str, ...] = ()
+    open_paths: tuple[str, ...] = ("/health", "/metrics")
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 1 << 20
+    max_prompt_bytes: int = 256 << 10
+    max_k: int = 64
+    max_probe_tokens: int = 192
+    max_searches: int = 64
+    default_max_tokens: int = 256
+    request_timeout_s: float = 300.0
+    search_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    context_tokens: int = 0  # told with the model; 0: not known
+
+    def __post_init__(self) -> None:
+        for position, key in enumerate(self.api_keys):
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                # Not shown: it may be all but the secret.
+                raise ConfigError(f"API key {position} is empty, or has blanks around it or characters beyond ASCII")
+
+
+def missing_roles(service: Service, settings: Settings) -> list[str]:
+    """The roles without a worker that takes requests; empty when the node is ready."""
+    workers = service.link.missing() if settings.model else []
+    return [*workers, *service.search.missing()]
