@@ -1,6 +1,7 @@
 """`trinity demo`: a whole node on this machine, asked a few questions about Python's own language reference."""
 
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -100,7 +101,8 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
     try:
         Collection.open(path).close()
     except CollectionError:
-        Collection.build(python_documents(), path, force=path.exists(), progress=progress)
+        cores = len(os.sched_getaffinity(0))
+        Collection.build(python_documents(), path, threads=cores, force=path.exists(), progress=progress)
     return path
 
 

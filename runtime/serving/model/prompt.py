@@ -24,6 +24,15 @@ class Prompt:
     used: tuple[Passage, ...] = ()
 
 
+def prompt_budget(context_tokens: int, max_tokens: int) -> int:
+    """The tokens that an answer leaves for its prompt. Raises `ContextLengthExceeded` if it leaves none."""
+    if max_tokens >= context_tokens:
+        raise ContextLengthExceeded(
+            f"max_tokens = {max_tokens} leaves no room for a prompt in {context_tokens}", "max_tokens"
+        )
+    return context_tokens - max_tokens
+
+
 def query_text(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
     """What to search for: the last message of the user, or the prompt's text."""
     if messages:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ipc import IpcError
-from runtime.errors import ContextLengthExceeded, InvalidRequest, TrinityError, WorkerLost
+from runtime.errors import InvalidRequest, TrinityError, WorkerLost
 from runtime.node.beside import beside
 from runtime.node.metrics.columns import PrefillMetrics
 from runtime.node.worker import Worker
@@ -24,21 +24,10 @@ from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.transport import Transport, transport_of
-from runtime.serving.messages import (
-    Cancel,
-    Decode,
-    Failed,
-    Generation,
-    Hello,
-    Prefill,
-    Reserve,
-    Retrieved,
-    Welcome,
-    encode,
-)
+from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
-from runtime.serving.model.prompt import build_prompt, query_text
+from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
 from runtime.serving.model.sampling import Sampler
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.job import Job
@@ -161,7 +150,10 @@ class PrefillWorker:
             return
         asked = request.generation
         bare = build_prompt(
-            self._model.tokenizer, asked.messages, asked.prompt, budget_tokens=self._prompt_budget(asked)
+            self._model.tokenizer,
+            asked.messages,
+            asked.prompt,
+            budget_tokens=prompt_budget(self._context_tokens, asked.sampling.max_tokens),
         )
         if max(bare.tokens, default=0) >= self._model.info.vocabulary:
             raise InvalidRequest(
@@ -177,15 +169,6 @@ class PrefillWorker:
             text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns
         )
         self._asking[job.ticket] = job
-
-    def _prompt_budget(self, asked: Generation) -> int:
-        budget = self._context_tokens - asked.sampling.max_tokens
-        if budget < 1:
-            raise ContextLengthExceeded(
-                f"max_tokens = {asked.sampling.max_tokens} leaves no room for a prompt in {self._context_tokens}",
-                "max_tokens",
-            )
-        return budget
 
     # ---- retrieve
 
@@ -207,7 +190,7 @@ class PrefillWorker:
             asked.messages,
             asked.prompt,
             found.passages,
-            budget_tokens=self._prompt_budget(asked),
+            budget_tokens=prompt_budget(self._context_tokens, asked.sampling.max_tokens),
             passage_tokens=self._limits.passage_tokens,
             bare=job.tokens,
         )
