@@ -143,6 +143,19 @@ def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
 
 
 @_intrinsic
+def read_word(_typing: Any, _descriptor: Any) -> Any:
+    """libc's `read` of one word, which is dropped: it silences an eventfd. What it returns: 8, or -1."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "read")
+        place = numba.core.cgutils.alloca_once(builder, _I64)
+        return builder.call(function, [builder.trunc(args[0], _I32), place, ir.Constant(_I64, 8)])
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
 def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
     """libc's `poll` of one descriptor for reading. What it returns: 1, 0 when the time is over, -1 after a signal."""
 

@@ -39,6 +39,11 @@ class Reception:
         """Readable when a doorbell, a session message or a watched process wants attention; level-triggered."""
         return self._epoll.fileno()
 
+    @property
+    def bell_fileno(self) -> int:
+        """Of the eventfd that clients ring."""
+        return self._bell_fd
+
     def listen(self, timeout_s: float) -> set[int]:
         """Sleep until something is heard, at most so long; bells are silenced.
 

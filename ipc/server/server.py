@@ -166,6 +166,11 @@ class SessionServer:
         """
         return self._reception.fileno()
 
+    @property
+    def bell_fileno(self) -> int:
+        """Of the eventfd that clients ring, for compiled code that silences it."""
+        return self._reception.bell_fileno
+
     def arm(self) -> bool:
         """Ask to be rung. False: something waits already, do not sleep."""
         self.housekeep(time.monotonic_ns())

@@ -8,18 +8,19 @@ import numpy.typing as npt
 
 from gpu.backend import Backend
 from ipc import SessionServer
-from ipc.memory.instructions import monotonic_ns, words
+from ipc.memory.instructions import words
 from ipc.ring import exchange
+from ipc.ring.spin import SpinBudget
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop as of
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
 from runtime.pool.estimate import learn_cost
 from runtime.pool.loop import forget_client, run_loop, take_in
-from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
 from runtime.pool.tables import handle_of, new_tables, tables_at
+from runtime.pool.turn import turn
 
 _LOOK_NS = 50_000  # how often vectors are looked for that are on their way out of the arena
 _LEARNT = 8  # times that a calibration is learnt: as much as so many extends
@@ -29,8 +30,8 @@ _ROWS = 4096  # of clients, at most, that are to be evicted at a time
 class PoolLoop:
     """One pool's loop over a server's desk, an engine and a worker's table. All three must outlive it.
 
-    max_dim: of the longest vector; max_width: a query's widest search; clock: the address of a word with the time in
-    ns, 0 for the machine's own.
+    max_dim: of the longest vector; max_width: a query's widest search; spin_ns: how long it looks at the rings at most
+    before it sleeps; clock: the address of a word with the time in ns, 0 for the machine's own.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PoolLoop:
         *,
         max_dim: int,
         max_width: int,
+        spin_ns: int = 0,
         clock: int = 0,
     ) -> None:
         self.tables = new_tables(policy)
@@ -52,7 +54,8 @@ class PoolLoop:
         scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _ROWS, 2 * slots)]
         self._edges, self._scratch = edges, scratch
         self._vectors = np.zeros((0, 0), np.float32)
-        self._woken = np.zeros(2, np.int64)
+        self._spin = SpinBudget(spin_ns)
+        self._rest = np.array([server.fileno(), server.bell_fileno, self._spin.address], np.int64)
         self.words = np.zeros(of.LOOP_WORDS, np.int64)
         self.words[of.DESK] = server.desk.address
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
@@ -105,11 +108,7 @@ class PoolLoop:
         """Slots beyond the active ones that the last extend covered."""
         return int(self.words[of.PADDED])
 
-    def held_until(self, now_ns: int) -> int:
-        """When what waits is to be given slots; NEVER_NS where nothing waits."""
-        return int(_held_until(self._handle, now_ns))
-
-    def turn(self, reserve: float, flush_prefill_ns: int) -> None:
+    def set_knobs(self, reserve: float, flush_prefill_ns: int) -> None:
         """Set r and τ_pre."""
         self.tables.floats[at.RESERVE] = reserve
         self.tables.words[at.FLUSH_PREFILL_NS] = flush_prefill_ns
@@ -127,8 +126,7 @@ class PoolLoop:
     def compile(self) -> None:
         """Have everything compiled: that belongs to the start, and not to a user's query."""
         self.run(0, 0)
-        self.sleep(-1, 0, 0, 0)
-        self.held_until(0)
+        turn(self.words, self._handle, np.array([-1, -1, self._spin.address], np.int64), 0)
         forget_client(self.words, self._handle, -1)
         _take_in.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
 
@@ -145,24 +143,12 @@ class PoolLoop:
             until_ns = min(until_ns, time.monotonic_ns() + _LOOK_NS)
         return self._go_on(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
 
-    def sleep(self, descriptor: int, at_most_ns: int, awake_ns: int, spin_ns: int) -> int:
-        """Sleep until a client asks something, at most so long, and `run` for `awake_ns` from then on.
-
-        `descriptor` is readable when the server has been rung. Between that and the query there is no Python.
-        """
-        sleep_ms = -(-at_most_ns // 1_000_000)
-        stopped = int(_sleep(self.words, self._handle, self._woken, descriptor, sleep_ms, awake_ns, spin_ns))
-        return self._go_on(stopped, self.woken_ns + awake_ns, spin_ns)
-
-    @property
-    def woken_ns(self) -> int:
-        """When the last `sleep` was over."""
-        return int(self._woken[0])
-
-    @property
-    def woken_by_query(self) -> bool:
-        """Whether a query ended the last `sleep`: not its time, nor a message for the server."""
-        return bool(self._woken[1])
+    def serve(self, until_ns: int) -> int:
+        """`run` until then, asleep while there is nothing to do; see `turn`. Returns TIME, IDLE or CALLED."""
+        self.forget_gone()
+        if self._server.reading:
+            return self.run(until_ns, self._spin.ns)
+        return self._go_on(int(turn(self.words, self._handle, self._rest, until_ns)), until_ns, self._spin.ns)
 
     def _go_on(self, stopped: int, until_ns: int, spin_ns: int) -> int:
         """After what stopped the loop."""
@@ -206,21 +192,6 @@ class PoolLoop:
 
 
 @compiled
-def _sleep(
-    loop: npt.NDArray[np.int64],
-    handle: npt.NDArray[np.int64],
-    woken: npt.NDArray[np.int64],
-    descriptor: int,
-    sleep_ms: int,
-    awake_ns: int,
-    spin_ns: int,
-) -> int:
-    asked = exchange.sleep(words(loop[of.DESK], exchange.DESK_WORDS), descriptor, sleep_ms)
-    woken[0], woken[1] = monotonic_ns(), asked
-    return run_loop(loop, handle, woken[0] + awake_ns, spin_ns) if asked else of.IDLE
-
-
-@compiled
 def _take_in(
     loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
 ) -> None:
@@ -231,8 +202,3 @@ def _take_in(
 @compiled
 def _learn_cost(handle: npt.NDArray[np.int64], active: float, took_ns: float) -> None:
     learn_cost(tables_at(handle), active, took_ns)
-
-
-@compiled
-def _held_until(handle: npt.NDArray[np.int64], now: int) -> int:
-    return held_until(tables_at(handle), now)  # type: ignore[no-any-return]

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, SessionServer
-from ipc.ring.spin import SpinBudget
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
-from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.replacing import Replacing
 from runtime.pool.settings import policy_of
 from runtime.pool.shard import OpenShard, key_of, open_shard
 from runtime.pool.sizing import Measured, fewest_slots, measure
+from runtime.pool.turn import CALLED
 
-_SPIN_US = 200.0  # how long a pool with cores of its own looks at its rings before it sleeps
+_SPIN_NS = 200_000  # how long a pool with cores of its own looks at its rings before it sleeps
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
 AUTO_SLOTS = {"cpu": 32}
 AUTO_GPU_SLOTS = 512
@@ -32,12 +31,10 @@ MakeArena = Callable[[Worker, int], DeviceArena | None]
 
 @dataclass(frozen=True)
 class Timing:
-    """`control_ns`: how often the loop returns to Python, for about 0.1 ms each. `idle_ms`: its longest sleep; the
-    heartbeat is written in between. `look_ns`: how often it is looked whether an unavailable collection's files have
-    changed."""
+    """`control_ns`: how often the loop returns to Python, for about 0.15 ms each, when nothing calls it before.
+    `look_ns`: how often it is looked whether an unavailable collection's files have changed."""
 
-    control_ns: int = 10_000_000
-    idle_ms: float = 100.0
+    control_ns: int = 100_000_000
     look_ns: int = 5_000_000_000
 
 
@@ -94,18 +91,19 @@ class Pool:
             worker.table,
             max_dim=catalogue.offer.max_dim,
             max_width=max(limits.search_width, _SEARCH_WIDTH),
+            spin_ns=_SPIN_NS if worker.place.spin else 0,
         )
         for collection in measured:
             self.loop.learn(collection)
         self.loop.compile()
         worker.start.part("loop")
-        self._spin = SpinBudget(int(_SPIN_US * 1e3) if worker.place.spin else 0)
         self.engine.interrupt_when(self.server.has_news)
         self._replacing = Replacing(catalogue, self.engine, self.server, worker.table)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
         self._control_ns = 0  # when Python is next needed
+        self.control_turns = 0
         self._turn_knobs()
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[Measured]]:
@@ -122,31 +120,29 @@ class Pool:
         return self.loop.busy or self.server.reading
 
     def step(self) -> None:
-        """One turn of the loop, and what Python does between two."""
-        # First, so that who wakes the pool waits for nothing else.
-        stopped = self.loop.run(self._control_ns, self._spin.ns)
+        """One turn: queries are served, until there is something to do that only Python can."""
+        stopped = self.loop.serve(self._control_ns)
         now = time.monotonic_ns()
-        if now >= self._control_ns:
+        if stopped == CALLED or now >= self._control_ns:
             self._control(now)
-        if stopped == IDLE and not self.server.reading:
-            self._rest(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""
         self._control_ns = now + self._timing.control_ns
+        self.control_turns += 1
         self._table.beat()
         self.server.housekeep(now)
         self.loop.forget_gone()
         self._turn_knobs()
-        self._replacing.step(now)
-        self.loop.make_room(self.catalogue.offer.max_dim)
+        if self._replacing.step(now):
+            self.loop.make_room(self.catalogue.offer.max_dim)
         self._write_gauges()
 
     def _turn_knobs(self) -> None:
         """What the supervisor's control loop wants by now."""
         reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
         flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0)
-        self.loop.turn(reserve, int(flush_s * 1e9))
+        self.loop.set_knobs(reserve, int(flush_s * 1e9))
         self._table.set(PoolMetrics.RESERVE, reserve)
         self._table.set(PoolMetrics.FLUSH_PREFILL, flush_s)
 
@@ -161,21 +157,6 @@ class Pool:
         table.set(PoolMetrics.PAUSED_SLOTS, loop.paused)
         table.set(PoolMetrics.CLIENTS, self.server.clients)
         table.total(PoolMetrics.MALFORMED, self.server.malformed)
-
-    def _rest(self, begin: int) -> None:
-        """Nothing is active: sleep until a request comes, or what is held back for others must wait no longer.
-
-        The loop itself sleeps, so that a request which wakes it is served before anything else is done.
-        """
-        now = time.monotonic_ns()
-        until = self.loop.held_until(now)
-        if until > now:
-            timing = self._timing
-            at_most_ns = min(until - now, int(timing.idle_ms * 1e6))
-            self.loop.sleep(self.server.fileno(), at_most_ns, timing.control_ns, self._spin.ns)
-            self._spin.learn(self.loop.woken_ns - begin)
-            if not self.loop.woken_by_query:
-                self._control(self.loop.woken_ns)
 
     def drain(self) -> None:
         """Take nothing new: clients of a node with several pools turn to the others."""

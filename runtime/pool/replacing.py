@@ -26,8 +26,8 @@ class Replacing:
         self._reload = table.knob("reload")  # what this process has begun with is what lies there now
         self._tell()
 
-    def step(self, now_ns: int) -> None:
-        """Do what is to be done now."""
+    def step(self, now_ns: int) -> bool:
+        """Do what is to be done now. Whether another catalogue is offered."""
         self._hear()
         renewed = False
         for change in (*self._pending_ones(), *self._catalogue.poll(now_ns)):
@@ -38,6 +38,7 @@ class Replacing:
             if not self._server.in_use(shard.served.name, shard.served.identity) and self._engine.unload(key):
                 del self._leaving[key]
         self._tell()
+        return renewed
 
     def _pending_ones(self) -> list[Change]:
         pending, self._pending = self._pending, []

@@ -51,7 +51,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakePool = Callable[..., InProcessPool]
-BUSY = Timing(control_ns=0, idle_ms=1.0)
+BUSY = Timing(control_ns=0)
 PATIENT = Limits(retry_ns=10_000_000, wait_ns=60 * 10**9)
 NEVER_STUCK = ReplicaPolicy(stuck_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]

@@ -1,32 +1,35 @@
 """The way of one query from `SearchClient.search` into its pool: how short it is, and over which doorbell."""
 
+import contextlib
 import os
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import zmq
+from msgspec import structs
 
 from gpu import GraphIndex
-from ipc import SearchSpec
+from ipc import RingClient, RingFull, SearchSpec
+from ipc.endpoints import connect
 from ipc.ring.doorbell import EventfdBell, ZmqSleeper
 from ipc.session.messages import DOORBELLS
 from runtime.errors import InvalidRequest
 from runtime.node.config import Doorbell
-from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.pool.loop import IDLE
+from runtime.pool.process import Timing
 from runtime.retrieval.search.client import SearchClient
-from runtime.testing.pool import plan_of
+from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, exact
 
 _MOST_CALLS = 6
-_A_MINUTE_NS = 60 * 10**9
+_A_MINUTE_NS, _AN_HOUR_NS = 60 * 10**9, 3600 * 10**9
 
 
 class _Sent(Exception):
@@ -63,26 +66,59 @@ def test_a_search_is_at_most_six_calls_from_the_ring(
     assert 0 < len(calls[1:]) <= _MOST_CALLS, calls
 
 
-def test_a_query_that_wakes_a_pool_is_answered_before_the_sleep_returns_to_python(
-    make_pool: MakePool, index: GraphIndex, queries: Vectors
-) -> None:
-    pool = make_pool()
-    loop, server = pool.pool.loop, pool.server
+@contextlib.contextmanager
+def left_to_itself(pool: InProcessPool) -> Iterator[None]:
+    """The pool serves in a thread, and would enter Python by itself once an hour."""
+    over = threading.Event()
 
-    def sleep() -> None:
-        while not pool.metric(PoolMetrics.LATENCY):  # it may be woken for something else
-            server.housekeep(time.monotonic_ns())
-            assert loop.sleep(server.fileno(), _A_MINUTE_NS, _A_MINUTE_NS, 0) == IDLE
+    def serve() -> None:
+        while not over.is_set():
+            pool.step()
 
-    with pool.attach() as client:
-        thread = threading.Thread(target=sleep)
-        thread.start()
-        client.submit(queries[0], SearchSpec("docs", 5, top_m=400))
-        assert client.wait(60_000.0)
-        (result,) = client.poll()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
+        yield
+        over.set()
+        stranger.send(b"nonsense")  # Python's to answer
         thread.join(timeout=60)
-    assert result.ids.tolist() == exact(index, queries[:1], 5)[0]
-    assert pool.metric(PoolMetrics.LATENCY) == 1
+    assert not thread.is_alive()
+
+
+def test_queries_that_wake_a_pool_are_answered_without_entering_python(
+    collection: Path, make_pool: MakePool, index: GraphIndex, queries: Vectors
+) -> None:
+    plan = plan_of(collection)
+    sleepy = structs.replace(plan, workers=tuple(structs.replace(one, spin=False) for one in plan.workers))
+    pool = make_pool(sleepy, timing=Timing(control_ns=_AN_HOUR_NS))
+    found = []
+    with left_to_itself(pool), RingClient(pool.endpoint, "test", timeout_ms=60_000.0) as client:
+        before = pool.pool.control_turns
+        for number in range(1000):
+            client.submit(queries[number % len(queries)], SearchSpec("docs", 5, top_m=400))
+            assert client.wait(60_000.0)
+            found += [result.ids.tolist() for result in client.poll()]
+        turns, rung = pool.pool.control_turns - before, client.statistics().rung
+    assert rung > 200, "it was asleep before many of them"
+    assert turns < 20, "at most for doorbells that were rung when it had woken by itself"
+    wanted = exact(index, queries, 5)
+    assert found == [wanted[number % len(queries)] for number in range(1000)]
+
+
+def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(make_pool: MakePool, queries: Vectors) -> None:
+    pool = make_pool(timing=Timing(control_ns=_AN_HOUR_NS))
+    with left_to_itself(pool), RingClient(pool.endpoint, "busy", timeout_ms=60_000.0) as busy:
+        attached: list[RingClient] = []
+        asking = threading.Thread(
+            target=lambda: attached.append(RingClient(pool.endpoint, "second", timeout_ms=60_000.0))
+        )
+        asking.start()
+        while asking.is_alive():
+            busy.poll()
+            with contextlib.suppress(RingFull):
+                while True:
+                    busy.submit(queries[0], SearchSpec("docs", 5, top_m=400))
+        attached[0].close()
 
 
 @pytest.mark.parametrize(("doorbell", "kind"), [("eventfd", EventfdBell), ("zeromq", ZmqSleeper)])
