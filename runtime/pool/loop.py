@@ -1,8 +1,8 @@
 """The pool's loop, compiled: receive → schedule → extend → publish, from a client's request ring to its result ring.
 
 `run_loop` goes round until a moment given by its caller, or until there is nothing for it to do; it never enters
-Python. Its caller sleeps, and does every ten milliseconds what only Python can: clients come, go and die, knobs turn,
-gauges and the heartbeat are written. What it works on, all of it plain arrays:
+Python. Its caller sleeps (`turn`, compiled too), and does ten times a second what only Python can: clients come, go and
+die, knobs turn, gauges and the heartbeat are written. What it works on, all of it plain arrays:
 
 - the policy's `Tables`; an entry's own columns are below;
 - the desk of a `SessionServer`, and behind it the clients' rings (`ipc.ring.exchange`);
