@@ -31,8 +31,8 @@ from aiohttp import ClientSession
 
 from benchmarks.machine import machine, machine_load
 from runtime.engines.openai.assembly import fit, with_passages
-from runtime.node.config import OpenAiSection, ServedSection
 from runtime.node.config_file import load_config
+from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.retrieval.passages import Passage
 from runtime.testing.node import Node, running

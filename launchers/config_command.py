@@ -9,9 +9,9 @@ import msgspec
 from msgspec.inspect import type_info
 from msgspec.structs import FieldInfo, fields
 
-from runtime.node import config as sections
 from runtime.node.config import NodeConfig
 from runtime.node.expected import described
+from runtime.node.section import Section
 
 _HEAD = """\
 # Configuration
@@ -46,6 +46,17 @@ def _sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
     for field in fields(NodeConfig):
         for found in _structs(field.type):
             yield field.name, found
+            yield from _tables_within(field.name, found)
+
+
+def _tables_within(name: str, section: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Those that are alike have one description."""
+    names: dict[type[msgspec.Struct], list[str]] = {}
+    for field in fields(section):
+        for found in _structs(field.type):
+            names.setdefault(found, []).append(f"{name}.{field.name}")
+    for found, alike in names.items():
+        yield "] and [".join(alike), found
 
 
 def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
@@ -60,7 +71,7 @@ def _text(section: type[msgspec.Struct]) -> str:
     own = [
         kind
         for kind in section.__mro__
-        if kind.__module__ == sections.__name__ and not kind.__name__.startswith("_") and kind.__doc__
+        if kind.__module__.startswith("runtime.node.") and kind is not Section and kind.__doc__
     ]
     return "\n\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in own) + "\n"
 
@@ -70,6 +81,7 @@ def _table(section: type[msgspec.Struct]) -> str:
     lines += [
         f"| `{field.name}` | {_default(field)} | {_cell(described(type_info(field.type)))} |"
         for field in fields(section)
+        if not any(_structs(field.type))
     ]
     return "\n".join(lines) + "\n"
 

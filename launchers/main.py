@@ -85,7 +85,7 @@ def serve(
             preflight.check_without_start(plan)
             for line in preflight.not_compared(settings):
                 print(line)
-            raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan)) else 1)
+            raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan, machine)) else 1)
         preflight.check(plan, _logged_once(log), machine)
         raise typer.Exit(Supervisor(plan).run(announce))
 

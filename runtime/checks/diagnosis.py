@@ -12,17 +12,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ipc.memory.compiled import can_be_kept
-from runtime.checks import preflight
+from runtime.checks import preflight, vllm
+from runtime.checks.finding import Finding
 from runtime.engines.openai.abilities import reach
-from runtime.engines.vllm.command import check_arguments, gpu_memory_share
-from runtime.engines.vllm.command import version as vllm_version
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
-from runtime.node.config import KvHolder, NodeConfig, OpenAiSection, VllmSection
+from runtime.node.config import KvHolder, NodeConfig
+from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
@@ -32,7 +30,6 @@ from runtime.retrieval.embedding.loading import load_embedder, place_of
 from runtime.retrieval.embedding.specs import ServerSpec
 from runtime.serving.model.packages import torch_cuda
 
-Level = Literal["ok", "warning", "error"]
 _NOFILE = 4096
 _MEMLOCK = 1 << 30  # pinned host buffers of a node are of this order
 _SHM = 1 << 30
@@ -40,16 +37,6 @@ _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nv
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
 _TORCH = "import torch; one = torch.eye(8, device='cuda:0'); assert torch.equal((one @ one).cpu(), one.cpu())"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `advice` says what to do, "" when all is well."""
-
-    level: Level
-    what: str
-    text: str
-    advice: str = ""
 
 
 Probe = Callable[[Gpu, Gpu], str]
@@ -84,7 +71,7 @@ def diagnose(
         if isinstance(config.model, OpenAiSection):
             yield from _engine(config.model)
         if isinstance(config.model, VllmSection):
-            yield from _vllm(config.model, machine)
+            yield from vllm.findings(config.model, machine)
         yield from _embedders(config)
         yield from _port(config)
         yield _files(config, machine)
@@ -275,29 +262,6 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             yield Finding("error", what, error.message, "mend the server, or `embedder` and its key of the collection")
         else:
             yield Finding("ok", what, f"{embedder.name} at {place.at or embedder.url}")
-
-
-def _vllm(section: VllmSection, machine: Machine) -> Iterator[Finding]:
-    """Whether vLLM is there, and its GPUs have as much free memory as it will ask for."""
-    try:
-        check_arguments(section)
-        found = vllm_version(section)
-    except ConfigError as error:
-        yield Finding("error", "vLLM", error.message, "mend [model], or install it there")
-        return
-    yield Finding("ok", "vLLM", f"{found}, {section.instances} × {section.loads}")
-    share = gpu_memory_share(section)
-    for name in itertools.chain.from_iterable(section.gpus):
-        try:
-            gpu = machine.find(name)
-        except ConfigError as error:
-            yield Finding("error", f"model.devices {name}", error.message, "nvidia-smi -L lists them")
-            continue
-        wanted = int(share * gpu.memory_bytes)
-        said = f"{gpu.free_bytes / 2**30:.0f} GiB free, vLLM takes {wanted / 2**30:.0f} ({share:g} of all)"
-        fits = gpu.free_bytes >= wanted
-        advice = "" if fits else 'free it, or give less: extra_args = ["--gpu-memory-utilization", "0.8"]'
-        yield Finding("ok" if fits else "error", f"GPU {gpu.index} for vLLM", said, advice)
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:

@@ -8,8 +8,11 @@ onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a node that 
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.checks import vllm
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection, Role
+from runtime.node.engine_config import VllmSection
+from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import model_bytes, place_of
@@ -22,7 +25,7 @@ _PROCESS: dict[Role, int] = {
     "pool": 94 * _MIB,
     "prefill": 260 * _MIB,
     "decode": 260 * _MIB,
-    "engine": 60 * _MIB,  # what looks after vLLM; what vLLM itself takes is its own to say
+    "engine": 60 * _MIB,  # what looks after vLLM; what vLLM itself takes is its own to say when it starts
     "frontend": 96 * _MIB,
 }
 """The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
@@ -43,15 +46,22 @@ class _Parts:
     mapped: int = 0
 
 
-def needed_bytes(plan: NodePlan) -> dict[str, int]:
+def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
     """Bytes by worker: on its GPU, if it has one, its index, or weights and KV; on the host all that it takes.
 
-    KV that decode maps to pull it counts for prefill. Raises `CollectionError` and `ModelError`.
+    KV that decode maps to pull it counts for prefill. What vLLM takes of a GPU is a share of what `machine` says that
+    it has. Raises `CollectionError`, `ConfigError` and `ModelError`.
     """
     needed = {}
     for worker, parts in _parts(plan).items():
-        on_host = next(place for place in plan.processes if place.name == worker).device == "cpu"
+        place = next(place for place in plan.processes if place.name == worker)
+        on_host = place.device == "cpu"
         needed[worker] = parts.data + parts.mapped + (parts.process + parts.swap if on_host else 0)
+        if isinstance(section := plan.config.model, VllmSection) and place.role == "engine":
+            on_gpu = place.gpu and machine is not None and not machine.simulated
+            needed[worker] += (
+                vllm.gpu_bytes(section, place, machine) if on_gpu and machine else vllm.host_bytes(section, place.stage)
+            )
     return needed
 
 
@@ -77,7 +87,9 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
     if worker.role == "engine":
-        return _Parts(process, 0)
+        return _Parts(
+            process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
+        )
     process += sum(_embedders(plan).values())
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache

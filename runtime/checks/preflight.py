@@ -11,10 +11,11 @@ import psutil
 
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.needs import host_bytes, needed_bytes
-from runtime.engines.vllm.command import check_arguments
-from runtime.engines.vllm.command import version as vllm_version
+from runtime.engines.vllm.command import check_arguments, installed
+from runtime.engines.vllm.transfer import check_transfer
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.node.config import CollectionSection, ModelSection, NodeConfig, VllmSection
+from runtime.node.config import CollectionSection, ModelSection, NodeConfig
+from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
@@ -83,7 +84,7 @@ def check_without_start(plan: NodePlan) -> None:
         _check_model(plan, plan.config.own_model)
     if isinstance(plan.config.model, VllmSection):
         check_arguments(plan.config.model)
-        vllm_version(plan.config.model)
+        check_transfer(plan.config.model, nixl=installed(plan.config.model).nixl)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
 
@@ -162,7 +163,7 @@ def _parts(needed: Mapping[str, int]) -> str:
 
 def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
-    needed = needed_bytes(plan)
+    needed = needed_bytes(plan, machine)
     for gpu in machine.gpus:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:

@@ -1,7 +1,7 @@
 """The frontend's process, with the engine that the configuration names."""
 
 from runtime.engines.trinity import trinity_engine
-from runtime.node.config import OpenAiSection, VllmSection
+from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine

@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
+from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.expected import explained
+from runtime.node.section import Seconds, Section
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
@@ -18,14 +20,9 @@ Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the TOML file; every subclass is frozen too."""
-
-
-class NodeSection(_Section, frozen=True):
+class NodeSection(Section, frozen=True):
     """The node itself. `run_dir` "" means a private directory named after the node in the user's runtime directory.
 
     A worker that is not ready after `start_s`, or has no heartbeat for `heartbeat_s`, is killed and starts again; a
@@ -39,7 +36,7 @@ class NodeSection(_Section, frozen=True):
     heartbeat_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
 
 
-class LogSection(_Section, frozen=True):
+class LogSection(Section, frozen=True):
     """Logs: lines of `level` and above, as `format` to standard error, and as JSON to a file for each process.
 
     The files are kept to `files` of `max_bytes` a process, in `directory`. "" means the run directory: a node that
@@ -53,7 +50,7 @@ class LogSection(_Section, frozen=True):
     files: Annotated[int, Meta(ge=1, le=100)] = 2
 
 
-class HttpSection(_Section, frozen=True):
+class HttpSection(Section, frozen=True):
     """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
 
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
@@ -87,7 +84,7 @@ class HttpSection(_Section, frozen=True):
     cors_origins: tuple[Origin, ...] = ()
 
 
-class ModelSection(_Section, frozen=True, tag_field="engine", tag="trinity"):
+class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     """`engine = "trinity"`, the default: a model that the node's own prefill and decode workers run.
 
     `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. Its KV is
@@ -105,74 +102,7 @@ class ModelSection(_Section, frozen=True, tag_field="engine", tag="trinity"):
         return -(-self.context_tokens // self.kv_block_tokens)
 
 
-class ServedSection(_Section, frozen=True):
-    """What the engines have in common whose model runs behind OpenAI's protocol.
-
-    `name` is what the model is called there. `context_tokens` bounds prompt and answer; 0: as many as the server says
-    it has. Before the first token a prompt is given passages of about `passage_tokens` tokens at most, by a probe of
-    `probe_tokens`: there is no tokenizer here, so both are counted by bytes. A connection is given up after
-    `connect_s`.
-    """
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
-    probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
-    connect_s: Seconds = 5.0
-
-
-class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):
-    """`engine = "openai"`: servers that run already, at one `url` or several, each with its `/v1`.
-
-    `api_key_file` holds the key that they ask for on its first line.
-    """
-
-    url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
-    api_key_file: str = ""
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Each server's, without a slash at its end."""
-        given = (self.url,) if isinstance(self.url, str) else self.url
-        return tuple(url.rstrip("/") for url in given)
-
-
-class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="vllm"):
-    """`engine = "vllm"`: `instances` of vLLM's API server, which the node starts, supervises and asks.
-
-    `path` is what vLLM loads, a directory or a name on Hugging Face's hub; "": `name`. `python` is the interpreter of
-    the environment that vLLM is installed in. `devices`: GPUs, tensor_parallel_size × pipeline_parallel_size for each
-    instance, in order; none: the machine's first ones; ["cpu"]: none at all. `extra_args` go to vLLM as they are,
-    `environment` into its processes'.
-    """
-
-    path: str = ""
-    python: Annotated[str, Meta(min_length=1)] = "python3"
-    instances: Annotated[int, Meta(ge=1, le=16)] = 1
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    devices: tuple[str, ...] = ()
-    extra_args: tuple[str, ...] = ()
-    environment: dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")], str] = msgspec.field(
-        default_factory=dict
-    )
-
-    @property
-    def loads(self) -> str:
-        """What vLLM is told to load."""
-        return self.path or self.name
-
-    @property
-    def gpus(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each instance's GPUs; empty on a CPU. As many as they need only once the plan is made."""
-        if self.devices == ("cpu",):
-            return ((),) * self.instances
-        each = self.tensor_parallel_size * self.pipeline_parallel_size
-        names = self.devices or tuple(f"cuda:{number}" for number in range(each * self.instances))
-        return tuple(names[first : first + each] for first in range(0, len(names), each))
-
-
-class Placed(_Section, frozen=True):
+class Placed(Section, frozen=True):
     """What every worker role has. `devices` and `cores` have one entry a worker, or one that all share."""
 
     workers: Workers = 1
@@ -271,7 +201,7 @@ class PoolSection(Placed, frozen=True):
         return slo.ttft_s / 20 if self.prefill_target_s == "auto" else self.prefill_target_s
 
 
-class HandoverSection(_Section, frozen=True):
+class HandoverSection(Section, frozen=True):
     """KV from prefill to decode. In order "decode_first" decode keeps room for a prompt before prefill runs it.
 
     Between two steps of a running batch decode copies for about `slice_s`, a thirtieth of a step at most. It takes in
@@ -283,7 +213,7 @@ class HandoverSection(_Section, frozen=True):
     waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
 
-class ControlSection(_Section, frozen=True):
+class ControlSection(Section, frozen=True):
     """The control loop (docs/scheduler.md), off unless `enabled`: no load was found under which it serves more
     requests in time than a reserve that stays. Every `interval_s` it may move the pool's reserve by at most `step`.
 
@@ -307,7 +237,7 @@ class ControlSection(_Section, frozen=True):
             raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
 
 
-class SloSection(_Section, frozen=True):
+class SloSection(Section, frozen=True):
     """What the node promises: time to the first token, mean time per later token, a search alone; and to what share.
 
     Counted over the requests that were sent, so a failed or refused one breaks it too. Alerts watch the rate at which
@@ -320,7 +250,7 @@ class SloSection(_Section, frozen=True):
     objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
 
 
-class AnswerCacheSection(_Section, frozen=True):
+class AnswerCacheSection(Section, frozen=True):
     """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
 
     Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
@@ -334,7 +264,7 @@ class AnswerCacheSection(_Section, frozen=True):
     entries: Annotated[int, Meta(ge=1, le=100_000)] = 1000
 
 
-class CollectionSection(_Section, frozen=True):
+class CollectionSection(Section, frozen=True):
     """A collection that the pool loads: its name in requests, its directory, and into how many shards it was built.
 
     Of a split collection each pool worker serves one shard: worker i has shard i mod `shards`. A collection that is
@@ -355,7 +285,7 @@ class CollectionSection(_Section, frozen=True):
     embedder_key_file: str = ""
 
 
-class NodeConfig(_Section, frozen=True):
+class NodeConfig(Section, frozen=True):
     """A whole node, as written in its TOML file. Without `[model]` the node serves retrieval alone."""
 
     node: NodeSection = NodeSection()

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 from msgspec.inspect import (
+    AnyType,
     BoolType,
     DictType,
     FloatType,
@@ -53,7 +54,8 @@ def described(kind: Type) -> str:
     if isinstance(kind, BoolType):
         return "`true`, `false`"
     if isinstance(kind, DictType):
-        return f"a table: {described(kind.value_type)}"
+        values = "" if isinstance(kind.value_type, AnyType) else f": {described(kind.value_type)}"
+        return f"a table{values}"
     raise TypeError(f"no words for {kind}")
 
 

@@ -20,7 +20,7 @@ from runtime.engines.openai.assembly import fit, with_passages
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.node.config import OpenAiSection
+from runtime.node.engine_config import OpenAiSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling

@@ -23,7 +23,8 @@ END = 0  # the token that ends an answer
 
 @dataclass
 class Behaviour:
-    """`token_ids`: tells and takes them, and tokenizes (vLLM); `goes_on`: continues a chat's last turn (SGLang);
+    """`kv_role`: takes what vLLM's connectors take of `kv_transfer_params` in that role, and refuses all else;
+    `token_ids`: tells and takes them, and tokenizes (vLLM); `goes_on`: continues a chat's last turn (SGLang);
     `renders`: shows a chat as text (llama.cpp); `strict`: refuses what OpenAI does not have.
 
     `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
@@ -49,16 +50,21 @@ class Behaviour:
     hangs_after: int | None = None
     down: bool = False
     letters: str = "abcdefghijklmnopqrstuvwxyz "
+    kv_role: str = ""
+    metrics: str | None = None
 
 
 @dataclass
 class FakeServer:
-    """`asked` are the bodies of all POSTs by path, `open` the streams that are being read."""
+    """`asked` are the bodies of all POSTs by path, `open` the streams that are being read, `computed` and `pulled` how
+    many prompts it has handed over and taken over."""
 
     behaviour: Behaviour = field(default_factory=Behaviour)
     asked: list[tuple[str, Json]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     open: int = 0
+    computed: int = 0
+    pulled: int = 0
     says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
     on_chunk: Callable[[int], None] = lambda count: None
 
@@ -73,6 +79,8 @@ class FakeServer:
         if how.key and headers.get("authorization") != f"Bearer {how.key}":
             return _json(401, _error("wrong key"))
         if method == "GET":
+            if path == "/metrics" and how.metrics is not None:
+                return _Whole(200, how.metrics.encode())
             if path != "/v1/models":
                 return _json(404, {"detail": "Not Found"})
             return _json(200, {"object": "list", "data": [{"id": how.model, "max_model_len": how.context}]})
@@ -111,11 +119,50 @@ class FakeServer:
         count = body.get("n", 1) if how.choices else 1
         answers = [self._answer(prompt, limit, index, body.get("stop") or []) for index in range(count)]
         ids = bool(body.get("return_token_ids")) and how.token_ids
+        if wrong := self._wrong_transfer(body, prompt):
+            return _json(400, _error(f"kv_transfer_params: {wrong}"))
         if not body.get("stream"):
             usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
-            return _json(200, {"choices": [], "usage": usage})
+            return _json(200, {"choices": [], "usage": usage} | self._transfer(body, prompt))
         chunks = self.says or self._chunks(prompt, answers, body, chat, ids)
         return _Stream(self, chunks)
+
+    def _wrong_transfer(self, body: Json, prompt: list[int]) -> str:
+        """What vLLM's connectors would not do with it."""
+        params, role = body.get("kv_transfer_params"), self.behaviour.kv_role
+        if params is None:
+            return ""
+        if params.get("do_remote_decode"):
+            if role != "kv_producer":
+                return f"do_remote_decode at {role or 'an instance without a connector'}"
+            if body.get("stream") or body.get("max_tokens") != 1 or {"stream_options", "min_tokens"} & set(body):
+                return "prefill is asked for one token, whole, without min_tokens"
+            return ""
+        if role != "kv_consumer":
+            return f"do_remote_prefill at {role or 'an instance without a connector'}"
+        if not params.get("do_remote_prefill") or params.get("remote_request_id", "") == "":
+            return "neither do_remote_prefill nor what prefill said"
+        if params.get("remote_block_ids") != [_digest(prompt)]:
+            return "the blocks of another prompt"
+        self.pulled += 1
+        return ""
+
+    def _transfer(self, body: Json, prompt: list[int]) -> Json:
+        if not (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return {}
+        self.computed += 1
+        return {
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": "fake",
+                "remote_block_ids": [_digest(prompt)],
+                "remote_request_id": f"x-{self.computed}",
+                "remote_host": "localhost",
+                "remote_port": 1,
+                "tp_size": 1,
+            }
+        }
 
     def _prompt(self, body: Json, chat: bool) -> list[int] | Reply:
         if not chat:
@@ -238,6 +285,10 @@ def written(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token([*prompt, *tokens]))
     return tokens
+
+
+def _digest(tokens: list[int]) -> str:
+    return hashlib.blake2b(bytes(tokens)).hexdigest()
 
 
 def _json(status: int, value: Json) -> Reply:

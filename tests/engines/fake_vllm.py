@@ -24,6 +24,10 @@ vllm:num_requests_running{{engine="0",model_name="fake"}} {running}
 # HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{{engine="0",model_name="fake"}} 0.0
+# HELP vllm:fake_kv_total Prompts computed for others, and taken from others
+# TYPE vllm:fake_kv_total counter
+vllm:fake_kv_total{{engine="0",model_name="fake",way="computed"}} {computed}
+vllm:fake_kv_total{{engine="0",model_name="fake",way="pulled"}} {pulled}
 # HELP python_gc_objects_collected_total Objects collected during gc
 # TYPE python_gc_objects_collected_total counter
 python_gc_objects_collected_total{{generation="0"}} 1.0
@@ -53,7 +57,8 @@ class Front:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         path = urlsplit(target).path
         if path in ("/health", "/metrics"):
-            text = METRICS.format(running=float(self.fake.open)) if path == "/metrics" else ""
+            counts = {"running": float(self.fake.open), "computed": self.fake.computed, "pulled": self.fake.pulled}
+            text = METRICS.format(**counts) if path == "/metrics" else ""
             writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
             return True
         answer = await self.fake.ask(method, f"http://fake{path}", headers, body or None)
@@ -77,9 +82,9 @@ class Front:
         writer.write(b"0\r\n\r\n")
 
 
-async def serve(socket: str, model: str, core: subprocess.Popen[bytes]) -> None:
+async def serve(socket: str, model: str, kv_role: str, core: subprocess.Popen[bytes]) -> None:
     """Until the core dies."""
-    front = Front(FakeServer(Behaviour(model=model)))
+    front = Front(FakeServer(Behaviour(model=model, kv_role=kv_role)))
     async with await asyncio.start_unix_server(front.connected, socket):
         await asyncio.to_thread(core.wait)
     sys.exit("EngineDeadError: the engine core has died")
@@ -93,13 +98,14 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--uds")
     options.add_argument("--served-model-name")
+    options.add_argument("--kv-transfer-config", type=json.loads, default={})
     given, others = options.parse_known_args(sys.argv[3:])
     print(f"(APIServer pid=1) INFO 01-02 03:04:05 [api.py:1] asked for {json.dumps(others)}", flush=True)
     if fault := os.environ.get("FAKE_FAULT"):
         sys.exit(f"Traceback (most recent call last):\n{fault}\nRuntimeError: Engine core initialization failed.")
     core = subprocess.Popen(["sleep", "600"])
     Path(f"{given.uds}.core").write_text(str(core.pid))
-    asyncio.run(serve(given.uds, given.served_model_name, core))
+    asyncio.run(serve(given.uds, given.served_model_name, given.kv_transfer_config.get("kv_role", ""), core))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -17,7 +17,7 @@ from runtime.engines.openai.http import AioHttp, Http
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.errors import TrinityError
-from runtime.node.config import OpenAiSection
+from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.starts import RestartLimits
@@ -99,9 +99,12 @@ async def stand(
     max_in_flight: int = 64,
     reach: bool = True,
     sockets: Path | None = None,
+    stages: Sequence[Stage] = (),
+    handover_tokens: int | Literal["auto"] = "auto",
     **section: Any,
 ) -> AsyncIterator[Stand]:
-    """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory."""
+    """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory.
+    `stages`: what each is for."""
     wanted = behaviours or (Behaviour(),)
     fakes = [FakeServer(replace(how, breaks_after=None, hangs_after=None, refuses=None)) for how in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
@@ -116,8 +119,12 @@ async def stand(
         path = str(sockets / f"{len(listening)}.sock")
         listening.append(await asyncio.start_unix_server(Front(fake).connected, path))
         networks.append(AioHttp(5.0, path))
+    everything: list[Stage] = [""] * len(urls)
     servers = Servers(
-        [Server(url, http=http) for url, http in zip(urls, networks, strict=True)],
+        [
+            Server(url, http=http, stage=stage)
+            for url, http, stage in zip(urls, networks, stages or everything, strict=True)
+        ],
         partial(ask, section=settings),
         clock,
     )
@@ -128,7 +135,7 @@ async def stand(
         fake.behaviour = replace(how)  # what goes wrong does after it was asked what it can do
     engine = OpenAiEngine(
         servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
-        on_end=ended.append, keep_traces=8,
+        on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     await asyncio.sleep(0)  # it has begun, so that its end is its own

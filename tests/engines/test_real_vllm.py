@@ -23,7 +23,7 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.node.config import VllmSection
+from runtime.node.engine_config import VllmSection
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually

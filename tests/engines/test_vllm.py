@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from runtime.errors import EXIT_CONFIG, ConfigError, Unavailable
-from runtime.node.config import NodeConfig, VllmSection, parse_config
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.engine_config import VllmSection
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import resolve
@@ -139,21 +140,28 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def expected(number: int) -> str:
-    return bytes(written(list(rendered(body(number)["messages"]).encode()), TOKENS)).decode()
+def expected(number: int, tokens: int = TOKENS) -> str:
+    return bytes(written(list(rendered(body(number)["messages"]).encode()), tokens)).decode()
 
 
 class Asker(threading.Thread):
     """Asks for a stream; `began` is set by its first token, `text` is all of it, or `error` what ended it."""
 
-    def __init__(self, url: str, number: int, model: str = "fake") -> None:
+    def __init__(self, url: str, number: int, model: str = "fake", tokens: int = TOKENS) -> None:
         super().__init__(daemon=True)
-        self.url, self.number, self.model = url, number, model
+        self.url, self.number, self.model, self.tokens = url, number, model, tokens
         self.began = threading.Event()
         self.text, self.error, self.finish = "", "", ""
 
     def run(self) -> None:
+        try:
+            self._ask()
+        except httpx.HTTPError as error:
+            self.error = str(error)
+
+    def _ask(self) -> None:
         asked = body(self.number, stream=True, model=self.model, temperature=0, ignore_eos=True)
+        asked["max_tokens"] = self.tokens
         with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=asked, timeout=900) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
@@ -167,9 +175,9 @@ class Asker(threading.Thread):
                     self.began.set()
 
 
-def asked(node: VllmNode, count: int = 6) -> list[Asker]:
+def asked(node: VllmNode, count: int = 6, first: int = 0, tokens: int = TOKENS) -> list[Asker]:
     """So many streams that have begun."""
-    askers = [Asker(node.info.url, number) for number in range(count)]
+    askers = [Asker(node.info.url, number, tokens=tokens) for number in range(first, first + count)]
     for asker in askers:
         asker.start()
     for asker in askers:
@@ -181,7 +189,7 @@ def all_whole(askers: list[Asker]) -> None:
     for asker in askers:
         asker.join(timeout=120)
         assert not asker.error
-        assert asker.text == expected(asker.number)
+        assert asker.text == expected(asker.number, asker.tokens)
 
 
 def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothing(

@@ -5,23 +5,28 @@ import logging
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client.core import Metric
 
 from runtime.checks.diagnosis import diagnose
+from runtime.checks.needs import needed_bytes
+from runtime.checks.vllm import host_bytes
 from runtime.engines.vllm.ask import unfinished
-from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, version
+from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
 from runtime.engines.vllm.lines import Lines
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, VllmSection
+from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
+from runtime.node.engine_config import VllmSection
 from runtime.node.metrics.engines import engine_families
+from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import resolve
 from tests.engines.test_vllm import config, fake_python
 
-NODE8 = Path(__file__).parents[2] / "launchers" / "node8-vllm.toml"
+LAUNCHERS = Path(__file__).parents[2] / "launchers"
 
 
 def section(**model: object) -> VllmSection:
@@ -60,15 +65,15 @@ def test_what_follows_from_the_section_is_no_extra_argument(argument: str) -> No
 
 def test_an_interpreter_without_vllm_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"vLLM is not installed there: .* -m pip install vllm"):
-        version(section(python=sys.executable))
+        installed(section(python=sys.executable))
 
 
 def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path) -> None:
     made = section(python=str(fake_python(tmp_path)))
-    assert version(made) == "0.32.0"
+    assert installed(made).version == "0.32.0"
     fake_python(tmp_path, "0.9.2")
     with pytest.raises(ConfigError, match=r"vLLM 0\.9\.2 .* is too old: 0\.20 or later"):
-        version(made)
+        installed(made)
 
 
 def test_the_share_of_gpu_memory_is_the_arguments_or_vllms_own() -> None:
@@ -127,10 +132,46 @@ def test_the_doctor_tells_vllms_version_and_gpus_that_are_not_there(tmp_path: Pa
     assert found["model.devices cuda:7"].level == "error"
 
 
-def test_the_example_for_eight_gpus_is_laid_out_as_it_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["node8-vllm.toml", "node8-vllm-split.toml"])
+def test_the_examples_for_eight_gpus_are_laid_out_as_they_say(tmp_path: Path, name: str) -> None:
     (tmp_path / "my-docs").mkdir()
-    text = NODE8.read_text().replace('"python3"', f'"{sys.executable}"')
+    text = (LAUNCHERS / name).read_text().replace('"python3"', f'"{sys.executable}"')
     (tmp_path / "node.toml").write_text(text)
     plan = lay_out(load_config(tmp_path / "node.toml"), Machine.with_simulated_gpus(8))
     assert [place.gpu_numbers for place in plan.of_role("engine")] == [(str(number),) for number in range(6)]
-    assert [place.gpu_index for place in plan.of_role("pool")] == ["6", "7"]
+
+
+# ---- memory
+
+
+def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    sizes = {"path": str(tmp_path), "devices": ["cpu"], "prefill": {}, "decode": {"instances": 2}}
+    processes = host_bytes(section(devices=["cuda:0"]), "")
+    made = section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
+    assert host_bytes(made, "decode") == processes + 1000 + (2 << 30)
+    assert host_bytes(section(**sizes, extra_args=["--kv-cache-memory-bytes=500"]), "decode") == processes + 1500
+    assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
+    needed = needed_bytes(resolve(NodeConfig(model=made)))
+    assert needed["engine-decode-2"] > 2 << 30
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is no number"):
+        host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
+
+
+def test_on_a_gpu_an_instance_takes_its_share_of_the_memory_of_each_stage() -> None:
+    gpus = tuple(Gpu(str(n), f"GPU-0000000{n}", "H100", "", 80 << 30, 70 << 30) for n in range(2))
+    machine = Machine(gpus, tuple(range(8)), 1 << 40)
+    made = config(prefill={"extra_args": ["--gpu-memory-utilization", "0.5"]}, decode={})
+    needed = needed_bytes(lay_out(made, machine), machine)
+    assert needed["engine-prefill-0"] == 40 << 30
+    assert needed["engine-decode-1"] == int(0.92 * (80 << 30))
+
+
+def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_connector(tmp_path: Path) -> None:
+    stages = {"prefill": {}, "decode": {"instances": 2}, "devices": ["cpu"]}
+    huge = {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
+    made = config(python=str(fake_python(tmp_path)), environment=huge, **stages)
+    found = {finding.what: finding for finding in diagnose(made)}
+    assert found["vLLM"].text == "0.32.0, 1 prefill and 2 decode × m, KV by TrinityKvFiles"
+    assert found["memory for vLLM"].level == "error"
+    assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice

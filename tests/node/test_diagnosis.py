@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.checks.diagnosis import Finding, Probe, TorchProbe, cuda_ipc, diagnose, torch_works
+from runtime.checks.diagnosis import Probe, TorchProbe, cuda_ipc, diagnose, torch_works
+from runtime.checks.finding import Finding
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.placement.gpus import Gpu, Gpus
 from tests.node.fake_nvml import Card, FakeNvml

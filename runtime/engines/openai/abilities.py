@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
-from runtime.node.config import OpenAiSection, ServedSection
+from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 
 log = logging.getLogger(__name__)

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from runtime.engines.openai.handover import Costs, Handovers
+from runtime.engines.openai.sequel import why_not
 from runtime.engines.openai.servers import Servers
-from runtime.engines.openai.writer import AnswerWriter, Means, why_not
+from runtime.engines.openai.writer import AnswerWriter, Means
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
-from runtime.node.config import ServedSection
+from runtime.node.engine_config import ServedSection
 from runtime.serving.frontend.engine import Capabilities, Engine
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.frontend.starts import RestartLimits
@@ -35,7 +37,8 @@ class Statistics:
 
 
 class OpenAiEngine(Engine):
-    """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`."""
+    """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`. `handover_tokens`: see
+    `handover.Costs`."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class OpenAiEngine(Engine):
         epoch: int,
         max_in_flight: int,
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
+        handover_tokens: int | Literal["auto"] = "auto",
         clock: Callable[[], int] = time.monotonic_ns,
         on_end: Callable[[Ended], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
@@ -56,7 +60,8 @@ class OpenAiEngine(Engine):
             keep_traces=keep_traces,
         )  # fmt: skip
         self.servers = servers
-        self._means = Means(servers, search, section, restarts, clock)
+        handovers = Handovers(servers, Costs(handover_tokens), clock)
+        self._means = Means(servers, search, section, restarts, handovers, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._looks: set[asyncio.Task[None]] = set()
@@ -100,7 +105,7 @@ class OpenAiEngine(Engine):
         for request in self.requests.late(self._clock()):
             told = len(request.told.tokens)
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
-        for look in self.servers.due():
+        for look in (*self.servers.due(), *self.servers.loads_due()):
             task = asyncio.create_task(look)
             self._looks.add(task)
             task.add_done_callback(self._looks.discard)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.engines.openai.abilities import GOES_ON, Abilities
+from runtime.errors import InvalidRequest
 
 Json = dict[str, Any]
 Way = Literal["tokens", "chat", "text", ""]
@@ -72,3 +73,22 @@ def sequel(way: Way, sent: Json, script: Script) -> tuple[str, Json]:
         return "/completions", base | {"prompt": [*(script.prompt_ids or ()), *script.ids]}
     before = script.rendered if chat else sent["prompt"]
     return "/completions", base | {"prompt": f"{before}{script.text}"}
+
+
+def why_not(abilities: Abilities, sent: Json, *, probes: bool) -> InvalidRequest | None:
+    """Why a server cannot take a request; None if it can."""
+    chat = "messages" in sent
+    if not (abilities.chat if chat else abilities.completions):
+        return InvalidRequest(
+            f"the engine has no {'chats' if chat else 'completions'}", "messages" if chat else "prompt"
+        )
+    if probes and not way_of(abilities, sent):
+        return InvalidRequest(
+            "retrieval.every_tokens: the engine cannot go on with an answer in a second request; leave it out",
+            "retrieval.every_tokens",
+        )
+    if sent.get("return_token_ids") and not abilities.token_ids:
+        return InvalidRequest("return_token_ids: the engine does not tell token ids; leave it out", "return_token_ids")
+    if (sent.get("stream_options") or {}).get("include_usage") and not abilities.usage:
+        return InvalidRequest("stream_options.include_usage: the engine drops it; leave it out", "stream_options")
+    return None

@@ -17,6 +17,7 @@ from runtime.errors import (
     Overloaded,
     TrinityError,
 )
+from runtime.node.engine_config import Stage
 
 Json = dict[str, Any]
 
@@ -52,10 +53,12 @@ class StreamBroken(EngineFailed):
 
 
 class Server:
-    """A server at `url` (with its /v1). `http` stands for the network in tests."""
+    """A server at `url` (with its /v1). `http` stands for the network in tests; `stage` is what it is for."""
 
-    def __init__(self, url: str, key: str = "", connect_s: float = 5.0, http: Http | None = None) -> None:
-        self.url = url
+    def __init__(
+        self, url: str, key: str = "", connect_s: float = 5.0, http: Http | None = None, stage: Stage = ""
+    ) -> None:
+        self.url, self.stage = url, stage
         self._root = _without_version(url)
         self._http = http or AioHttp(connect_s)
         # Not compressed: a stream's chunks would wait for each other, and an answer's size be known too late.
@@ -68,10 +71,18 @@ class Server:
         async with self._asked("GET", self.url + path) as answer:
             return await self._whole(answer)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, beside: bool = False) -> Json:
+    async def post(self, path: str, body: Mapping[str, Any], *, beside: bool = False, request_id: str = "") -> Json:
         """An answer to POST; `beside`: the path is not under /v1 but beside it. Raises TrinityError."""
-        async with self._asked("POST", (self._root if beside else self.url) + path, body) as answer:
+        async with self._asked("POST", (self._root if beside else self.url) + path, body, request_id) as answer:
             return await self._whole(answer)
+
+    async def metrics(self) -> str:
+        """Its metrics in Prometheus's text format. Raises TrinityError."""
+        async with self._asked("GET", f"{self._root}/metrics") as answer:
+            try:
+                return (await _some(answer, _MAX_ANSWER_BYTES)).decode(errors="replace")
+            except Disconnected as error:
+                raise EngineUnreachable(f"{self.url}: its metrics broke off: {error}") from error
 
     @contextlib.asynccontextmanager
     async def stream(

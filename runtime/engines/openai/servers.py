@@ -1,16 +1,27 @@
-"""Which server takes a request: the least loaded of those that answer and can do it. Who is down is asked again."""
+"""Which server takes a request, of those that answer and can do it. Who is down is asked again.
+
+The rule is that of the node's own workers (`runtime.serving.frontend.router`): the fewest requests, less the share of
+the prompt's leading blocks that the server has lately been given, one more for a server whose KV is nearly full. A full
+overlap is worth one request, no more. So the turns of a conversation stay where its KV is. A server's requests are the
+larger of what it reports and what it has been given here; among equals it is the one that was chosen longest ago.
+
+Where prefill and decode have servers of their own, answers are written by those of decode; while none of them answers
+by the others too, which can do all that they can.
+"""
 
 import asyncio
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.engines.openai.abilities import Abilities
+from runtime.engines.openai.load import Load, read_load
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
+from runtime.serving.frontend.prefixes import Prefixes
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +29,16 @@ Ask = Callable[[Server], Awaitable[Abilities]]
 Fits = Callable[[Abilities], InvalidRequest | None]
 
 _FAULTS = 3
+_FULL = 0.9  # of its KV: what comes now may have to wait, or have others wait
+_LOAD_NS = 1_000_000_000  # between two looks at how busy a server is
+_REMEMBERED = 65_536  # blocks of prompts, for each server
 _LOOK_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A server and what is known of it. `abilities` None: it is down, to be asked again at `due_ns`."""
+    """A server and what is known of it. `abilities` None: it is down, to be asked again at `due_ns`; `load`: what it
+    last said, None if it says nothing."""
 
     server: Server
     backoff: Backoff
@@ -35,10 +50,22 @@ class Member:
     up_ns: int = 0
     asking: bool = False
     faults: int = 0  # requests in a row that it failed
+    load: Load | None = None
+    load_due_ns: int | None = 0  # None: it has no metrics
+    prefixes: Prefixes = field(default_factory=Prefixes)
 
     @property
     def name(self) -> str:
         return self.server.url
+
+    def cost(self, prefix: Sequence[int]) -> float:
+        """Of a request more with these leading blocks: the fewer the better."""
+        reported, full = (self.load.requests, self.load.kv_usage > _FULL) if self.load else (0, False)
+        return max(reported, self.in_flight) - self.overlap(prefix) + full
+
+    def overlap(self, prefix: Sequence[int]) -> float:
+        """The share of `prefix` that it has lately been given, 0..1."""
+        return self.prefixes.seen(prefix) / len(prefix) if prefix else 0.0
 
 
 class Servers:
@@ -80,12 +107,24 @@ class Servers:
             raise next(refusal for _, refusal in refusals if refusal is not None)
         return fitting
 
-    def choose(self, fits: Fits, avoid: Collection[Member] = ()) -> Member:
-        """The fitting server with the fewest requests in flight; among equals the one that was chosen longest ago.
-        Those to `avoid` are taken only if there is no other. Raises as `fitting`. `leave` must follow.
+    def choose(self, fits: Fits, avoid: Collection[Member] = (), prefix: Sequence[int] = ()) -> Member:
+        """The fitting server for an answer behind a prompt of these leading blocks. Those to `avoid` are taken only if
+        there is no other. Raises as `fitting`. `leave` must follow.
         """
         fitting = self.fitting(fits)
-        chosen = min(fitting, key=lambda member: (member in avoid, member.in_flight, member.turn))
+        return self._take(min(fitting, key=lambda m: (m in avoid, m.server.stage == "prefill", m.cost(prefix), m.turn)))
+
+    def choose_prefill(self, avoid: Collection[Member], prefix: Sequence[int]) -> Member | None:
+        """The server that computes such a prompt for another, not one of those to `avoid`; None without any. `leave`
+        must follow."""
+        able = [member for member in self.up if member.server.stage == "prefill" and member not in avoid]
+        return self._take(min(able, key=lambda m: (m.cost(prefix), m.turn))) if able else None
+
+    def remember(self, member: Member, prefix: Sequence[int]) -> None:
+        """A server has the KV of these blocks, or soon will."""
+        member.prefixes.remember(prefix, _REMEMBERED, self._clock())
+
+    def _take(self, chosen: Member) -> Member:
         self._turns += 1
         chosen.turn = self._turns
         chosen.in_flight += 1
@@ -129,6 +168,26 @@ class Servers:
             member.asking = True
         return [self._again(member) for member in found]
 
+    def loads_due(self) -> list[Coroutine[None, None, None]]:
+        """To be run: each asks a server how busy it is, where there is a choice between several."""
+        now = self._clock()
+        found = [m for m in self.up if m.load_due_ns is not None and m.load_due_ns <= now] if len(self.up) > 1 else []
+        for member in found:
+            member.load_due_ns = now + _LOAD_NS
+        return [self._ask_load(member) for member in found]
+
+    async def _ask_load(self, member: Member) -> None:
+        """One without metrics is not asked for them again until it was down."""
+        try:
+            async with asyncio.timeout(_LOAD_NS * 5 / 1e9):
+                member.load = read_load(await member.server.metrics())
+        except (TrinityError, TimeoutError) as error:
+            member.load = None
+            if isinstance(error, EngineUnreachable | TimeoutError):
+                return  # who asks for an answer finds out
+        if member.load is None:
+            member.load_due_ns = None
+
     async def look(self) -> None:
         """Ask all that are due."""
         await asyncio.gather(*self.due())
@@ -161,6 +220,7 @@ class Servers:
         finally:
             member.asking = False
         member.abilities, member.up_ns, member.problem, member.faults = found, self._clock(), "", 0
+        member.load, member.load_due_ns, member.prefixes = None, 0, Prefixes()  # it may be another process
         log.info("%s answers: %s", member.name, found)
         for missing in found.lacking():
             log.warning("%s has %s", member.name, missing)

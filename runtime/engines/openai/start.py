@@ -6,7 +6,7 @@ from runtime.engines.openai.abilities import ask
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.node.config import OpenAiSection, ServedSection
+from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
@@ -38,6 +38,7 @@ async def engine_over(
         epoch=worker.epoch,
         max_in_flight=http.max_in_flight,
         restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
+        handover_tokens=section.handover_tokens if isinstance(section, VllmSection) else "auto",
         on_end=measures.relayed,
         on_refused=measures.refused,
         keep_traces=http.traces,

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from runtime.engines.openai.abilities import Abilities, tokens_of
 from runtime.engines.openai.assembly import Fitted, fit, inserted_text, room_for_passages, with_passages
+from runtime.engines.openai.handover import Handover, Handovers, prompt_text
 from runtime.engines.openai.probing import Probing
 from runtime.engines.openai.relay import Relay
-from runtime.engines.openai.sequel import Way, sequel, way_of
+from runtime.engines.openai.sequel import Way, sequel, way_of, why_not
 from runtime.engines.openai.server import StreamBroken
 from runtime.engines.openai.servers import Member, Servers
 from runtime.errors import (
@@ -25,9 +26,10 @@ from runtime.errors import (
     TrinityError,
     WorkerLost,
 )
-from runtime.node.config import ServedSection
+from runtime.node.engine_config import ServedSection
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
+from runtime.serving.frontend.prefixes import prefix_blocks
 from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.http.forwarded import needs_one_request
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
+_PREFIX_BLOCKS = 1024  # 32,768 tokens: of longer prompts the beginning tells servers apart
 _FITS = 4  # times that a probe's passages are tokenized until they have room
 
 
@@ -50,6 +53,7 @@ class Means:
     search: SearchSource
     section: ServedSection
     restarts: RestartLimits
+    handovers: Handovers
     clock: Callable[[], int] = time.monotonic_ns
 
 
@@ -170,7 +174,7 @@ class AnswerWriter:
         until_ns = min(self._asked.deadline_ns, now + self._means.restarts.wait_ns)
         while True:
             try:
-                return servers.choose(self._fits, avoid)
+                return servers.choose(self._fits, avoid, self._prefix())
             except EngineUnreachable as error:
                 left_s = (until_ns - self._means.clock()) / 1e9
                 if left_s <= 0:
@@ -180,6 +184,15 @@ class AnswerWriter:
                         await servers.changed.wait()
                 except TimeoutError:
                     raise self._lost(error) from error
+
+    def _prefix(self) -> tuple[int, ...]:
+        """The leading blocks of what the next request has before it."""
+        script, prompt = self._relay.script, self._sent.get("prompt")
+        if self._relay.told and self._way == "tokens":
+            return prefix_blocks([*(script.prompt_ids or ()), *script.ids], _PREFIX_BLOCKS)
+        if isinstance(prompt, list):
+            return prefix_blocks(prompt, _PREFIX_BLOCKS)
+        return prefix_blocks(prompt_text(self._sent) + script.text, _PREFIX_BLOCKS)
 
     def _fits(self, abilities: Abilities) -> InvalidRequest | None:
         refused = why_not(abilities, self._sent, probes=self._probing is not None)
@@ -202,12 +215,22 @@ class AnswerWriter:
 
     async def _write(self, member: Member) -> None:
         assert member.abilities is not None, "it was chosen because it answers"
-        self._member, relay = member, self._relay
+        self._member, relay, clock = member, self._relay, self._means.clock
+        prefix = self._prefix()
+        overlap = member.overlap(prefix)
+        self._means.servers.remember(member, prefix)
         path, body = await self._next_request(member, member.abilities)
-        relay.stamps.setdefault(stages.PREFILL_BEGIN, self._means.clock())
-        async with member.server.stream(path, body, self._request.id) as chunks:
+        relay.stamps.setdefault(stages.PREFILL_BEGIN, clock())
+        handover: Handover | None = None
+        if self._means.handovers.wanted(member, body, overlap):
+            handover = await self._means.handovers.computed(body, path, prefix, self._request.id)
+        asked_ns, fields = clock(), handover.fields if handover is not None else {}
+        async with member.server.stream(path, body | fields, self._request.id) as chunks:
             relay.begin()
             async for chunk in chunks:
+                if handover is not None:
+                    self._means.handovers.taken(handover, clock() - asked_ns)
+                    handover = None
                 if self._waiting is not None or self._stopped_ns:
                     self._goes_on()
                 relay.take(chunk)
@@ -301,6 +324,8 @@ class AnswerWriter:
         self._over = replace(probe, passages=len(fitted.used))
         if fitted.used:
             script = self._relay.script
+            if self._member is not None and self._way == "tokens":
+                self._means.servers.remember(self._member, self._prefix())  # by which the next request finds it
             self._before = (script.text, list(script.ids))
             script.add(inserted_text(fitted), ids)
             self._waiting = Retrieved(self._request.id, fitted.used, self._relay.told, tuple(ids))
@@ -366,22 +391,3 @@ class AnswerWriter:
         if not context or not used:
             return self._means.section.probe_tokens
         return max(0, context - used - max(1, (self._limit or 0) - self._relay.told))
-
-
-def why_not(abilities: Abilities, sent: Json, *, probes: bool) -> InvalidRequest | None:
-    """Why a server cannot take a request; None if it can."""
-    chat = "messages" in sent
-    if not (abilities.chat if chat else abilities.completions):
-        return InvalidRequest(
-            f"the engine has no {'chats' if chat else 'completions'}", "messages" if chat else "prompt"
-        )
-    if probes and not way_of(abilities, sent):
-        return InvalidRequest(
-            "retrieval.every_tokens: the engine cannot go on with an answer in a second request; leave it out",
-            "retrieval.every_tokens",
-        )
-    if sent.get("return_token_ids") and not abilities.token_ids:
-        return InvalidRequest("return_token_ids: the engine does not tell token ids; leave it out", "return_token_ids")
-    if (sent.get("stream_options") or {}).get("include_usage") and not abilities.usage:
-        return InvalidRequest("stream_options.include_usage: the engine drops it; leave it out", "stream_options")
-    return None

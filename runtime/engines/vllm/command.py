@@ -1,13 +1,16 @@
 """What is run: vLLM's API server, by the interpreter that the configuration names."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from runtime.engines.vllm.transfer import transfer_config, transfer_environment
 from runtime.errors import ConfigError
-from runtime.node.config import VllmSection
+from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.serving.model import smollm
 
@@ -18,23 +21,33 @@ _SHARE = 0.92  # of vLLM 0.32; 0.9 of those before
 _SERVER = "vllm.entrypoints.openai.api_server"
 _LOOK_S = 60.0  # for an interpreter's start on a busy machine
 # `importlib.metadata` alone: importing vLLM takes half a minute. Builds by others have names of their own.
-_VERSION = """
+_LOOK = """
 from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
 found = packages_distributions().get("vllm")
-print(version(found[0]) if found else "")
+print(version(found[0]) if found else "", "nixl" if find_spec("nixl") or find_spec("rixl") else "")
 """
 _OURS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
          "--pipeline-parallel-size", "-pp", "--max-model-len", "--api-key", "--ssl-keyfile")  # fmt: skip
+_TRANSFER = "--kv-transfer-config"
 _UNWANTED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # a worker's own: vLLM counts its threads itself
 
 
-def version(section: VllmSection) -> str:
-    """The installed version. Raises `ConfigError` without one, or for one that is too old."""
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """vLLM's version; whether NIXL is there beside it."""
+
+    version: str
+    nixl: bool
+
+
+def installed(section: VllmSection) -> Installed:
+    """What is there. Raises `ConfigError` without vLLM, or for one that is too old."""
     try:
-        found = subprocess.run([section.python, "-c", _VERSION], capture_output=True, text=True, timeout=_LOOK_S)
+        found = subprocess.run([section.python, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"model.python = {section.python!r} cannot be run: {error}") from error
-    told = found.stdout.strip()
+    told, _, nixl = found.stdout.strip().partition(" ")
     if found.returncode or not told:
         raise ConfigError(
             f"model.python = {section.python!r}: vLLM is not installed there: `{section.python} -m pip install vllm`, "
@@ -44,44 +57,60 @@ def version(section: VllmSection) -> str:
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(f"vLLM {told} at model.python = {section.python!r} is too old: {oldest} or later is needed")
-    return told
+    return Installed(told, bool(nixl))
 
 
 def check_arguments(section: VllmSection) -> None:
     """Raises `ConfigError` for an extra argument that is the node's own to give."""
-    for argument in section.extra_args:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in _OURS:
-            raise ConfigError(f"model.extra_args: {argument!r} is the node's own to say: it follows from [model]")
+    ours = (*_OURS, _TRANSFER) if section.prefill is not None else _OURS
+    lists = [("model", section.extra_args)]
+    lists += [(f"model.{name}", stage.extra_args) for name, stage in section.stages.items() if name]
+    for key, argument in ((key, argument) for key, arguments in lists for argument in arguments):
+        if argument.partition("=")[0].replace("_", "-") in ours:
+            raise ConfigError(f"{key}.extra_args: {argument!r} is the node's own to say: it follows from [model]")
 
 
-def gpu_memory_share(section: VllmSection) -> float:
+def option(section: VllmSection, stage: Stage, name: str) -> str:
+    """The value of one of vLLM's options in the extra arguments of a stage; "" if it is not among them."""
+    arguments = (*section.extra_args, *section.stages[stage].extra_args)
+    told = [
+        value if argument == name else argument.partition("=")[2]
+        for argument, value in itertools.pairwise((*arguments, ""))
+        if argument == name or argument.startswith(f"{name}=")
+    ]
+    return told[-1] if told else ""
+
+
+def gpu_memory_share(section: VllmSection, stage: Stage = "") -> float:
     """The share of each GPU's memory that vLLM takes: as its arguments say, or by its own default."""
-    name = "--gpu-memory-utilization"
-    given = [argument.partition("=")[2] for argument in section.extra_args if argument.startswith(f"{name}=")]
-    given += [value for argument, value in itertools.pairwise(section.extra_args) if argument == name]
+    given = option(section, stage, "--gpu-memory-utilization")
     try:
-        return float(given[-1]) if given else _SHARE
+        return float(given) if given else _SHARE
     except ValueError:
-        raise ConfigError(f"model.extra_args: {name} {given[-1]!r} is no number") from None
+        raise ConfigError(f"model.extra_args: --gpu-memory-utilization {given!r} is no number") from None
 
 
-def command(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> Sequence[str]:
+def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool = False) -> Sequence[str]:
     """The command of an instance. Raises `ModelError` for a packaged model that cannot be converted."""
-    loads = section.loads
+    loads, stage = section.loads, section.stages[place.stage]
     if loads == smollm.NAME:
         loads = str(smollm.ensure_converted())
     options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.engine_socket(place.name)]
-    options += ["--tensor-parallel-size", str(section.tensor_parallel_size)]
-    options += ["--pipeline-parallel-size", str(section.pipeline_parallel_size)]
+    options += ["--tensor-parallel-size", str(stage.tensor_parallel_size)]
+    options += ["--pipeline-parallel-size", str(stage.pipeline_parallel_size)]
     options += ["--disable-uvicorn-access-log"]  # a line for every request, and for every look at /health
     if section.context_tokens:
         options += ["--max-model-len", str(section.context_tokens)]
-    return [section.python, "-m", _SERVER, *options, *section.extra_args]
+    if place.stage:
+        options += [_TRANSFER, json.dumps(transfer_config(section, plan, place, nixl=nixl))]
+    if place.stage == "prefill":
+        options += ["--enable-prompt-tokens-details"]  # how much it had cached: a prompt's cost is that of the rest
+    return [section.python, "-m", _SERVER, *options, *section.extra_args, *stage.extra_args]
 
 
 def environment(section: VllmSection, place: WorkerPlan) -> dict[str, str]:
     """The environment of an instance's processes."""
     kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
     numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
-    return kept | numbered | section.environment
+    found = kept | numbered | section.environment
+    return found | transfer_environment(found) if place.stage else found

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.engines.vllm.ask import get, unfinished
-from runtime.engines.vllm.command import check_arguments, command, environment, version
+from runtime.engines.vllm.command import check_arguments, command, environment, installed
 from runtime.engines.vllm.instance import Instance
 from runtime.engines.vllm.lines import Lines
+from runtime.engines.vllm.transfer import check_transfer, remove_files
 from runtime.errors import EngineFailed
-from runtime.node.config import VllmSection
+from runtime.node.engine_config import VllmSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.worker import Worker
 
@@ -64,11 +65,14 @@ def run(worker: Worker) -> None:
     section = worker.plan.config.model
     assert isinstance(section, VllmSection), "planned for such a section alone"
     check_arguments(section)
-    worker.log.info("vLLM %s", version(section))
+    found = installed(section)
+    check_transfer(section, nixl=found.nixl)
+    worker.log.info("vLLM %s", found.version)
     socket, metrics = worker.plan.engine_socket(worker.name), worker.plan.engine_metrics(worker.name)
     for left in (socket, f"{socket}.old", metrics):  # of a life that was cut short
         Path(left).unlink(missing_ok=True)
-    asked = command(section, worker.plan, worker.place)
+    remove_files(worker.plan, worker.place)
+    asked = command(section, worker.plan, worker.place, nixl=found.nixl)
     worker.log.info("%s", " ".join(asked))
     try:
         instance = Instance(asked, environment(section, worker.place), Lines(worker.log))
@@ -78,6 +82,7 @@ def run(worker: Worker) -> None:
     worker.start.part("vLLM's processes")
     _serve(worker, instance, watch)
     metrics.unlink(missing_ok=True)
+    remove_files(worker.plan, worker.place)
 
 
 def _serve(worker: Worker, instance: Instance, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:

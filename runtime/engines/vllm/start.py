@@ -8,7 +8,7 @@ from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.engines.openai.start import engine_over
-from runtime.node.config import VllmSection
+from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures
 from runtime.serving.http.service import SearchSource
@@ -19,7 +19,11 @@ _LOOK_S = 0.5  # it costs nothing to ask whether the node's own is back
 async def vllm_engine(worker: Worker, section: VllmSection, measures: Measures, search: SearchSource) -> OpenAiEngine:
     """The instances are found when they are ready; the node's health says so."""
     instances = [
-        Server(f"http://{place.name}/v1", http=AioHttp(section.connect_s, worker.plan.engine_socket(place.name)))
+        Server(
+            f"http://{place.name}/v1",
+            http=AioHttp(section.connect_s, worker.plan.engine_socket(place.name)),
+            stage=place.stage,
+        )
         for place in worker.plan.of_role("engine")
     ]
     servers = Servers(instances, partial(ask, section=section), look_s=_LOOK_S)

@@ -7,7 +7,8 @@ not say (a GPU's NUMA node) is left to the kernel, not guessed.
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Placed, Role, VllmSection
+from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place_spares, resolve

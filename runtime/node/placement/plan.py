@@ -3,7 +3,6 @@
 import itertools
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +11,9 @@ import msgspec
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, OpenAiSection, Placed, Role, VllmSection
+from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
+from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
 _MOST_SOCKET = 107  # bytes: sun_path without its NUL
@@ -24,8 +25,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
     machine, `device` what the process calls it. An engine may have several: then these are the first one's, and
-    `gpu_numbers` those of all. `numa_node` None: not known, or of no matter. `spare`: the number of a
-    standby worker, which is placed like worker `index` of its role; None for every other.
+    `gpu_numbers` those of all; `stage` is what it is for. `numa_node` None: not known, or of no matter. `spare`: the
+    number of a standby worker, which is placed like worker `index` of its role; None for every other.
     """
 
     role: Role
@@ -39,10 +40,12 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     spin: bool = True
     spare: int | None = None
     gpu_numbers: tuple[str, ...] = ()
+    stage: Stage = ""
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}" if self.spare is None else f"{self.role}-spare-{self.spare}"
+        role = f"{self.role}-{self.stage}" if self.stage else self.role
+        return f"{role}-{self.index}" if self.spare is None else f"{role}-spare-{self.spare}"
 
     @property
     def shown_device(self) -> str:
@@ -95,6 +98,11 @@ class NodePlan(msgspec.Struct, frozen=True):
     def engine_metrics(self, worker: str) -> Path:
         """The file in which an engine's own metrics are left for the supervisor, in Prometheus's text format."""
         return Path(self.run_dir) / f"{worker}.prom"
+
+    @property
+    def engine_kv(self) -> Path:
+        """The directory in which engines that the node runs leave KV for each other, if they do it by files."""
+        return Path(self.run_dir) / "kv"
 
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
@@ -159,8 +167,9 @@ def _place(role: Role, section: Placed) -> list[WorkerPlan]:
 
 
 def _place_engine(section: VllmSection) -> list[WorkerPlan]:
-    device = CPU if section.devices == (CPU,) else "cuda:0"
-    return [WorkerPlan("engine", index, device, cores=(), threads=1) for index in range(section.instances)]
+    device = CPU if section.on_cpu else "cuda:0"
+    stages = [name for name, stage in section.stages.items() for _ in range(stage.instances)]
+    return [WorkerPlan("engine", index, device, (), 1, stage=stage) for index, stage in enumerate(stages)]
 
 
 def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:
@@ -265,7 +274,7 @@ def _check_keys(config: NodeConfig) -> None:
 
 def _check_engine(config: NodeConfig) -> None:
     if isinstance(config.model, VllmSection):
-        _check_vllm(config.model)
+        check_vllm(config.model)
     if not isinstance(config.model, OpenAiSection):
         return
     for url in config.model.urls:
@@ -277,27 +286,6 @@ def _check_engine(config: NodeConfig) -> None:
     if len(set(config.model.urls)) < len(config.model.urls):
         raise ConfigError("model.url names a server twice")
     read_engine_key(config.model)
-
-
-def _check_vllm(section: VllmSection) -> None:
-    if shutil.which(section.python) is None:
-        raise ConfigError(
-            f"model.python = {section.python!r}: there is no such program; give the python of vLLM's venv"
-        )
-    each, given = section.tensor_parallel_size * section.pipeline_parallel_size, len(section.devices)
-    if section.devices == (CPU,):
-        return
-    for device in section.devices:
-        _check_device("model", device)
-    if given and given != each * section.instances:
-        raise ConfigError(
-            f"model.devices has {given} entries: {section.instances} instances of {each} GPUs (tensor_parallel_size × "
-            f"pipeline_parallel_size) need {each * section.instances}"
-        )
-    if CPU in section.devices:
-        raise ConfigError('model.devices: "cpu" stands alone, there are no GPUs beside it')
-    if len(set(section.devices)) < given:
-        raise ConfigError("model.devices names a GPU twice")
 
 
 def read_engine_key(section: OpenAiSection) -> str:

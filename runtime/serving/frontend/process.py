@@ -15,7 +15,8 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
-from runtime.node.config import HttpSection, ServedSection
+from runtime.node.config import HttpSection
+from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.columns import FrontendMetrics
 from runtime.node.placement.plan import read_api_keys
 from runtime.node.supervisor.admin import ask

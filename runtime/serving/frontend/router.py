@@ -15,39 +15,14 @@ has given it. Draining workers get nothing new; the number of requests in flight
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
-from runtime.serving.messages import Hello, Message, Report, Role
+from runtime.serving.frontend.prefixes import BLOCK_TOKENS, Prefixes
+from runtime.serving.messages import Hello, Report, Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-BLOCK_CHARS = 128
-BLOCK_TOKENS = 32
-PREFIX_BLOCKS = 32  # of one prompt; what lies behind them does not choose the worker
-
-
-def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message]) -> tuple[int, ...]:
-    """Hashes of the prompt's leading whole blocks, each over all before it: equal hashes mean equal prefixes.
-
-    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most 32 blocks. The hashes of text
-    hold within one process only.
-    """
-    content: str | Sequence[int]
-    if isinstance(prompt, str):
-        content, block = prompt, BLOCK_CHARS
-    elif prompt and isinstance(prompt[0], Message):
-        turns = (f"{turn.role}\0{turn.content}\0" for turn in prompt if isinstance(turn, Message))
-        content, block = "".join(turns), BLOCK_CHARS
-    else:
-        content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
-    hashes: list[int] = []
-    chain = block
-    for end in range(block, min(len(content), PREFIX_BLOCKS * block) + 1, block):
-        chain = hash((chain, content[end - block : end]))
-        hashes.append(chain)
-    return tuple(hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +50,7 @@ class Worker:
     evicted_ns: int = 0
     assigned: int = 0
     turn: int = 0  # the router's choices until it was chosen last
-    prefixes: OrderedDict[int, int] = field(default_factory=OrderedDict)  # block → when it was last given
+    prefixes: Prefixes = field(default_factory=Prefixes)
 
     @property
     def load(self) -> int:
@@ -92,22 +67,13 @@ class Worker:
 
     def overlap(self, prefix: Sequence[int]) -> float:
         """The share of `prefix` that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it)."""
-        seen = 0
-        for block in prefix:
-            if self.prefixes.get(block, -1) < self.evicted_ns:
-                break
-            seen += 1
-        return seen / len(prefix) if prefix else 0.0
+        return self.prefixes.seen(prefix, self.evicted_ns) / len(prefix) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
         if self.hello.blocks:
             limit = min(limit, max(1, self.hello.blocks * self.hello.block_tokens // BLOCK_TOKENS))
-        for block in reversed(prefix):  # the first block last: a chain is forgotten from its far end
-            self.prefixes[block] = now_ns
-            self.prefixes.move_to_end(block)
-        while len(self.prefixes) > limit:
-            self.prefixes.popitem(last=False)
+        self.prefixes.remember(prefix, limit, now_ns)
 
 
 class Router:

@@ -1,0 +1,16 @@
+"""What `trinity doctor` says."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `advice` says what to do, "" when all is well."""
+
+    level: Level
+    what: str
+    text: str
+    advice: str = ""

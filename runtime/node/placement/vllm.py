@@ -1,0 +1,68 @@
+"""What of a `[model]` with `engine = "vllm"` cannot be, as far as that is known without looking at vLLM."""
+
+import shutil
+
+from gpu import is_device_name
+from runtime.errors import ConfigError
+from runtime.node.engine_config import VllmSection, VllmStage
+
+_CPU = "cpu"
+_ONE_STAGE = ("instances", "tensor_parallel_size", "pipeline_parallel_size")
+
+
+def check_vllm(section: VllmSection) -> None:
+    """Raises `ConfigError`."""
+    if shutil.which(section.python) is None:
+        raise ConfigError(
+            f"model.python = {section.python!r}: there is no such program; give the python of vLLM's venv"
+        )
+    _check_stages(section)
+    lists = _lists(section)
+    for key, devices, needs, count in lists:
+        for device in devices:
+            if not is_device_name(device):
+                raise ConfigError(f'{key}: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
+        if devices in ((), (_CPU,)):
+            continue
+        if _CPU in devices:
+            raise ConfigError(f'{key}: "cpu" stands alone, there are no GPUs beside it')
+        if len(devices) != count:
+            raise ConfigError(f"{key} has {len(devices)} entries: {needs} need {count}")
+    named = [device for _, devices, _, _ in lists for device in devices if device != _CPU]
+    if len(set(named)) < len(named):
+        raise ConfigError(f"{' and '.join(key for key, _, _, _ in lists)}: a GPU is named twice")
+
+
+def _check_stages(section: VllmSection) -> None:
+    prefill, decode = section.prefill, section.decode
+    if (prefill is None) != (decode is None):
+        there, missing = ("prefill", "decode") if decode is None else ("decode", "prefill")
+        raise ConfigError(f"[model.{there}] without [model.{missing}]: give both, or neither for instances that do all")
+    if prefill is None or decode is None:
+        return
+    for key in _ONE_STAGE:
+        if getattr(section, key) != 1:
+            raise ConfigError(
+                f"model.{key} = {getattr(section, key)}: with [model.prefill] and [model.decode] it stands there"
+            )
+    if section.devices and (prefill.devices or decode.devices):
+        raise ConfigError("model.devices: the devices stand there, or in [model.prefill] and [model.decode]")
+    on_cpu = {stage.devices == (_CPU,) for stage in (prefill, decode)}
+    if bool(prefill.devices) != bool(decode.devices) or len(on_cpu) > 1:
+        raise ConfigError("model.prefill.devices and model.decode.devices: give both, on GPUs both or on the CPU")
+
+
+def _lists(section: VllmSection) -> list[tuple[str, tuple[str, ...], str, int]]:
+    """Each list of devices by its key, and who needs how many of them."""
+    stages = section.stages
+    if section.prefill is None or section.devices:
+        needs = " and ".join(_needs(stage) for stage in stages.values())
+        return [("model.devices", section.devices, needs, sum(s.instances * s.gpus_each for s in stages.values()))]
+    return [
+        (f"model.{name}.devices", stage.devices, _needs(stage), stage.instances * stage.gpus_each)
+        for name, stage in stages.items()
+    ]
+
+
+def _needs(stage: VllmStage) -> str:
+    return f"{stage.instances} instances of {stage.gpus_each} GPUs (tensor_parallel_size × pipeline_parallel_size)"

@@ -1,0 +1,283 @@
+"""Prefill and decode on servers of their own: who is asked what, in which order, and what a failure costs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from runtime.engines.openai.handover import Costs, prompt_tokens
+from runtime.engines.openai.servers import Servers
+from runtime.errors import InvalidRequest
+from runtime.node.engine_config import Stage
+from runtime.serving.messages import Retrieval
+from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, rendered, written
+from tests.engines.openai_engines import Stand, sequence, stand, until, whole
+
+PREFILL, DECODE = Behaviour(kv_role="kv_producer"), Behaviour(kv_role="kv_consumer")
+LONG = "What is a decorator, and what a closure? " * 20
+
+
+@asynccontextmanager
+async def split(
+    prefill: int = 1, decode: int = 1, handover_tokens: int | Literal["auto"] = "auto", **more: Any
+) -> AsyncIterator[tuple[Stand, list[FakeServer], list[FakeServer]]]:
+    """So many servers of each stage."""
+    stages: list[Stage] = ["prefill"] * prefill + ["decode"] * decode  # type: ignore[assignment]
+    behaviours = [PREFILL] * prefill + [DECODE] * decode
+    async with stand(*behaviours, stages=stages, handover_tokens=handover_tokens, **more) as at:
+        yield at, at.fakes[:prefill], at.fakes[prefill:]
+
+
+def expected(text: str, count: int) -> str:
+    return bytes(written(list(rendered([{"role": "user", "content": text}]).encode()), count)).decode()
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_prefill_computes_a_prompt_and_decode_writes_the_answer_from_its_kv() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), (decode,)):
+            told = await whole(at.chat(LONG, max_tokens=9, min_tokens=3, stream_options={"include_usage": True}))
+            assert told.text == expected(LONG, 9)
+            assert (prefill.computed, decode.pulled) == (1, 1)
+            (asked,), (wrote,) = prefill.generations(), decode.generations()
+            assert asked["messages"] == wrote["messages"]
+            assert (asked["max_tokens"], asked["stream"], wrote["min_tokens"]) == (1, False, 3)
+            assert {fake.headers[-1]["x-request-id"] for fake in at.fakes} == {"request-0"}
+
+    run(test())
+
+
+@pytest.mark.parametrize("trouble", [{"down": True}, {"refuses": (500, {"error": "out of memory"})}])
+def test_without_prefill_decode_computes_the_prompt_and_no_request_is_lost(trouble: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with split(prefill=2) as (at, prefills, (decode,)):
+            for prefill in prefills:
+                prefill.behaviour = replace(prefill.behaviour, **trouble)
+            told = await whole(at.chat(LONG, max_tokens=9))
+            assert told.text == expected(LONG, 9)
+            assert decode.pulled == 0
+            assert at.engine.statistics().restarts == 0
+
+    run(test())
+
+
+def test_a_prompt_whose_prefill_dies_goes_to_another_prefill() -> None:
+    async def test() -> None:
+        async with split(prefill=2) as (at, prefills, (decode,)):
+            prefills[0].behaviour = replace(prefills[0].behaviour, down=True)
+            for number in range(2):
+                text = f"{number}: {LONG}"
+                assert (await whole(at.chat(text, max_tokens=5))).text == expected(text, 5)
+            assert (prefills[1].computed, decode.pulled) == (2, 2)
+
+    run(test())
+
+
+def test_an_answer_whose_decode_dies_goes_on_at_another_with_the_kv_of_all_that_was_told() -> None:
+    async def test() -> None:
+        async with split(decode=2) as (at, (prefill,), decodes):
+            decodes[0].behaviour = replace(decodes[0].behaviour, breaks_after=6)
+            told = await whole(at.chat(LONG, max_tokens=12))
+            assert told.text == expected(LONG, 12)
+            assert prefill.computed == 2
+            again = prefill.generations()[1]["prompt"]
+            assert bytes(again).decode() == rendered([{"role": "user", "content": LONG}]) + told.text[: len(again)][:5]
+            assert decodes[1].pulled == 1
+
+    run(test())
+
+
+def test_while_no_decode_answers_prefill_writes_the_answers() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), (decode,)):
+            decode.behaviour = replace(decode.behaviour, down=True)
+            told = await whole(at.chat(LONG, max_tokens=7))
+            assert told.text == expected(LONG, 7)
+            assert prefill.generations()[-1]["stream"]
+
+    run(test())
+
+
+def test_short_prompts_go_to_decode_at_once() -> None:
+    async def test() -> None:
+        async with split(handover_tokens=100) as (at, (prefill,), (decode,)):
+            assert (await whole(at.chat("Why?", max_tokens=5))).text == expected("Why?", 5)
+            assert prefill.generations() == []
+            assert (await whole(at.chat(LONG, max_tokens=5))).text == expected(LONG, 5)
+            assert (prefill.computed, decode.pulled) == (1, 1)
+
+    run(test())
+
+
+def test_a_second_turn_of_which_decode_has_nearly_all_is_not_handed_over() -> None:
+    async def test() -> None:
+        async with split(handover_tokens=64) as (at, (prefill,), (decode,)):
+            first = [{"role": "user", "content": LONG}]
+            answer = (await whole(at.chat(LONG, max_tokens=5))).text
+            turns = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
+            await whole(at.chat(messages=turns, max_tokens=5))
+            assert prefill.computed == 1
+            assert len(decode.generations()) == 2
+
+    run(test())
+
+
+def test_what_has_more_than_one_answer_is_computed_where_it_is_written() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), _):
+            await whole(at.chat(LONG, max_tokens=5, n=2))
+            assert prefill.generations() == []
+
+    run(test())
+
+
+def test_probes_go_on_at_decode_with_the_tokens_that_it_has() -> None:
+    async def test() -> None:
+        async with split(handover_tokens=64) as (at, (prefill,), (decode,)):
+            told = await whole(at.chat(LONG, Retrieval("docs", 1, every_tokens=8), max_tokens=24))
+            prompt = next(piece.prompt_token_ids for piece in told.pieces if getattr(piece, "prompt_token_ids", ()))  # type: ignore[union-attr]
+            stretches = sequence(prompt, told)
+            assert len(stretches) == 3
+            assert all(wrote == written(list(before), len(wrote)) for before, wrote in stretches)
+            assert prefill.computed == 1
+            assert len(decode.generations()) == 3
+
+    run(test())
+
+
+def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), (decode,)):
+            prefill.behaviour = replace(
+                prefill.behaviour, refuses=(400, {"error": {"message": "no such field", "param": "top_q"}})
+            )
+            with pytest.raises(InvalidRequest, match="no such field"):
+                await whole(at.chat(LONG, max_tokens=5, top_q=1))
+            assert decode.generations() == []
+
+    run(test())
+
+
+def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), (decode,)):
+            hold = asyncio.Event()
+            ask = prefill.ask
+
+            async def slow(*given: Any) -> Any:
+                await hold.wait()
+                return await ask(*given)
+
+            prefill.ask = slow  # type: ignore[method-assign, assignment]
+            request = at.chat(LONG, max_tokens=5)
+            member = at.engine.servers.members[0]
+            await until(lambda: member.in_flight == 1)
+            at.engine.cancel(request)
+            await until(lambda: member.in_flight == 0)
+            assert decode.generations() == []
+
+    run(test())
+
+
+def test_the_limit_is_what_decode_computes_in_the_time_of_a_handover() -> None:
+    costs = Costs()
+    for _ in range(7):
+        costs.noted(1000, 50_000_000, 20_000_000)
+    assert costs.tokens == 0  # not enough was measured
+    costs.noted(500, 40_000_000, 90_000_000)  # one that waited
+    assert costs.tokens == 400  # 20 ms at 50 us a token
+    costs.noted(0, 1_000_000, 1)  # prefill had all of it: that says nothing of a token
+    assert costs.tokens == 400
+    assert Costs(77).tokens == 77
+
+
+def test_tokens_of_a_prompt_are_counted_or_estimated() -> None:
+    assert prompt_tokens({"prompt": [1, 2, 3]}) == 3
+    assert prompt_tokens({"prompt": "x" * 400}) == 100
+    parts = [{"type": "text", "text": "x" * 400}]
+    assert 100 <= prompt_tokens({"messages": [{"role": "user", "content": parts}]}) < 110
+
+
+# ---- which server
+
+
+def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
+    labels = '{engine="0",model_name="m"}'
+    return (
+        f"vllm:num_requests_running{labels} {running}.0\nvllm:num_requests_waiting{labels} {waiting}.0\n"
+        f"vllm:kv_cache_usage_perc{labels} {kv}\n"
+    )
+
+
+async def told(servers: Servers, running: list[int]) -> None:
+    """The servers have said how many requests run there."""
+    await asyncio.gather(*servers.loads_due())
+    await until(lambda: [member.load and member.load.running for member in servers.members] == running)
+
+
+def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour()) as at:
+            first, second = at.fakes
+            for number in range(3):
+                for topic in ("decorators ", "closures "):
+                    await whole(at.chat(topic * 60 + str(number), max_tokens=2))
+            asked = [{body["messages"][0]["content"].split()[0] for body in fake.generations()} for fake in at.fakes]
+            assert sorted(map(len, asked)) == [1, 1]
+            assert len(first.generations()) == len(second.generations()) == 3
+
+    run(test())
+
+
+def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsewhere() -> None:
+    async def test() -> None:
+        busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())
+        async with stand(busy, free) as at:
+            await told(at.engine.servers, [2, 0])
+            for number in range(3):
+                await whole(at.complete(f"{number}", max_tokens=2))
+            assert [len(fake.generations()) for fake in at.fakes] == [0, 3]
+            at.fakes[0].behaviour = replace(busy, metrics=metrics())
+            at.fakes[1].behaviour = replace(free, metrics=metrics(kv=0.97))
+            at.clock.forward(2.0)
+            await told(at.engine.servers, [0, 0])
+            for number in range(3):
+                await whole(at.complete(f"{number}", max_tokens=2))
+            assert [len(fake.generations()) for fake in at.fakes] == [3, 3]
+
+    run(test())
+
+
+def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as at:
+            await asyncio.gather(*at.engine.servers.loads_due())
+            await until(lambda: all(member.load_due_ns is None for member in at.engine.servers.members))
+            at.clock.forward(60.0)
+            assert at.engine.servers.loads_due() == []
+            assert (await whole(at.complete("x", model=MODEL, max_tokens=2))).text
+
+    run(test())
+
+
+def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour()) as at:
+            await whole(at.chat(LONG, max_tokens=2))
+            member = next(member for member in at.engine.servers.members if len(member.prefixes))
+            servers = at.engine.servers
+            for number in range(200):
+                servers.remember(member, tuple(range(number * 1000, number * 1000 + 1000)))
+            assert len(member.prefixes) == 65_536
+            servers.failed(member, InvalidRequest("x"))
+            at.clock.forward(60.0)
+            await servers.look()
+            assert len(member.prefixes) == 0
+
+    run(test())

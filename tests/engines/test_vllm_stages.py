@@ -1,0 +1,210 @@
+"""vLLM's prefill and decode in instances of their own under the supervisor, with a fake of it that refuses what vLLM's
+connectors would not do; and kills of every process of a node."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from runtime.engines.vllm.command import check_arguments, command, environment
+from runtime.engines.vllm.transfer import check_transfer, transfer_config
+from runtime.errors import ConfigError
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import resolve
+from runtime.node.supervisor.admin import restart_node, stop_node
+from runtime.testing.waiting import eventually
+from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python, gone
+from tests.engines.test_vllm_parts import section
+
+CONFIG = """
+[node]
+name = "split"
+run_dir = "run"
+[http]
+port = 0
+[model]
+engine = "vllm"
+name = "fake"
+python = "./python"
+devices = ["cpu"]
+environment = {{ FAKE_PACE_S = "{pace}" }}
+[model.prefill]
+instances = 2
+[model.decode]
+instances = 2
+"""
+NAMES = ("engine-prefill-0", "engine-prefill-1", "engine-decode-2", "engine-decode-3")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], VllmNode]]:
+    nodes: list[VllmNode] = []
+
+    def start(pace: str = "0") -> VllmNode:
+        fake_python(tmp_path)
+        nodes.append(VllmNode(tmp_path, CONFIG.format(pace=pace)))
+        nodes[-1].ready()
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.end()
+
+
+def handed_over(node: VllmNode) -> dict[str, int]:
+    """By worker, how many prompts it has computed for others or taken from others."""
+    found: dict[str, int] = {}
+    for line in httpx.get(f"{node.info.url}/metrics").text.splitlines():
+        if line.startswith("vllm:fake_kv_total"):
+            name = next(name for name in NAMES if f'worker="{name}"' in line)
+            found[name] = found.get(name, 0) + int(float(line.split()[-1]))
+    return found
+
+
+def test_prompts_are_computed_by_prefill_instances_and_answers_written_by_decode_instances(
+    start: Callable[..., VllmNode],
+) -> None:
+    node = start()
+    for number in range(6):
+        answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(number)).json()
+        assert answer["choices"][0]["message"]["content"] == expected(number)
+    eventually(lambda: sum(handed_over(node).values()) == 12, 60, "the metrics of 6 hand-overs")
+    assert all(count for count in handed_over(node).values())
+    log = (node.home / "run" / "logs" / "engine-prefill-0.log").read_text()
+    assert "--enable-prompt-tokens-details" in log
+    stop_node(node.info, timeout_s=60)
+
+
+def victim(node: VllmNode, name: str, what: str) -> int:
+    """The process id of a part of an instance."""
+    worker = node.worker(name).pid
+    if what == "keeper":
+        return next(child.pid for child in psutil.Process(worker).children() if child.name() == "sh")
+    return {"server": node.server(name), "core": node.core(name), "worker": worker}[what]
+
+
+def test_of_100_requests_none_is_lost_when_any_part_of_any_instance_is_killed(start: Callable[..., VllmNode]) -> None:
+    node = start("0.02")
+    kills = zip(NAMES, ("server", "core", "worker", "keeper"), strict=True)
+    for wave, (name, what) in enumerate(kills):
+        askers = asked(node, 25, first=25 * wave, tokens=60)
+        old = node.core(name)
+        os.kill(victim(node, name, what), signal.SIGKILL)
+        all_whole(askers)
+        eventually(lambda old=old: gone(old), 60, "the old processes to be gone")  # type: ignore[misc]
+        node.ready()
+    assert [node.worker(name).restarts for name in NAMES] == [1, 1, 1, 1]
+    askers = asked(node, 10, tokens=60)
+    everything = node.everything()
+    assert node.process.pid is not None
+    os.kill(node.process.pid, signal.SIGKILL)
+    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+    for asker in askers:
+        asker.join(timeout=60)
+        assert not asker.is_alive()
+
+
+def test_a_rolling_restart_of_both_stages_loses_no_request(start: Callable[..., VllmNode]) -> None:
+    node = start("0.02")
+    cores = {node.core(name) for name in NAMES}
+    askers = asked(node, 12, tokens=100)
+    for name in NAMES:
+        restart_node(node.info, name, timeout_s=120)
+    all_whole(askers)
+    assert not cores & {node.core(name) for name in NAMES}
+
+
+# ---- the plan
+
+
+STAGES = {"prefill": {"instances": 2}, "decode": {"tensor_parallel_size": 2, "extra_args": ["--max-num-seqs", "64"]}}
+
+
+def test_each_stage_has_its_own_sizes_gpus_and_arguments() -> None:
+    made = config(**STAGES, extra_args=["--dtype", "float16"])
+    plan = lay_out(made, Machine.with_simulated_gpus(8))
+    engines = plan.of_role("engine")
+    assert [(place.name, place.gpu_numbers) for place in engines] == [
+        ("engine-prefill-0", ("0",)),
+        ("engine-prefill-1", ("1",)),
+        ("engine-decode-2", ("2", "3")),
+    ]
+    of_decode = list(command(section(**STAGES, extra_args=["--dtype", "float16"]), plan, engines[2], nixl=True))
+    assert of_decode[-4:] == ["--dtype", "float16", "--max-num-seqs", "64"]
+    assert of_decode[of_decode.index("--tensor-parallel-size") + 1] == "2"
+    assert "--enable-prompt-tokens-details" not in of_decode
+
+
+def test_devices_of_the_stages_are_taken_in_order() -> None:
+    stages = {"prefill": {"devices": ["cuda:5"]}, "decode": {"instances": 2, "devices": ["cuda:1", "cuda:7"]}}
+    engines = lay_out(config(**stages), Machine.with_simulated_gpus(8)).of_role("engine")
+    assert [place.gpu_numbers for place in engines] == [("5",), ("1",), ("7",)]
+
+
+def test_vllm_is_told_the_connector_its_role_and_that_kv_that_is_missing_is_computed() -> None:
+    made = section(**STAGES)
+    plan = lay_out(config(**STAGES), Machine.with_simulated_gpus(4))
+    prefill, _, decode = plan.of_role("engine")
+    assert transfer_config(made, plan, prefill, nixl=True) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {},
+    }
+    assert transfer_config(made, plan, decode, nixl=True)["kv_role"] == "kv_consumer"
+    files = transfer_config(made, plan, prefill, nixl=False)
+    assert (files["kv_connector"], files["kv_connector_module_path"]) == ("TrinityKvFiles", "trinity_kv_files")
+    assert files["kv_connector_extra_config"]["directory"] == f"{plan.run_dir}/kv"
+    own = section(**STAGES, kv_connector="Mine", kv_connector_module_path="mine", kv_connector_extra_config={"a": 1})
+    found = transfer_config(own, plan, prefill, nixl=True)
+    assert (found["kv_connector"], found["kv_connector_module_path"]) == ("Mine", "mine")
+    assert found["kv_connector_extra_config"] == {"a": 1}
+
+
+def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    made = section(**STAGES)
+    engines = lay_out(config(**STAGES), Machine.with_simulated_gpus(4)).of_role("engine")
+    found = [environment(made, place) for place in engines]
+    assert len({variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] for variables in found}) == 3
+    first, plugins = found[0]["PYTHONPATH"].split(":")
+    assert first == "/elsewhere"
+    assert (Path(plugins) / "trinity_kv_files.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"prefill": {}}, r"\[model.prefill\] without \[model.decode\]"),
+        ({"prefill": {}, "decode": {}, "instances": 2}, r"model.instances = 2: with \[model.prefill\]"),
+        ({"prefill": {"devices": ["cpu"]}, "decode": {}}, "give both, on GPUs both or on the CPU"),
+        ({"prefill": {"devices": ["cpu"]}, "decode": {"devices": ["cuda:0"]}}, "give both, on GPUs both"),
+        ({"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:0"]}}, "a GPU is named twice"),
+        ({"prefill": {"devices": ["cuda:0"]}, "decode": {}, "devices": ["cuda:1"]}, "the devices stand there, or in"),
+        (
+            {"prefill": {"instances": 2, "devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1"]}},
+            r"model.prefill.devices has 1 entries: 2 instances of 1 GPUs .* need 2",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_together_are_refused_with_their_keys(model: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(**model))
+
+
+def test_what_the_connector_cannot_do_is_refused_with_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="instances of the same parallel sizes alone: install NIXL"):
+        check_transfer(section(**STAGES), nixl=False)
+    check_transfer(section(**STAGES), nixl=True)
+    with pytest.raises(ConfigError, match="there is no NIXL at"):
+        check_transfer(section(**STAGES, kv_connector="NixlConnector"), nixl=False)
+    with pytest.raises(ConfigError, match=r"model\.decode\.extra_args: '--kv-transfer-config'"):
+        check_arguments(section(prefill={}, decode={"extra_args": ["--kv-transfer-config", "{}"]}))
+    check_arguments(section(extra_args=["--kv-transfer-config", "{}"]))  # instances that do all: a cache, say
