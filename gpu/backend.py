@@ -12,6 +12,10 @@ All arguments and results are int64; addresses are bytes.
         Write a done slot's ids (int64) and distances (float32), nearest first. Returns how many there are.
     change(handle, slot, what)
         PAUSE, RESUME or RELEASE a slot, as `Engine` has it.
+    restrict(handle, slot, allowed, passing)
+        Let the query of a slot that was admitted since the last extend find only rows whose bits are set, uint64 words
+        at `allowed`, `passing` of them. They must stay until the slot is released. An engine that has no such function
+        (0) takes no filters.
 
 Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
 """
@@ -34,3 +38,4 @@ class Backend(NamedTuple):
     handle: int
     number: Callable[[str], int]
     check: Callable[[], None] = lambda: None
+    restrict: int = 0

@@ -21,7 +21,7 @@ from benchmarks.serve.stand import Stand
 from ipc import STAGES, RingClient, SearchSpec, Stage
 from runtime.node.config import PoolSection
 
-_COSTLY = {"top_m": 512, "search_width": 1}
+_COSTLY: dict[str, Any] = {"top_m": 512, "search_width": 1}
 _EVERY = 4  # tokens between probes
 _RATE, _SECONDS = 2.0, 10.0  # of requests, for each reserve
 _PATIENCE_S = 10.0  # who has waited so long for an answer hangs up

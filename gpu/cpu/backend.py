@@ -9,10 +9,11 @@ from numba import carray
 from gpu import slot_changes
 from gpu.backend import INVALID
 from gpu.compiled import c_function, compiled
+from gpu.cpu import passing as among
 from gpu.cpu import running
 from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
-from gpu.cpu.tables import COLLECTION, DIM, EXTENDS, Batch, K, batch_at
+from gpu.cpu.tables import COLLECTION, DIM, EXTENDS, SIZE, TOP_M, Batch, K, batch_at
 from gpu.instructions import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
 
@@ -47,6 +48,15 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
         return INVALID
     slot_changes.take(words, batch.active, slot)
     return slot
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+    batch = _batch(handle)
+    about = batch.collections[batch.slots[slot, COLLECTION]]
+    length = among.walk_length(batch.slots[slot, TOP_M], passing, about[SIZE], batch.keys.shape[1])
+    among.restrict(batch, slot, allowed, passing, visited_bits_of(about, length), length)
+    return 0
 
 
 @c_function("int64(int64, int64)")

@@ -12,6 +12,7 @@ import numpy as np
 from gpu.compiled import compiled
 from gpu.cpu.distances import row_distance
 from gpu.cpu.keys import distance_of, insert, insert_at, key_of, node_of
+from gpu.cpu.passing import compare_instead
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.results import may_be_result
 from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
@@ -250,7 +251,9 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
         if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, ALLOWED], node):
             score(handle, slot, node)
         position += 1
-    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT] or slots[slot, ALLOWED] != 0:
+    if slots[slot, ALLOWED] != 0:
+        return not compare_instead(batch, slot, slots[slot, SCORED])
+    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT]:
         return True
     slots[slot, DISTINCT] = 1
     slots[slot, FILLED] = slots[slot, CURSOR] = slots[slot, UNCHANGED] = slots[slot, PARENTS] = 0

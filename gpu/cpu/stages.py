@@ -16,6 +16,7 @@ from gpu.compiled import compiled
 from gpu.cpu.distances import row_distance
 from gpu.cpu.estimated import extend_estimated
 from gpu.cpu.keys import distance_of, insert, key_of, node_of
+from gpu.cpu.passing import compare_instead, extend_comparing
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.results import keep_allowed, rescore
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
@@ -35,6 +36,7 @@ from gpu.cpu.tables import (
     QUERY_ROW,
     ROW_BYTES,
     ROWS,
+    SCANNING,
     SEED_COUNT,
     SEEDS,
     SIZE,
@@ -52,6 +54,7 @@ from gpu.cpu.tables import (
 
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
+_SCORED, _ESTIMATED, _COMPARED = range(3)
 
 
 @compiled
@@ -229,16 +232,26 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
     collections, slots = batch.collections, batch.slots
     done = begin = 0
     while begin < len(active):  # slots one behind the other whose indexes have codes of neighbours, or have none
-        coded = collections[slots[active[begin], COLLECTION], BLOCKS] != 0
+        way = way_of(collections, slots, active[begin])
         end = begin + 1
-        while end < len(active) and (collections[slots[active[end], COLLECTION], BLOCKS] != 0) == coded:
+        while end < len(active) and way_of(collections, slots, active[end]) == way:
             end += 1
-        if coded:
+        if way == _ESTIMATED:
             done += extend_estimated(handle, active[begin:end], finished[done:])
+        elif way == _COMPARED:
+            done += extend_comparing(batch, active[begin:end], finished[done:])
         else:
             done += extend_scored(batch, active[begin:end], finished[done:])
         begin = end
     return done
+
+
+@compiled
+def way_of(collections, slots, slot):  # type: ignore[no-untyped-def]
+    """How a slot is extended."""
+    if slots[slot, SCANNING]:
+        return _COMPARED
+    return _ESTIMATED if collections[slots[slot, COLLECTION], BLOCKS] != 0 else _SCORED
 
 
 @compiled
@@ -249,7 +262,12 @@ def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
     mark_visited(batch, active)
     compute_distances(batch, active)
     done = merge_top_m(batch, active, finished)
+    kept = 0
     for i in range(done):
-        keep_allowed(batch, finished[i])
-        rescore(batch, finished[i])
-    return done
+        slot = finished[i]
+        keep_allowed(batch, slot)
+        if not compare_instead(batch, slot, batch.slots[slot, FILLED]):
+            rescore(batch, slot)
+            finished[kept] = slot
+            kept += 1
+    return kept

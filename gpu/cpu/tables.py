@@ -64,7 +64,8 @@ FORM_FIELDS = 12
 # Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
 # START the node where the search begins, or -1 for the seeds. SCORED counts the entries of `exact`; DISTINCT is set
 # once no node may enter top_m twice. ALLOWED is the address of a bit a node, of those that may be results, or 0: then
-# all may.
+# all may. PASSING: how many bits are set there, 0 where nobody has counted. SCANNING: 1 where rows are compared one by
+# one, from CURSOR on, instead of a walk.
 (
     COLLECTION,
     K,
@@ -84,8 +85,10 @@ FORM_FIELDS = 12
     SCORED,
     DISTINCT,
     ALLOWED,
-) = range(18)
-SLOT_FIELDS = 18
+    PASSING,
+    SCANNING,
+) = range(20)
+SLOT_FIELDS = 20
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)

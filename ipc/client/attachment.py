@@ -11,6 +11,7 @@ from ipc.endpoints import connect, new_token, receive_all
 from ipc.errors import MALFORMED, AttachRefused, AttachTimeout, PeerLost, ProtocolViolation
 from ipc.memory.shared import SharedMemory
 from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
+from ipc.ring.filters import FilterWriter
 from ipc.ring.ring import RingConsumer, RingProducer, Watch
 from ipc.session.messages import (
     EVENTFD,
@@ -21,7 +22,9 @@ from ipc.session.messages import (
     Refused,
     decode_answer,
     encode,
+    filter_offset,
     result_offset,
+    session_bytes,
 )
 
 MAX_SESSION_BYTES = 1 << 32
@@ -80,13 +83,14 @@ class Attachment:
         if max_k < 1 or 12 * max_k != layouts[1].payload_bytes:
             raise ProtocolViolation(f"max_k {max_k} does not fit payloads of {layouts[1].payload_bytes} bytes")
         split = result_offset(layouts[0])
-        if split + layouts[1].size != answer.memory.size:
-            raise ProtocolViolation(f"rings of {split + layouts[1].size} bytes in a memory of {answer.memory.size}")
+        if (size := session_bytes(*layouts)) != answer.memory.size:
+            raise ProtocolViolation(f"rings and filters of {size} bytes in a memory of {answer.memory.size}")
         self.memory = SharedMemory.open(answer.memory, max_size=MAX_SESSION_BYTES, writable=True)
         try:
             view = self.memory.view
             self.requests = RingProducer(view[: layouts[0].size], layouts[0], answer.epoch)
             self.results = RingConsumer(view[split : split + layouts[1].size], layouts[1], answer.epoch)
+            self.filters = FilterWriter(view[filter_offset(*layouts) :])
         except BaseException:
             self.memory.close()
             raise
@@ -128,7 +132,7 @@ class Attachment:
         self.sleeper.close()
         self.ringer.close()
         # The mapping goes with the last view of it.
-        del self.requests, self.results, self.watch
+        del self.requests, self.results, self.watch, self.filters
         self.memory.close()
 
 

@@ -49,7 +49,8 @@ class RingClient(ClientSession):
         """
         deadline_ns = spec.deadline_ns
         asked = replace(spec, deadline_ns=0) if deadline_ns else spec
-        words, dim = self._packed[asked]
+        packed = self._packed[asked]
+        words, dim = packed
         row: DeviceSpan | Float32s
         on_gpu = isinstance(vector, DeviceSpan)
         if on_gpu or (type(vector) is np.ndarray and vector.dtype is FLOAT32 and vector.flags.carray):
@@ -66,10 +67,13 @@ class RingClient(ClientSession):
         if outstanding.unsent or len(outstanding) >= self.slots or ring.room() <= 0:
             self._make_room(block_ms)
         if arena is not None and arena.on_gpu is on_gpu and (place := arena.place(row)) is not None:
-            words, row = self._packed_in_arena[asked].words, place
+            packed = self._packed_in_arena[asked]
+            words, row = packed.words, place
         elif on_gpu:
             why = "this client has none" if arena is None else arena.refusal or "it is in host memory"
             raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {why}")
+        if asked.filter:
+            words = packed.with_filter(self._place_of(asked.filter, 1))
         request_id, now = outstanding.next_id, time.monotonic_ns()
         outstanding.next_id = request_id + 1
         outstanding[request_id] = now
@@ -87,7 +91,7 @@ class RingClient(ClientSession):
 
         Returns their request ids. Raises as `submit` does; `RingFull` only if there is no room for the first.
         """
-        words, dim = self._packed[replace(spec, deadline_ns=0)]
+        words, dim = packed = self._packed[replace(spec, deadline_ns=0)]
         rows = as_float32(vectors)
         if rows.ndim != 2 or rows.shape[1] != dim:
             raise InvalidArgument(f"vectors of {spec.collection!r} have shape (n, {dim}), got {rows.shape}")
@@ -98,6 +102,8 @@ class RingClient(ClientSession):
             self._make_room(0.0)
         ring = self.attachment.requests
         count = min(len(rows), self.slots - len(self.pending), ring.free())
+        if spec.filter and count:
+            words = packed.with_filter(self._place_of(spec.filter, count))
         first, now = self.pending.next_id, time.monotonic_ns()
         ids = range(first, first + count)
         self.pending.next_id = first + count
@@ -110,6 +116,12 @@ class RingClient(ClientSession):
         if sent:
             self._follow_up(sent, ids)
         return ids
+
+    def _place_of(self, wanted: bytes, count: int) -> int:
+        """Where a filter stands that the next `count` requests name. Raises `InvalidArgument`, `RingFull`."""
+        ring = self.attachment.requests
+        read = ring.position - ring.layout.slots + ring.free()
+        return self.attachment.filters.place(wanted, ring.position + count, read)
 
     def _follow_up(self, sent: int, ids: range) -> None:
         """Ring the pool, whose doorbell is not an eventfd; or say why nothing was sent."""

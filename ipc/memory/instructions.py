@@ -211,6 +211,12 @@ def floats(address: int, count: int) -> Any:
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
+def floats32(address: int, count: int) -> Any:
+    """`count` float32 at an address, as an array."""
+    return numba.carray(_pointer_to(address), count, numba.float32)
+
+
+@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats2(address: int, rows: int, columns: int) -> Any:
     """As `floats`, [rows, columns]."""
     return numba.carray(_pointer_to(address), (rows, columns), numba.float64)

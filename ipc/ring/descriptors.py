@@ -3,7 +3,8 @@
 ```
 request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32, or, for a
             vector that lies in the pool's arena (`device_arena.py`), its place: I slot | I generation
-parameters  I epoch | B kind | B stage | H collection | I k | I top_m | H search_width | H patience (0: none) | I dim
+parameters  I epoch | B kind | B stage | H collection | H k | H filter's place (0: none; `filters.py`) |
+            I top_m | H search_width | H patience (0: none) | I dim
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 REQUEST_HEADER = struct.Struct("<qqq24s8x")
-PARAMETERS = struct.Struct("<IBBHIIHHI")
+PARAMETERS = struct.Struct("<IBBHHHIHHI")
 RESULT_HEADER = struct.Struct("<qIB3xIIqqq8x")
 assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
 assert PARAMETERS.size == 24
@@ -48,6 +49,7 @@ class SearchSpec(msgspec.Struct, frozen=True):
 
     The `k` nearest of `collection`, for a `stage`, with a `top_m` of so many (None: as many as the client usually asks
     for), a `search_width`, a `patience` (None: the index's own stopping rule), by `deadline_ns`, monotonic (0: none).
+    `filter`: which rows may be found, in words of which nothing is known here; empty: any.
     """
 
     collection: str
@@ -57,6 +59,7 @@ class SearchSpec(msgspec.Struct, frozen=True):
     search_width: int = 1
     patience: int | None = None
     deadline_ns: int = 0
+    filter: bytes = b""
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):

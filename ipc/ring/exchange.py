@@ -7,6 +7,7 @@ also row i of the watch table over their request rings (`atomics.py`). A client 
 
     next_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is owed
                    ARENA:    the vector lies in the pool's arena: `accept` when it is there, then as above
+                   FILTER:   its filter, in PLACE, is not known yet: make it known, or refuse the request; look again
                    CANCEL:   the client does not want REQUEST_ID any more, which may be outstanding or not
                    REFUSED:  could not be served, and is answered
                    EVICT:    the client at ROW wrote what no correct client writes
@@ -39,6 +40,7 @@ from ipc.memory.atomics import (
 from ipc.memory.compiled import compiled, entry_point
 from ipc.ring.descriptors import CANCEL as CANCEL_KIND
 from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES
+from ipc.ring.filters import PLACES
 
 # A desk. EPOCH … MAX_TOP_M: limits; ROWS: clients' rows in use, CLIENTS and WATCH: addresses of the tables; TURN: whose
 # requests are read next; INVALID, STALE: counters; BELLS: clients that only Python can ring.
@@ -56,18 +58,39 @@ from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, S
     FOUND,
 ) = range(11)
 # The request found: whose it is, its words, its vector's address, and its slot in the ring.
-(ROW, REQUEST_ID, DEADLINE, ENQUEUE, STAGE, CODE, NUMBER, K, TOP_M, WIDTH, PATIENCE, DIM, VECTOR, SLOT) = range(
-    FOUND, 24
-)
-DESK_WORDS = 24
+# KNOWN: the server's number for its filter, -1 where it has none; PLACE: where a client has written that, from 1 on.
+(
+    ROW,
+    REQUEST_ID,
+    DEADLINE,
+    ENQUEUE,
+    STAGE,
+    CODE,
+    NUMBER,
+    K,
+    TOP_M,
+    WIDTH,
+    PATIENCE,
+    DIM,
+    VECTOR,
+    SLOT,
+    KNOWN,
+    PLACE,
+) = range(FOUND, 26)
+DESK_WORDS = 26
 
 # A client row. END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its requests;
 # COLLECTIONS: address of int64 [CODES, 2], for each code of a collection the server's own number for it and its
-# dimension; TO_RING: it is to be rung, which only Python can do.
-(HANDLE, END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, TO_RING) = range(8)
-CLIENT_WORDS = 8
+# dimension; TO_RING: it is to be rung, which only Python can do; FILTERS: address of int64 [PLACES, KNOWN_WORDS].
+(HANDLE, END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, TO_RING, FILTERS) = range(9)
+CLIENT_WORDS = 9
 
-NONE, ACCEPTED, CANCEL, ARENA, REFUSED, EVICT = range(6)
+# What is known of a client's filter: its place's generation, the server's own number for it and the code of the
+# collection it is for, and the address of the generation in the client's memory.
+(KNOWN_GENERATION, KNOWN_NUMBER, KNOWN_CODE, GENERATION_AT) = range(4)
+KNOWN_WORDS = 4
+
+NONE, ACCEPTED, CANCEL, ARENA, REFUSED, EVICT, FILTER = range(7)
 
 _INVALID_REQUEST, _STALE_EPOCH = STATUS_CODES["invalid_request"], STATUS_CODES["stale_epoch"]
 _MAX_EXTENDS = (1 << 31) - 1
@@ -192,7 +215,7 @@ def _read(desk: Any, slot: int) -> Any:
     if stale:
         return _refuse(desk, _STALE_EPOCH)
     stage, code = (first >> 40) & 0xFF, (first >> 48) & 0xFFFF
-    k, top_m = second & 0xFFFFFFFF, (second >> 32) & 0xFFFFFFFF
+    k, place, top_m = second & 0xFFFF, (second >> 16) & 0xFFFF, (second >> 32) & 0xFFFFFFFF
     width, patience, dim = third & 0xFFFF, (third >> 16) & 0xFFFF, (third >> 32) & 0xFFFFFFFF
     if (
         deadline < 0
@@ -201,6 +224,7 @@ def _read(desk: Any, slot: int) -> Any:
         or not 1 <= k <= desk[MAX_K]
         or not 1 <= top_m <= desk[MAX_TOP_M]
         or width < 1
+        or place > PLACES
     ):
         return _refuse(desk, _INVALID_REQUEST)
     collection = instructions.words(client[COLLECTIONS] + 16 * code, 2)
@@ -209,6 +233,13 @@ def _read(desk: Any, slot: int) -> Any:
     desk[STAGE], desk[CODE], desk[NUMBER] = stage, code, collection[0]
     desk[K], desk[TOP_M], desk[WIDTH], desk[PATIENCE], desk[DIM] = k, top_m, width, patience, dim
     desk[VECTOR] = slot + _PAYLOAD
+    desk[PLACE], desk[KNOWN] = place, -1
+    if place:
+        known = instructions.words(client[FILTERS] + 8 * KNOWN_WORDS * (place - 1), KNOWN_WORDS)
+        # SYNC POINT: a filter's generation, see `filters.py`.
+        if known[KNOWN_GENERATION] != instructions.load_acquire(known[GENERATION_AT]) or known[KNOWN_CODE] != code:
+            return FILTER
+        desk[KNOWN] = known[KNOWN_NUMBER]
     if kind == SEARCH_ARENA:
         return ARENA
     accept(desk)
@@ -266,6 +297,12 @@ def release_request(desk: int) -> None:
 def accept_request(desk: int) -> None:
     """The request found, whose vector was in the arena, will be answered."""
     accept(instructions.words(desk, DESK_WORDS))
+
+
+@entry_point("int64(int64, int64)")
+def refuse_request(desk: int, status: int) -> int:
+    """The request found, which was not accepted, ends with this status. EVICT: its client must be evicted."""
+    return int(_refuse(instructions.words(desk, DESK_WORDS), status))
 
 
 @entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")

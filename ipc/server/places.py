@@ -7,12 +7,28 @@ import time
 import numpy as np
 import numpy.typing as npt
 
+from ipc.memory import atomics
 from ipc.memory.shared import SharedMemory
 from ipc.ring.doorbell import EventfdBell, Ringer
-from ipc.ring.exchange import CLIENT_WORDS, CODES, COLLECTIONS, END, HANDLE, OUTSTANDING, RECEIVED
+from ipc.ring.exchange import (
+    CLIENT_WORDS,
+    CODES,
+    COLLECTIONS,
+    END,
+    FILTERS,
+    GENERATION_AT,
+    HANDLE,
+    KNOWN_CODE,
+    KNOWN_GENERATION,
+    KNOWN_NUMBER,
+    KNOWN_WORDS,
+    OUTSTANDING,
+    RECEIVED,
+)
+from ipc.ring.filters import PLACE_BYTES, PLACES, read_filter
 from ipc.ring.ring import RingConsumer, RingProducer, format_ring
 from ipc.server.reception import Reception
-from ipc.session.messages import VERSION, Attach, Attached, Grant, result_offset
+from ipc.session.messages import VERSION, Attach, Attached, Grant, filter_offset, result_offset, session_bytes
 from ipc.session.terms import Terms
 
 
@@ -40,6 +56,10 @@ class ClientPlace:
         self.requests = RingConsumer(requests, layouts[0], epoch)
         self.results = RingProducer(results, layouts[1], epoch)
         self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
+        self._filters = memory.view[filter_offset(*layouts) :]
+        first = int(np.frombuffer(self._filters, np.uint8).ctypes.data)
+        self._known_filters = np.full((PLACES, KNOWN_WORDS), -1, np.int64)
+        self._known_filters[:, GENERATION_AT] = first + PLACE_BYTES * np.arange(PLACES)
         if isinstance(bell, EventfdBell):
             self.results.ring_with(bell.fileno())
         self.row = -1  # of the desk
@@ -65,7 +85,7 @@ class ClientPlace:
             bell = reception.ringer(attach, token)
             undo.callback(bell.close)
             requests, results = terms.layouts
-            memory = SharedMemory.create("trinity-ring", result_offset(requests) + results.size)
+            memory = SharedMemory.create("trinity-ring", session_bytes(requests, results))
             undo.callback(memory.close)
             place = cls(handle, pidfd, bell, memory, terms)
             reception.watch(pidfd)
@@ -94,8 +114,25 @@ class ClientPlace:
         """Have this row of a desk: its words say all that compiled code needs to know."""
         words[END] = self.results.end_address
         words[COLLECTIONS], words[CODES] = self.terms.table.ctypes.data, len(self.terms.table)
+        words[FILTERS] = self._known_filters.ctypes.data
         words[HANDLE] = self.handle
         self.row, self.words = row, words.data
+
+    def filter(self, number: int) -> tuple[int, bytes]:
+        """The generation of a filter's place, from 1 on, and a copy of the filter. Raises `ProtocolViolation`."""
+        # SYNC POINT: a filter's generation, see `FilterWriter`.
+        generation = atomics.load_acquire(int(self._known_filters[number - 1, GENERATION_AT]))
+        return generation, read_filter(self._filters, number)
+
+    def know_filter(self, number: int, generation: int, code: int, known_as: int) -> None:
+        """A filter of this generation, asked of the collection of this code, has a number of the pool's own."""
+        known = self._known_filters[number - 1]
+        known[KNOWN_GENERATION], known[KNOWN_NUMBER], known[KNOWN_CODE] = generation, known_as, code
+
+    def forget_filter(self, known_as: int) -> None:
+        """The pool has this number no more."""
+        known = self._known_filters
+        known[known[:, KNOWN_NUMBER] == known_as, KNOWN_CODE] = -1
 
     @property
     def outstanding(self) -> int:

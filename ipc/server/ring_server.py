@@ -9,6 +9,7 @@ import numpy.typing as npt
 from ipc.errors import InvalidArgument, UnknownRequest
 from ipc.ring import exchange
 from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Cancel, Float32s, Request, SearchSpec
+from ipc.ring.filters import PLACES
 from ipc.server.places import ClientPlace
 from ipc.server.server import SessionServer
 
@@ -38,6 +39,7 @@ class RingServer(SessionServer):
         super().__init__(*args, **options)
         self._sessions: dict[int, _Session] = {}  # by the client's handle
         self._cancelled: list[Cancel] = []
+        self._filters: dict[int, bytes] = {}  # by the number of a client's row and its place there
 
     def receive(self, limit: int = 256) -> list[Request]:
         """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
@@ -69,6 +71,10 @@ class RingServer(SessionServer):
             elif found == exchange.ARENA:
                 self.take_from_arena()
                 accepted += 1
+            elif found == exchange.FILTER and (wanted := self.filter_of_request()) is not None:
+                number = words[exchange.ROW] * PLACES + words[exchange.PLACE] - 1
+                self._filters[number] = wanted
+                self.know_filter(number)
         requests += [self._request(vector, now) for vector in self.arrived()]
         desk.ring_bells()
         # Those who wait for an answer come first, but not for ever.
@@ -89,6 +95,7 @@ class RingServer(SessionServer):
         spec = SearchSpec(
             served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
             words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
+            b"" if words[exchange.KNOWN] < 0 else self._filters[words[exchange.KNOWN]],
         )  # fmt: skip
         return Request(
             place.handle, words[exchange.REQUEST_ID], spec, served.identity, words[exchange.ENQUEUE], now, vector.copy()

@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Self
 
-from ipc.errors import InvalidArgument, IpcError, MemoryRefused
+from ipc.errors import InvalidArgument, IpcError, MemoryRefused, ProtocolViolation
 from ipc.ring import exchange
-from ipc.ring.descriptors import Float32s
+from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.ring.spin import SpinBudget
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
+from ipc.server.places import ClientPlace
 from ipc.server.reception import Reception
 from ipc.server.roster import Roster
 from ipc.session.device_arena import DeviceArena
@@ -56,6 +57,7 @@ class SessionServer:
         terms = self._terms(collections)
         self._spin = SpinBudget(int(spin_us * 1000))
         self._next_housekeeping = 0
+        self._generation = 0  # of the filter that was read last
         each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
         self._arena = ArenaGrants(arena, each)
         self._reception = Reception(endpoint)
@@ -91,8 +93,7 @@ class SessionServer:
         Its client is evicted if it names a place that it cannot have.
         """
         words = self.desk.words
-        place = self.desk.places[words[exchange.ROW]]
-        assert place is not None
+        place = self._place_of_request()
         try:
             self._arena.put(place, words)
         except IpcError:
@@ -108,6 +109,40 @@ class SessionServer:
         except MemoryRefused:  # the device has failed, and with it whoever has vectors there
             for place in set(self._arena.readers):
                 self._roster.evict(place)
+
+    def filter_of_request(self) -> bytes | None:
+        """The filter of the request found, which is not known yet: `know_filter`, or `refuse`. None: its client was
+        evicted for what it wrote there."""
+        place = self._place_of_request()
+        try:
+            self._generation, found = place.filter(self.desk.words[exchange.PLACE])
+        except ProtocolViolation:
+            self._roster.evict(place)
+            return None
+        return found
+
+    def know_filter(self, number: int) -> None:
+        """The filter of the request found has this number: requests with it are found with KNOWN from now on."""
+        words, place = self.desk.words, self._place_of_request()
+        place.know_filter(words[exchange.PLACE], self._generation, words[exchange.CODE], number)
+
+    def forget_filter(self, number: int) -> None:
+        """The filter of this number is asked for when it is named again."""
+        for place in self.desk.places:
+            if place is not None:
+                place.forget_filter(number)
+
+    def refuse(self, status: str) -> None:
+        """End the request found, which was not accepted."""
+        place = self._place_of_request()
+        if exchange.refuse_request(self.desk.address, STATUS_CODES[status]) == exchange.EVICT:
+            self._roster.evict(place)
+        self.desk.ring_bells()
+
+    def _place_of_request(self) -> ClientPlace:
+        place = self.desk.places[self.desk.words[exchange.ROW]]
+        assert place is not None
+        return place
 
     @property
     def reading(self) -> bool:

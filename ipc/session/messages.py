@@ -5,12 +5,13 @@ import msgspec
 from ipc.errors import InvalidArgument
 from ipc.memory.device import CudaReference, Reference
 from ipc.memory.shared import MemoryReference, Pid
+from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
 
-VERSION = 4
+VERSION = 5
 _PAGE = 4096
-MAX_MESSAGE_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 19
 
 EVENTFD, ZEROMQ = "eventfd", "zeromq"
 DOORBELLS = (EVENTFD, ZEROMQ)
@@ -37,7 +38,9 @@ MAX_REASON = 500
 class Served(msgspec.Struct, frozen=True):
     """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has.
 
-    `identity` names its content: ids of an answer are those of this content and no other. Raises `InvalidArgument`.
+    `identity` names its content: ids of an answer are those of this content and no other. `attributes`: what a filter
+    may name, and of which kind each is; `demanded`: the one that every filter must bind, or ""; `unfiltered`: why it
+    takes no filters, or "". Raises `InvalidArgument`.
     """
 
     name: str
@@ -45,6 +48,9 @@ class Served(msgspec.Struct, frozen=True):
     shard: int = 0
     shards: int = 1
     identity: str = ""
+    attributes: dict[str, str] = {}
+    demanded: str = ""
+    unfiltered: str = ""
 
     def __post_init__(self) -> None:
         if self.dim < 1:
@@ -137,3 +143,13 @@ decode_answer = msgspec.msgpack.Decoder(Attached | Refused).decode
 def result_offset(requests: RingLayout) -> int:
     """Where in a session's memory the result ring begins: the first page after the request ring."""
     return -(-requests.size // _PAGE) * _PAGE
+
+
+def filter_offset(requests: RingLayout, results: RingLayout) -> int:
+    """Where in a session's memory the places of filters begin: the first page after the result ring."""
+    return -(-(result_offset(requests) + results.size) // _PAGE) * _PAGE
+
+
+def session_bytes(requests: RingLayout, results: RingLayout) -> int:
+    """A session's memory: both rings and the filters."""
+    return filter_offset(requests, results) + FILTERS_BYTES

@@ -45,10 +45,16 @@ class Limits(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A spec but for its deadline, as three words of a request's header, and the dimension its vector must have."""
+    """A spec but for its deadline and its filter, as three words of a request's header, and the dimension its vector
+    must have."""
 
     words: tuple[int, int, int]
     dim: int
+
+    def with_filter(self, place: int) -> tuple[int, int, int]:
+        """The words of a request whose filter stands in this place."""
+        a, b, c = self.words
+        return a, b | place << 16, c
 
 
 def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kind: int = SEARCH) -> Packed:
@@ -69,7 +75,7 @@ def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kin
         if not 1 <= value <= most:
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
     dim, stage = limits.catalogue.served[code].dim, STAGE_CODES[spec.stage]
-    return Packed(_words(epoch, kind, stage, code, k, top_m, spec.search_width, spec.patience or 0, dim), dim)
+    return Packed(_words(epoch, kind, stage, code, k, 0, top_m, spec.search_width, spec.patience or 0, dim), dim)
 
 
 def check_deadline(deadline_ns: int) -> None:
@@ -80,7 +86,7 @@ def check_deadline(deadline_ns: int) -> None:
 
 def pack_cancel(epoch: int) -> bytes:
     """The 24 bytes of a cancellation."""
-    return PARAMETERS.pack(epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0)
+    return PARAMETERS.pack(epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _words(*fields: int) -> tuple[int, int, int]:

@@ -274,6 +274,9 @@ class CollectionSection(Section, frozen=True):
 
     The collection says what embeds its queries; `embedder` is the directory or URL where that is on this machine, if it
     is elsewhere, and `embedder_key_file` holds the key that a server asks for on its first line.
+
+    `demand`: an attribute of its documents (a tenant, say) that the filter of every search must bind by eq or in; a
+    search without is refused.
     """
 
     name: Name
@@ -283,6 +286,7 @@ class CollectionSection(Section, frozen=True):
     verify: Verify = "background"
     embedder: str = ""
     embedder_key_file: str = ""
+    demand: str = ""
 
 
 class NodeConfig(Section, frozen=True):

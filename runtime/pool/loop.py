@@ -18,84 +18,70 @@ from typing import Any
 
 from gpu.backend import INVALID, PAUSE, RELEASE, RESUME
 from ipc.memory import instructions
-from ipc.memory.instructions import call, floats, words
+from ipc.memory.instructions import call, words
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.exchange import DESK_WORDS
-from runtime.node.metrics.columns import PoolMetrics
-from runtime.pool import policy, queues
+from runtime.pool import parts, policy, queues
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
+from runtime.pool.counting import count, observe
 from runtime.pool.estimate import kind_a, kind_b
-from runtime.pool.tables import NEVER_NS, tables_at
-
-# An entry's own columns: whose query it is, when it was enqueued, received and given a slot, and what it asks.
-(ROW, REQUEST_ID, ENQUEUED, RECEIVED, BEGUN, SLOT, COLLECTION, K, TOP_M, WIDTH, PATIENCE) = range(at.OWN, at.OWN + 11)
-assert at.OWN_WORDS >= 11
-
-# Words of the loop. DESK: address. ADMIT … HANDLE: the engine's. CLOCK: address of a word with the time in ns, 0 for
-# the machine's. MAX_WIDTH: a query's. VECTORS: a row of VECTOR_BYTES for each entry. REPORT: of `extend`. OWNERS: the
-# entry in each slot. EVICTED: rows of clients to be evicted, EVICT of them. STATIC_DONE: entries that are done, with
-# their extends, whose answers wait for the rest of their batch, DONE_COUNT of them. OWN_NS: when the engine was done
-# last, 0 after a sleep. PADDED: slots beyond the active ones in the last extend. METRICS: where they begin, see below.
-(
-    DESK,
-    ADMIT,
-    EXTEND,
-    HARVEST,
+from runtime.pool.loop_words import (
+    BEGUN,
     CHANGE,
-    HANDLE,
     CLOCK,
-    MAX_WIDTH,
-    VECTORS,
-    VECTOR_BYTES,
-    REPORT,
-    OWNERS,
-    EVICTED,
-    EVICT,
-    STATIC_DONE,
+    COLLECTION,
+    COUNT,
+    DESK,
     DONE_COUNT,
-    OWN_NS,
-    PADDED,
-    METRICS,
-) = range(19)
-# Addresses of counters in the worker's table; those of histograms come in threes: the first bucket, the edges, and how
-# many edges there are.
-COUNTERS = (
-    *PoolMetrics.QUERIES,
-    *PoolMetrics.DEADLINE_MISSES,
-    PoolMetrics.QUERIES_REFUSED,
-    *PoolMetrics.REFUSED,
-    PoolMetrics.PREEMPTIONS,
-    PoolMetrics.LOOP_SECONDS,
-    PoolMetrics.EXTEND_SECONDS,
-    PoolMetrics.EXTENDS,
-    PoolMetrics.SLOT_STEPS,
-    PoolMetrics.PADDED_SLOT_STEPS,
-)
-(
-    QUERIES,
-    _,
-    MISSED,
-    _,
-    REFUSED,
-    OVERLOADED,
-    LATE,
-    UNFIT,
-    PREEMPTIONS,
-    LOOP_S,
+    ENGINE_FAILED,
+    ENQUEUED,
+    EVICT,
+    EVICTED,
+    EXTEND,
     EXTEND_S,
     EXTENDS,
-    STEPS,
+    HANDLE,
+    IDLE,
+    IN_ARENA,
+    KEPT,
+    LATE,
+    LOOP_S,
+    MAX_WIDTH,
+    MISSED,
+    NEW_FILTER,
+    OVERLOADED,
+    OWN_NS,
+    OWNERS,
+    PADDED,
     PADDED_STEPS,
-) = range(METRICS, METRICS + len(COUNTERS))
-HISTOGRAMS = (*PoolMetrics.WAIT, PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
-(WAITS, _, TOOK, TOOK_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
-LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
-
-IDLE, TIME, IN_ARENA, TO_EVICT, ENGINE_FAILED = range(5)
-"""Why `run_loop` returned: nothing is active; its time is over; the request found has its vector in the arena; clients
-are to be evicted; the engine has failed."""
+    PARTS,
+    PATIENCE,
+    PREEMPTIONS,
+    QUERIES,
+    RECEIVED,
+    REFUSED,
+    REPORT,
+    REQUEST_ID,
+    ROW,
+    SLOT,
+    STATIC_DONE,
+    STEPS,
+    TIME,
+    TO_EVICT,
+    TOOK,
+    TOOK_EXTENDS,
+    TOP_M,
+    UNFIT,
+    VECTOR_BYTES,
+    VECTORS,
+    WAITS,
+    WIDTH,
+    K,
+)
+from runtime.pool.scopes import LIVE
+from runtime.pool.tables import NEVER_NS, tables_at
 
 _RECEIVE = 64  # requests before an extend: what has a slot is not kept waiting by many arrivals
 _LOOKS_PER_YIELD = 32
@@ -171,6 +157,8 @@ def _receive(loop: Any, t: Any, desk: Any, now: int) -> Any:
         elif found == exchange.EVICT:
             _evict(loop, desk[exchange.ROW])
             return TO_EVICT
+        elif found == exchange.FILTER:
+            return NEW_FILTER
     return -1
 
 
@@ -179,14 +167,21 @@ def take_in(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
     """The request found, which was accepted, with its vector at an address: it waits, or is refused."""
     number = queues.new_entry(t)
     entry, stage = t.entries[number], desk[exchange.STAGE]
-    _count(loop, QUERIES + stage, 1.0)
+    count(loop, QUERIES + stage, 1.0)
     entry[at.STAGE], entry[at.ARRIVAL] = stage, now
     entry[at.DEADLINE] = desk[exchange.DEADLINE] if desk[exchange.DEADLINE] > 0 else NEVER_NS
     entry[ROW], entry[REQUEST_ID] = desk[exchange.ROW], desk[exchange.REQUEST_ID]
     entry[ENQUEUED], entry[RECEIVED], entry[BEGUN], entry[SLOT] = desk[exchange.ENQUEUE], now, 0, -1
     entry[COLLECTION], entry[K], entry[TOP_M] = desk[exchange.NUMBER], desk[exchange.K], desk[exchange.TOP_M]
     entry[WIDTH], entry[PATIENCE] = desk[exchange.WIDTH], desk[exchange.PATIENCE]
-    entry[at.KIND_A] = kind_a(entry[COLLECTION], entry[TOP_M])
+    entry[PARTS] = entry[COUNT] = entry[KEPT] = 0
+    kind, scope = desk[exchange.NUMBER], desk[exchange.KNOWN]
+    if scope < 0 and kind >= LIVE:
+        scope = kind - LIVE
+    if scope >= 0:
+        kind = LIVE + scope  # each has an estimate of its own
+        parts.enter_scope(loop, entry, scope, now)
+    entry[at.KIND_A] = kind_a(kind, entry[TOP_M])
     entry[at.KIND_B] = kind_b(entry[WIDTH], entry[PATIENCE])
     if entry[COLLECTION] < 0 or entry[K] > entry[TOP_M] or entry[WIDTH] > loop[MAX_WIDTH]:
         _refuse(loop, t, desk, number, _INVALID)
@@ -202,9 +197,9 @@ def take_in(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
 def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
     """A client does not want an answer any more, or has it already."""
     for which in range(5):
-        count = t.words[at.QUEUED + which]  # the queues, then the lists
+        many = t.words[at.QUEUED + which]  # the queues, then the lists
         numbers = t.queues[which] if which < 2 else t.lists[which - 2]
-        for i in range(count):
+        for i in range(many):
             number = numbers[i]
             if t.entries[number, ROW] == row and t.entries[number, REQUEST_ID] == request_id:
                 _drop(loop, t, number)
@@ -249,24 +244,21 @@ def _carry_out(loop: Any, t: Any, desk: Any, now: int) -> Any:
         _refuse(loop, t, desk, t.changes[at.LATE, i], _LATE)
     for i in range(changed[at.PAUSING]):
         call(loop[CHANGE], (loop[HANDLE], t.entries[t.changes[at.PAUSING, i], SLOT], PAUSE))
-        _count(loop, PREEMPTIONS, 1.0)
+        count(loop, PREEMPTIONS, 1.0)
     for i in range(changed[at.RESUMED]):
         call(loop[CHANGE], (loop[HANDLE], t.entries[t.changes[at.RESUMED, i], SLOT], RESUME))
     for i in range(changed[at.ADMITTED]):
         number = t.changes[at.ADMITTED, i]
         entry = t.entries[number]
-        vector = loop[VECTORS] + number * loop[VECTOR_BYTES]
-        asked = (entry[COLLECTION], entry[K], entry[TOP_M], entry[WIDTH], entry[PATIENCE])
-        slot = call(loop[ADMIT], (loop[HANDLE], vector, asked[0], asked[1], asked[2], asked[3], asked[4]))
+        slot = parts.admit(loop, entry, number)
         if slot == INVALID:
             queues.leave(t, number)
             _refuse(loop, t, desk, number, _INVALID)
             continue
         if slot < 0:
             return False
-        entry[SLOT], entry[BEGUN] = slot, now
-        words(loop[OWNERS] + 8 * slot, 1)[0] = number
-        _observe(loop, WAITS + 3 * entry[at.STAGE], (now - entry[ENQUEUED]) / 1e9)
+        entry[BEGUN] = now
+        observe(loop, WAITS + 3 * entry[at.STAGE], (now - entry[ENQUEUED]) / 1e9)
     return True
 
 
@@ -286,18 +278,23 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
     report = words(loop[REPORT], 2 + 2 * done)
     policy.advanced(t, prefill, active, report[0], end - (loop[OWN_NS] if loop[OWN_NS] else begin))
     if loop[OWN_NS]:
-        _count(loop, LOOP_S, (begin - loop[OWN_NS]) / 1e9)
-    _count(loop, EXTEND_S, (end - begin) / 1e9)
-    _count(loop, EXTENDS, report[0])
-    _count(loop, STEPS, report[0] * active)
-    _count(loop, PADDED_STEPS, report[0] * report[1])
+        count(loop, LOOP_S, (begin - loop[OWN_NS]) / 1e9)
+    count(loop, EXTEND_S, (end - begin) / 1e9)
+    count(loop, EXTENDS, report[0])
+    count(loop, STEPS, report[0] * active)
+    count(loop, PADDED_STEPS, report[0] * report[1])
     loop[OWN_NS], loop[PADDED] = end, report[1]
     if t.words[at.RULES] == at.STATIC:
         return _publish_together(loop, t, desk, done, end)
     for i in range(done):
         number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
-        policy.finished(t, number, report[3 + 2 * i])
-        if not _publish(loop, t, desk, number, report[3 + 2 * i], end):
+        extends = parts.extends_of(loop, t.entries[number], number, report[3 + 2 * i])
+        if extends == parts.GOES_ON:
+            continue
+        if extends < 0:
+            return False
+        policy.finished(t, number, extends)
+        if not _publish(loop, t, desk, number, extends, end):
             return False
     return True
 
@@ -313,7 +310,7 @@ def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) 
     if place < 0:
         _evict(loop, entry[ROW])
     else:
-        found = call(loop[HARVEST], (loop[HANDLE], entry[SLOT], place, place + 8 * desk[exchange.MAX_K]))
+        found = parts.harvest(loop, entry, number, place, desk[exchange.MAX_K])
         if found < 0:
             return False
         _end(loop, desk, entry, _OK, found, extends)
@@ -323,9 +320,9 @@ def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) 
     if stage == at.PREFILL:
         limit = min(limit, entry[at.ARRIVAL] + t.words[at.TARGET_NS])
     if now > limit:
-        _count(loop, MISSED + stage, 1.0)
-    _observe(loop, TOOK, (now - entry[ENQUEUED]) / 1e9)
-    _observe(loop, TOOK_EXTENDS, float(extends))
+        count(loop, MISSED + stage, 1.0)
+    observe(loop, TOOK, (now - entry[ENQUEUED]) / 1e9)
+    observe(loop, TOOK_EXTENDS, float(extends))
     queues.free_entry(t, number)
     return True
 
@@ -336,9 +333,14 @@ def _publish_together(loop: Any, t: Any, desk: Any, done: int, now: int) -> Any:
     report, kept = words(loop[REPORT], 2 + 2 * done), words(loop[STATIC_DONE], 2 * t.words[at.ENGINE_SLOTS])
     for i in range(done):
         number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
-        policy.finished(t, number, report[3 + 2 * i])
+        extends = parts.extends_of(loop, t.entries[number], number, report[3 + 2 * i])
+        if extends == parts.GOES_ON:
+            continue
+        if extends < 0:
+            return False
+        policy.finished(t, number, extends)
         t.entries[number, at.STATE] = at.DONE_WAITING
-        kept[2 * loop[DONE_COUNT]], kept[2 * loop[DONE_COUNT] + 1] = number, report[3 + 2 * i]
+        kept[2 * loop[DONE_COUNT]], kept[2 * loop[DONE_COUNT] + 1] = number, extends
         loop[DONE_COUNT] += 1
     if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]:
         return True
@@ -354,9 +356,9 @@ def _publish_together(loop: Any, t: Any, desk: Any, done: int, now: int) -> Any:
 @compiled
 def _refuse(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
     """A query that will not be searched; its entry is in no queue and no list."""
-    _count(loop, REFUSED, 1.0)
+    count(loop, REFUSED, 1.0)
     reason = OVERLOADED if status == _OVERLOADED else LATE if status == _LATE else UNFIT
-    _count(loop, reason, 1.0)
+    count(loop, reason, 1.0)
     _end(loop, desk, t.entries[number], status, 0, 0)
     queues.free_entry(t, number)
 
@@ -379,22 +381,3 @@ def _evict(loop: Any, row: int) -> None:
             return
     rows[loop[EVICT]] = row
     loop[EVICT] += 1
-
-
-# ---- metrics
-
-
-@compiled
-def _count(loop: Any, counter: int, amount: float) -> None:
-    floats(loop[counter], 1)[0] += amount
-
-
-@compiled
-def _observe(loop: Any, histogram: int, value: float) -> None:
-    count = loop[histogram + 2]
-    edges, buckets = floats(loop[histogram + 1], count), floats(loop[histogram], count + 2)
-    place = 0
-    while place < count and edges[place] < value:
-        place += 1
-    buckets[place] += 1.0
-    buckets[count + 1] += value

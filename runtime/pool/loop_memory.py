@@ -1,7 +1,7 @@
 """The compiled loop's memory, made once, and what Python asks of the loop and its policy."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,14 @@ from ipc import SessionServer
 from ipc.memory.instructions import words
 from ipc.ring import exchange
 from ipc.ring.spin import SpinBudget
+from runtime.errors import Overloaded, TrinityError
 from runtime.node.metrics.table import WorkerTable
-from runtime.pool import loop as of
+from runtime.pool import loop_words as of
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
 from runtime.pool.estimate import learn_cost
 from runtime.pool.loop import forget_client, run_loop, take_in
+from runtime.pool.scopes import InUse, Scopes
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
 from runtime.pool.tables import handle_of, new_tables, tables_at
@@ -31,7 +33,8 @@ class PoolLoop:
     """One pool's loop over a server's desk, an engine and a worker's table. All three must outlive it.
 
     max_dim: of the longest vector; max_width: a query's widest search; spin_ns: how long it looks at the rings at most
-    before it sleeps; clock: the address of a word with the time in ns, 0 for the machine's own.
+    before it sleeps; clock: the address of a word with the time in ns, 0 for the machine's own; scopes: what filters
+    stand for, none without.
     """
 
     def __init__(
@@ -45,9 +48,10 @@ class PoolLoop:
         max_width: int,
         spin_ns: int = 0,
         clock: int = 0,
+        scopes: Scopes | None = None,
     ) -> None:
         self.tables = new_tables(policy)
-        self._server, self._backend = server, backend
+        self._server, self._backend, self._scopes = server, backend, scopes or Scopes()
         self._handle = handle_of(self.tables)
         entries, slots = len(self.tables.entries), int(self.tables.words[at.ENGINE_SLOTS])
         edges = [np.array(table.edges(histogram)) for histogram in of.HISTOGRAMS]
@@ -60,6 +64,7 @@ class PoolLoop:
         self.words[of.DESK] = server.desk.address
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
         self.words[of.CLOCK], self.words[of.MAX_WIDTH] = clock, max_width
+        self.words[of.RESTRICT], self.words[of.SCOPES] = backend.restrict, self._scopes.address
         for word, array in zip((of.REPORT, of.OWNERS, of.EVICTED, of.STATIC_DONE), scratch, strict=True):
             self.words[word] = array.ctypes.data
         for number, counter in enumerate(of.COUNTERS):
@@ -68,6 +73,11 @@ class PoolLoop:
             place = of.METRICS + len(of.COUNTERS) + 3 * number
             self.words[place : place + 3] = table.address(histogram), edge.ctypes.data, len(edge)
         self._entries = entries
+        most_k = int(server.desk.words[exchange.MAX_K])
+        # As large as results can be, but memory is only what queries over several parts touch.
+        self._held, self._spare = np.zeros((entries, most_k, 3), np.int32), np.zeros((2, most_k, 3), np.int32)
+        self.words[of.HELD], self.words[of.SPARE] = self._held.ctypes.data, self._spare.ctypes.data
+        self.words[of.HELD_BYTES] = self._held.strides[0]
         self.make_room(max_dim)
 
     def make_room(self, max_dim: int) -> None:
@@ -159,6 +169,8 @@ class PoolLoop:
                 until_ns, spin_ns = min(until_ns, time.monotonic_ns() + _LOOK_NS), 0  # the rest goes on meanwhile
             elif stopped == of.TO_EVICT:
                 self._evict()
+            elif stopped == of.NEW_FILTER:
+                self._look_at_filter()
             elif stopped == of.ENGINE_FAILED:
                 self._backend.check()
                 raise RuntimeError("the engine has failed and does not say why")
@@ -166,6 +178,35 @@ class PoolLoop:
                 self._server.desk.ring_bells()
                 return stopped
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
+
+    def _look_at_filter(self) -> None:
+        """The request found has a filter that is not known by number yet."""
+        wanted = self._server.filter_of_request()
+        if wanted is None:
+            self.forget_gone()
+            return
+        try:
+            number, gone = self._scopes.number_of(
+                int(self._server.desk.words[exchange.NUMBER]), wanted, self._parts_in_use()
+            )
+        except TrinityError as error:
+            self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
+            self.forget_gone()
+            return
+        self.forget_scopes(gone)
+        self._server.know_filter(number)
+
+    def forget_scopes(self, gone: Iterable[int]) -> None:
+        """Clients' filters are looked at anew that were known by these numbers."""
+        for number in gone:
+            self._server.forget_filter(number)
+
+    def _parts_in_use(self) -> InUse:
+        """Whether queries in the pool search the parts of a scope at an address."""
+        if self._server.reading:  # queries whose vectors are on their way have no entries yet
+            return lambda _: True
+        used = self.tables.entries[:, at.STATE] != at.FREE
+        return set(self.tables.entries[used, of.PARTS].tolist()).__contains__
 
     def _take_arrived(self) -> bool:
         """What was asked with vectors in the arena that are out of it by now. Whether there was any."""

@@ -14,8 +14,9 @@ from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.replacing import Replacing
+from runtime.pool.scopes import Scopes
 from runtime.pool.settings import policy_of
-from runtime.pool.shard import OpenShard, key_of, open_shard
+from runtime.pool.shard import OpenShard, desk_number, key_of, open_shard, without_filters
 from runtime.pool.sizing import Measured, fewest_slots, measure
 from runtime.pool.turn import CALLED
 
@@ -61,7 +62,7 @@ class Pool:
             worker.log,
             strict=not worker.node_ready,
             suspicious=worker.faulted,
-            opener=opener,
+            opener=opener if worker.place.device == "cpu" else without_filters(opener),
             look_every_ns=self._timing.look_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served}
@@ -73,6 +74,7 @@ class Pool:
         policy = policy_of(config, slots_of(limits.slots, measured))
         worker.start.part("first searches")
         self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
+        self.scopes = Scopes()
         self.server = SessionServer(
             worker.plan.endpoint(worker.name),
             catalogue.offer,
@@ -82,7 +84,7 @@ class Pool:
             max_top_m=limits.max_top_m,
             spin_us=0.0,  # the loop looks before it returns
             arena=self.arena,
-            number=lambda served: backend.number(key_of(served.name, served.identity)),
+            number=lambda served: desk_number(served, backend.number(key_of(served.name, served.identity))),
         )
         self.loop = PoolLoop(
             policy,
@@ -92,13 +94,14 @@ class Pool:
             max_dim=catalogue.offer.max_dim,
             max_width=max(limits.search_width, _SEARCH_WIDTH),
             spin_ns=_SPIN_NS if worker.place.spin else 0,
+            scopes=self.scopes,
         )
         for collection in measured:
             self.loop.learn(collection)
         self.loop.compile()
         worker.start.part("loop")
         self.engine.interrupt_when(self.server.has_news)
-        self._replacing = Replacing(catalogue, self.engine, self.server, worker.table)
+        self._replacing = Replacing(catalogue, self.engine, self.server, worker.table, self.loop, self.scopes)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set(PoolMetrics.SLOTS, policy.slots)

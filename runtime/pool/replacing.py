@@ -6,7 +6,9 @@ from ipc import SessionServer
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool.catalogue import Change, PoolCatalogue
-from runtime.pool.shard import Shard
+from runtime.pool.loop_memory import PoolLoop
+from runtime.pool.scopes import Scopes
+from runtime.pool.shard import Shard, desk_number
 
 
 class Replacing:
@@ -16,8 +18,19 @@ class Replacing:
     the engine until no session offers it and no slot searches it.
     """
 
-    def __init__(self, catalogue: PoolCatalogue, engine: Engine, server: SessionServer, table: WorkerTable) -> None:
+    def __init__(
+        self,
+        catalogue: PoolCatalogue,
+        engine: Engine,
+        server: SessionServer,
+        table: WorkerTable,
+        loop: PoolLoop,
+        scopes: Scopes,
+    ) -> None:
         self._catalogue, self._engine, self._server, self._table = catalogue, engine, server, table
+        self._loop, self._scopes, self._backend = loop, scopes, engine.backend()
+        for shard in catalogue.served:
+            self._take_filters(shard)
         self._names = catalogue.names
         self._leaving: dict[str, Shard] = {}
         self._pending: list[Change] = []
@@ -35,7 +48,11 @@ class Replacing:
         if renewed:
             self._server.renew(self._catalogue.offer)
         for key, shard in tuple(self._leaving.items()):
-            if not self._server.in_use(shard.served.name, shard.served.identity) and self._engine.unload(key):
+            if self._server.in_use(shard.served.name, shard.served.identity):
+                continue
+            number = self._desk_number(shard)
+            if self._engine.unload(key):
+                self._loop.forget_scopes(self._scopes.withdraw(number))
                 del self._leaving[key]
         self._tell()
         return renewed
@@ -63,9 +80,18 @@ class Replacing:
                 self._catalogue.refuse(change, str(error))
                 return False
             self._catalogue.accept(change)
+            self._take_filters(change.new)
         if change.old is not None:
             self._leaving[change.old.key] = change.old
         return True
+
+    def _desk_number(self, shard: Shard) -> int:
+        return desk_number(shard.served, self._backend.number(shard.key))
+
+    def _take_filters(self, shard: Shard) -> None:
+        """Filters of a collection are evaluated from now on."""
+        if not shard.served.unfiltered:
+            self._scopes.serve(self._desk_number(shard), shard.filtered(self._backend.number(shard.key)))
 
     def _tell(self) -> None:
         catalogue, table = self._catalogue, self._table

@@ -1,21 +1,26 @@
 """What a pool worker holds of a collection: one of its indexes, of one build."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
+from runtime.pool.scopes import Filtered
+from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.collection import index_errors
-from runtime.retrieval.collections.manifest import FileFacts, Manifest
+from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
 
 _TOUCHES = 8
+NO_FILTERS = "a pool on a GPU takes no filters"
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,22 @@ class Shard:
     served: Served
     index: GraphIndex
     checksums: Checksums
+    columns: Columns | None = None  # of the whole collection, by row
 
     @property
     def key(self) -> str:
         """What the engine calls it: another build of the collection is another index."""
         return key_of(self.served.name, self.served.identity)
+
+    def filtered(self, index: int) -> Filtered:
+        """How filters are evaluated for the engine's index of this number."""
+        columns = self.columns or Columns()
+
+        def passing(wanted: Filter) -> Bits:
+            rows = columns.passing(wanted)
+            return rows if self.index.data.ids is None else rows[self.index.data.ids]
+
+        return Filtered(index, columns.schema, passing, self.served.demanded)
 
     def touch(self) -> None:
         """A few searches, so that a first query finds its memory there."""
@@ -43,6 +59,11 @@ OpenShard = Callable[[CollectionSection, int], Shard]
 def key_of(collection: str, identity: str) -> str:
     """The engine's name of a collection of this identity."""
     return f"{collection}@{identity}"
+
+
+def desk_number(served: Served, index: int) -> int:
+    """What the desk calls the collection whose index has this number: below -1 where only filters may search it."""
+    return -2 - index if served.demanded else index
 
 
 def open_shard(section: CollectionSection, worker: int) -> Shard:
@@ -60,11 +81,49 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
             arrays = {folder / name: FileFacts(*facts) for name, facts in index.files().items()}
         if (index.dim, index.metric) != (manifest.dim, manifest.metric) or index.size > manifest.size:
             raise CollectionError(f"{folder} is not the index that {directory}'s manifest describes")
-        served = Served(section.name, index.dim, shard, section.shards, manifest.identity)
+        columns = _columns(directory, manifest)
+        schema = {} if columns is None else {name: str(kind) for name, kind in columns.schema.items()}
+        _check_demand(section, schema)
+        served = Served(section.name, index.dim, shard, section.shards, manifest.identity, schema, section.demand)
         own = {directory / name: facts for name, facts in manifest.files.items() if _is_own(name, folder.name)}
-        return Shard(served, index, Checksums({**own, **arrays}))
+        return Shard(served, index, Checksums({**own, **arrays}), columns)
 
     return open_unchanged(directory, opened, lambda shard: shard.checksums.close())
+
+
+def _columns(directory: Path, manifest: Manifest) -> Columns | None:
+    """The attributes of its documents; None where there are none."""
+    if ATTRIBUTES not in manifest.files:
+        return None
+    path = directory / ATTRIBUTES
+    try:
+        columns = Columns.decode(path.read_bytes())
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    if columns.size != manifest.size:
+        raise CollectionError(f"{path} has {columns.size} rows, not {manifest.size}")
+    return columns
+
+
+def _check_demand(section: CollectionSection, schema: Mapping[str, str]) -> None:
+    """Raises `CollectionError` where no search could meet what the collection demands."""
+    if section.demand and section.demand not in schema:
+        known = ", ".join(sorted(schema)) or "none"
+        raise CollectionError(
+            f"collection {section.name!r} demands {section.demand!r}, which no document has; attributes: {known}"
+        )
+
+
+def without_filters(opener: OpenShard) -> OpenShard:
+    """For a pool on a GPU, which takes no filters. It serves no collection that demands one."""
+
+    def opened(section: CollectionSection, worker: int) -> Shard:
+        if section.demand:
+            raise CollectionError(f"collection {section.name!r} demands a filter on {section.demand!r}: {NO_FILTERS}")
+        shard = opener(section, worker)
+        return replace(shard, served=msgspec.structs.replace(shard.served, unfiltered=NO_FILTERS))
+
+    return opened
 
 
 def _is_own(name: str, folder: str) -> bool:

@@ -40,7 +40,7 @@ PREFILL, DECODE, HELD_BACK = 0, 1, 2  # stages, as `ipc` codes them; the list of
     PLACE,
     OWN,
 ) = range(14)
-OWN_WORDS = 12
+OWN_WORDS = 16
 ENTRY_WORDS = OWN + OWN_WORDS
 FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `static` alone
 

@@ -14,11 +14,12 @@ from ipc.ring import exchange
 from ipc.ring.exchange import DESK_WORDS
 from ipc.ring.spin import learn_wait, spin_ns
 from runtime.pool.compiled import compiled
-from runtime.pool.loop import DESK, ENGINE_FAILED, IDLE, TIME, run_loop
+from runtime.pool.loop import run_loop
+from runtime.pool.loop_words import DESK, IDLE, NEW_FILTER, TIME
 from runtime.pool.policy import held_until
 from runtime.pool.tables import tables_at
 
-CALLED = ENGINE_FAILED + 1
+CALLED = NEW_FILTER + 1
 """Why `turn` returned, beside why `run_loop` does: the server's descriptor is readable, and not for a query."""
 
 # Words of a rest. DESCRIPTOR: readable when the server is wanted. BELL: the eventfd that clients ring, a part of what

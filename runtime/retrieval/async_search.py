@@ -9,6 +9,7 @@ import numpy as np
 
 from ipc import Stage
 from runtime.errors import CollectionReplaced
+from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.library import About, Library
 from runtime.retrieval.passages import Passage
@@ -44,12 +45,13 @@ class AsyncSearch:
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
         stage: Stage = "prefill",
+        wanted: Wanted = None,
         timeout_s: float,
     ) -> list[Passage]:
         """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
 
         `embedded` is called when the query's vector is there. The pool is told the `stage`, and how long is left of
-        `timeout_s`.
+        `timeout_s`. Only passages that pass the filter `wanted` are found.
         """
         deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), _MAX_ATTEMPTS, embedded
         while True:
@@ -63,7 +65,8 @@ class AsyncSearch:
                 told()
                 told = _once_is_enough
                 result = await self.client.search(
-                    array, k, collection=collection, stage=stage, accept=self.library.accept(collection, embedder),
+                    array, k, collection=collection, stage=stage, filter=wanted,
+                    accept=self.library.accept(collection, embedder),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
                 return list(self.library.passages(collection, result))

@@ -2,7 +2,7 @@
 
 import msgspec
 
-Attribute = str | int | float | bool
+Attribute = str | int | float | bool | list[str]
 Attributes = dict[str, Attribute]
 """What is known of a document beside its text: of a file's passage `source`, its path, `heading` and `page`."""
 

@@ -54,6 +54,7 @@ class _Query:
     text: str = ""
     build: str = ""
     embedder: str = ""
+    wanted: bytes = b""
     attempts: int = 0
     embedded_ns: int = 0
 
@@ -93,12 +94,22 @@ class Retriever:
         for ticket in waiting:
             self.cancel(ticket)
 
-    def ask(self, text: str, collection: str, k: int, stage: Stage, deadline_ns: int, build: str = "") -> int:
-        """Have a text embedded and the pool asked for it; an answer from this `build` alone is of use, if one is named.
+    def ask(
+        self,
+        text: str,
+        collection: str,
+        k: int,
+        stage: Stage,
+        deadline_ns: int,
+        build: str = "",
+        wanted: bytes = b"",
+    ) -> int:
+        """Have a text embedded and the pool asked for it; an answer from this `build` alone is of use, if one is named,
+        and only passages that pass the filter `wanted`.
 
         Raises `Overloaded` when too many wait to be embedded,
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
-        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text, build)
+        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted)
         self._embed(query)
         return query.ticket
 
@@ -156,7 +167,7 @@ class Retriever:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
         ticket = self.client.submit(
             vector, query.k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
-            accept=self.library.accept(query.collection, query.embedder, query.build),
+            filter=query.wanted, accept=self.library.accept(query.collection, query.embedder, query.build),
         )  # fmt: skip
         self._searches[ticket] = query
 

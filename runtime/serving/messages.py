@@ -37,7 +37,8 @@ class Retrieval(msgspec.Struct, frozen=True):
     """Ask `collection` for `k` passages before prefill, and again every `every_tokens` generated tokens (0: never).
 
     At such a probe the row waits, or goes on and takes the passages when they come ("prefetch"). A probe adds at most
-    `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows.
+    `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows. `filter`: only
+    passages that pass it are found; as pools take it, b"" for all.
     """
 
     collection: str
@@ -45,6 +46,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     every_tokens: int = 0
     probe_mode: ProbeMode = "wait"
     probe_tokens: int = 0
+    filter: bytes = b""
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -18,9 +18,9 @@ from runtime.pool.shard import OpenShard, open_shard
 from runtime.testing.worker import worker_of
 
 
-def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, **pool: Any) -> NodePlan:
+def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, demand: str = "", **pool: Any) -> NodePlan:
     """A plan with the collection `docs`, other collections, and these settings of the pool."""
-    docs = {"name": "docs", "path": str(collection), "shards": shards}
+    docs = {"name": "docs", "path": str(collection), "shards": shards, "demand": demand}
     return resolve(parse_config({"pool": pool, "collections": [docs, *others]}))
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest, Unavailable
+from runtime.retrieval.attributes.filters import parse_filter
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.openai_fields import REFUSED
 from runtime.serving.http.service import Settings
@@ -284,8 +285,10 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
     ]
-    asked = {"collection": "docs", "timeout_s": 10.0}
+    asked = {"collection": "docs", "timeout_s": 10.0, "wanted": None}
     assert cluster.search.calls[-1] == asked | {"k": 2, "query": "with", "vector": None}
+    http.post("/v1/retrieval", json=SEARCH | {"filter": {"type": "eq", "key": "page", "value": 3}})
+    assert cluster.search.calls[-1]["wanted"] == parse_filter({"type": "eq", "key": "page", "value": 3})
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
     assert cluster.search.calls[-1] == asked | {"k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]

@@ -127,6 +127,21 @@ def test_a_search_gives_files_scores_and_attributes(client: openai.OpenAI, stand
     assert (stand.asked[-1]["collection"], stand.asked[-1]["k"]) == ("docs", 2)
 
 
+def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI, stand: Stand) -> None:
+    client.vector_stores.search(
+        "docs",
+        query="leave",
+        filters={
+            "type": "and",
+            "filters": [{"type": "eq", "key": "team", "value": "hr"}, {"type": "gt", "key": "page", "value": 2}],
+        },
+    )
+    (one, other) = stand.asked[-1]["wanted"].filters
+    assert {(part.key, part.operator, part.values) for part in (one, other)} == {
+        ("team", "eq", ("hr",)), ("page", "gt", (2,)),
+    }  # fmt: skip
+
+
 def test_several_queries_give_each_passage_once_the_nearest_first(client: openai.OpenAI) -> None:
     page = client.vector_stores.search("docs", query=["leave", "pay"], max_num_results=2)
     assert [(found.file_id, found.score) for found in page] == [("plain", 0.875), ("hr/leave.pdf", 0.75)]
@@ -147,7 +162,8 @@ def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
         ({"query": "x" * 101}, "query", "query has 101 bytes, the limit is 100"),
         ({"query": "leave", "max_num_results": 21}, "max_num_results", "is 21, the limit is 20"),
         ({"query": "leave", "max_num_results": 0}, "max_num_results", "greater than or equal to 1"),
-        ({"query": "leave", "filters": {"type": "eq", "key": "page", "value": 3}}, "filters", "filters are not supp"),
+        ({"query": "leave", "filters": {"type": "eq", "key": "page"}}, "filters", "has key, type, value"),
+        ({"query": "leave", "filters": "page = 3"}, "filters", "a filter is an object with a type"),
         ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
         ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options", "ranker is 'x'"),
         (

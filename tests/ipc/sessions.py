@@ -43,7 +43,17 @@ def place_of(server: RingServer, client: int) -> ClientPlace:
 def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
     """Write descriptors that `submit` would not."""
     ring = client.attachment.requests
-    fields = {"epoch": 5, "kind": 0, "stage": 0, "collection": 0, "k": 1, "top_m": 8, "width": 1, "patience": 0}
+    fields = {
+        "epoch": 5,
+        "kind": 0,
+        "stage": 0,
+        "collection": 0,
+        "k": 1,
+        "filter": 0,
+        "top_m": 8,
+        "width": 1,
+        "patience": 0,
+    }
     fields = {**fields, "dim": DIM, "deadline": 0, **changes}
     deadline = fields.pop("deadline")
     for request_id in ids:

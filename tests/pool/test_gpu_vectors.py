@@ -78,7 +78,7 @@ def start(
     def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
         return CudaMemory.open(from_elsewhere(reference), device, FakeCuda())
 
-    def begin(*slots: int, **pool: int) -> tuple[SearchClient, list[InProcessPool]]:
+    def begin(*slots: int, **pool: Any) -> tuple[SearchClient, list[InProcessPool]]:
         places_of.update({f"pool-{number}": _CLIENTS * count for number, count in enumerate(slots)})
         plan = plan_of(collection, workers=len(slots), **pool)
         pools = [make_pool(plan, name, make_arena=arena).start() for name in places_of]

@@ -13,8 +13,8 @@ from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.table import WorkerTable
-from runtime.pool.loop import IDLE
 from runtime.pool.loop_memory import PoolLoop
+from runtime.pool.loop_words import IDLE
 from runtime.pool.settings import Policy
 from runtime.simulator.stages.pool_alone import Fate, Query
 from tests.pool.callbacks import Callbacks

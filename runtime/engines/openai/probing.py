@@ -82,6 +82,7 @@ class Probing:
                     vector=None,
                     embedded=_nothing,
                     stage="decode",
+                    wanted=self._retrieval.filter,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:

@@ -119,6 +119,7 @@ class AnswerWriter:
             query=last_question(self._asked.messages) if self._chat else str(self._asked.prompt),
             vector=None,
             embedded=embedded,
+            wanted=retrieval.filter,
             timeout_s=max(1e-3, (self._asked.deadline_ns - self._means.clock()) / 1e9),
         )
         stamps[stages.SEARCHED] = self._means.clock()

@@ -129,6 +129,11 @@ class Columns:
             columns.append(attributes, schema)
         return columns
 
+    @property
+    def schema(self) -> dict[str, Kind]:
+        """The attributes that rows have."""
+        return {name: column.kind for name, column in self._columns.items()}
+
     def append(self, attributes: Attributes, schema: Schema) -> None:
         """One more row; `schema` has every attribute."""
         for name, value in attributes.items():
@@ -158,13 +163,13 @@ class Columns:
         return msgspec.msgpack.encode((self.size, {name: column.stored() for name, column in self._columns.items()}))
 
     @classmethod
-    def decode(cls, content: bytes, schema: Schema) -> "Columns":
-        """Raises `CollectionError` for what `encode` did not write, or not under this schema."""
+    def decode(cls, content: bytes, schema: Schema | None = None) -> "Columns":
+        """Raises `CollectionError` for what `encode` did not write, or not under this schema, if one is given."""
         columns = cls()
         try:
             columns.size, stored = msgspec.msgpack.decode(content, type=tuple[int, dict[str, _Stored]])
             for name, one in stored.items():
-                if schema.get(name) != one.kind:
+                if schema is not None and schema.get(name) != one.kind:
                     raise ValueError(f"attribute {name!r} is no {one.kind} in this collection")
                 columns._columns[name] = Column.restored(one, columns.size)
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:

@@ -21,6 +21,7 @@ OPERATORS: tuple[str, ...] = get_args(Operator)
 MAX_DEPTH = 8
 MAX_COMPARISONS = 128
 MAX_VALUES = 1024  # of one `in`
+MAX_BYTES = 16_000  # of a filter as it travels to a pool
 _ORDERED = ("gt", "gte", "lt", "lte")
 _NEGATED: dict[str, Operator] = {"ne": "eq", "nin": "in"}
 
@@ -52,6 +53,9 @@ class Not(msgspec.Struct, frozen=True, array_like=True, tag="n"):
 
 
 Filter = Comparison | AllOf | AnyOf | Not
+Wanted = Filter | Mapping[str, Any] | bytes | None
+"""A filter as callers give it: parsed, as its JSON object, or as `filter_bytes` has it."""
+_decode = msgspec.json.Decoder(Filter).decode
 
 
 def parse_filter(source: object) -> Filter:
@@ -65,6 +69,43 @@ def parse_filter(source: object) -> Filter:
 def canonical(wanted: Filter) -> bytes:
     """A key for caches: equal for two filters if they are."""
     return msgspec.json.encode(wanted)
+
+
+def decode_filter(content: bytes) -> Filter:
+    """A filter that `canonical` wrote, as far as its reader can tell. Raises `InvalidFilter`."""
+    try:
+        found: Filter = _decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidFilter(f"this is no filter: {error}", "filter") from error
+    _check_size(found, 2 * MAX_DEPTH)  # `ne` and `nin` are two deep
+    return found
+
+
+def _check_size(wanted: Filter, depth: int) -> int:
+    """How many comparisons there are. Raises `InvalidFilter`."""
+    if isinstance(wanted, Comparison):
+        count = 1
+    elif depth == 1:
+        raise InvalidFilter(f"the filter is deeper than {MAX_DEPTH}", "filter")
+    else:
+        parts = (wanted.filter,) if isinstance(wanted, Not) else wanted.filters
+        if not parts:
+            raise InvalidFilter("a filter joins nothing", "filter")
+        count = sum(_check_size(part, depth - 1) for part in parts)
+    if count > MAX_COMPARISONS:
+        raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
+    return count
+
+
+def filter_bytes(wanted: Wanted) -> bytes:
+    """A filter, or the JSON object of one, as it travels to a pool; none: b"". Raises `InvalidFilter`."""
+    if wanted is None or isinstance(wanted, bytes):
+        return wanted or b""
+    parsed = wanted if isinstance(wanted, Comparison | AllOf | AnyOf | Not) else parse_filter(wanted)
+    content = canonical(parsed)
+    if len(content) > MAX_BYTES:
+        raise InvalidFilter(f"the filter has {len(content)} bytes; the limit is {MAX_BYTES}", "filter")
+    return content
 
 
 def check_filter(wanted: Filter, schema: Schema) -> None:

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from runtime.errors import BuildRefused, CollectionError
+from runtime.retrieval.collections.attributes import AttributesSeen
 from runtime.retrieval.collections.directory import new_directory
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import (
+    ATTRIBUTES,
     DOCUMENTS,
     INDEX,
     MAX_SHARDS,
@@ -244,22 +246,25 @@ class Collection:
             _check_embedder(embedder, given)
             _check_shards(shards, len(given))
         own_ids = read_ids(ids) if isinstance(ids, Path) else ids
+        columns = AttributesSeen()
         with new_directory(out, replace=force) as building:
             if bare is not None:
                 matrix = bare
             elif given is not None:
                 matrix = given
-                with DocumentStore.create(building / DOCUMENTS, _documents(source, progress)) as documents:
+                told = columns.told(_documents(source, progress))
+                with DocumentStore.create(building / DOCUMENTS, told) as documents:
                     if len(matrix) != documents.size:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 # First: it may be missing, and reading may take long.
                 model = model or load_embedder(embedder, threads=threads, for_a_build=True)
-                read = _documents(source, progress)
+                read = columns.told(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
                     matrix = _embedded(documents, model, known, threads, progress)
+            columns.write(building / ATTRIBUTES)
             if own_ids is None and shards > 1:
                 own_ids = np.arange(len(matrix))
             if own_ids is not None and own_ids.shape != (len(matrix),):
@@ -352,7 +357,7 @@ def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> Non
 
 def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: EmbedderSpec | None) -> None:
     metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
-    files = [name for name in (DOCUMENTS, *metas) if (building / name).exists()]
+    files = [name for name in (DOCUMENTS, ATTRIBUTES, *metas) if (building / name).exists()]
     manifest = Manifest(
         size=size,
         dim=index.dim,

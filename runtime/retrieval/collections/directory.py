@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
-from runtime.retrieval.collections.manifest import DOCUMENTS, INDEX, MANIFEST, is_collection
+from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, MANIFEST, is_collection
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 _HALF_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.storage.save`
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SQLite says "full" of a full disk alone: a quota and a limit of file sizes are failed writes to it.
+_OWN = (MANIFEST, DOCUMENTS, ATTRIBUTES)
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
@@ -134,7 +135,7 @@ def _refuse(out: Path, replace: bool) -> None:
 def _strange(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
     """What is no part of a collection."""
     indexes = [path for path in directory.iterdir() if index_name.fullmatch(path.name) and path.is_dir()]
-    strange = [path for path in directory.iterdir() if path not in indexes and path.name not in (MANIFEST, DOCUMENTS)]
+    strange = [path for path in directory.iterdir() if path not in indexes and path.name not in _OWN]
     for index in indexes:
         strange += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
     return strange

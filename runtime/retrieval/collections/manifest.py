@@ -2,6 +2,7 @@
 
 collection.json     this manifest, with a checksum of itself
 documents.sqlite    the documents (not in a collection of bare vectors)
+attributes.msgpack  the documents' attributes, by column, for filters (where a document has any)
 index/meta.json     the index's own description, which has the checksums of its arrays
 index/*.npy
 index-0/ …          instead of index/, in a collection split into shards: an index for each
@@ -19,6 +20,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.embedding.specs import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
+ATTRIBUTES = "attributes.msgpack"
 _FORMAT, _VERSION = "trinity-collection", 1
 _MAX_BYTES = 1 << 16
 _NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.passages import Attributes
 
 DOCUMENT_SUFFIXES = (".jsonl", ".jsonl.gz")
 MAX_LINE_BYTES = 4 << 20
@@ -34,13 +35,15 @@ class _Line(msgspec.Struct):
     id: str | int
     text: str
     title: str | None = None
+    attributes: Attributes | None = None
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Document]:
-    """The documents of a .jsonl or .jsonl.gz file: a line each, with id (string or integer), text, maybe title.
+    """The documents of a .jsonl or .jsonl.gz file: a line each, with id (string or integer), text, maybe title and
+    attributes.
 
     Other fields and blank lines are passed over. Reads one line at a time, of at most 4 MiB.
     """
@@ -124,7 +127,7 @@ def _document(line: bytes, where: str) -> Document:
         raise CollectionError(f"{where}: an id has 1 to {MAX_ID_CHARACTERS} characters, not {len(identity)}")
     if not found.text.strip():
         raise CollectionError(f"{where}: the text of {identity!r} is empty")
-    return Document(identity, found.title or "", found.text)
+    return Document(identity, found.title or "", found.text, found.attributes or {})
 
 
 def _complaint(line: bytes, error: Exception) -> str:

@@ -2,8 +2,7 @@
 
 Where only a part of a segment's rows may be results (a filter, deletions), either each of them is compared with the
 query, or the graph is walked with a list that is longer by as much as the part is smaller, so that it holds as many
-rows that may be results as it would without. Comparing n rows costs about as much as walking over n / ROWS_A_STEP
-entries of the list; see docs/benchmarks.md for how that was measured.
+rows that may be results as it would without: the engine's own rule, `gpu.cpu.passing`.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.live.state import State
 from runtime.retrieval.search.gather import Nearest, merge_nearest
-
-ROWS_A_STEP = 16
 
 
 def search(
@@ -76,23 +73,17 @@ def search_segment(
     top_m = max(k, top_m)
     if allowed is None:
         return index.search(queries, k, top_m, search_width, threads=threads)
+    from gpu.cpu.passing import walk_length
+
     rows = np.flatnonzero(allowed)
-    longer = walk_length(top_m, len(rows), index.size)
-    if longer is None:
+    longer = int(walk_length(top_m, len(rows), index.size, MAX_TOP_M))
+    if not longer:
         return index.exact(queries, k, rows)
     ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed)
     short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
     if len(short):  # what passes is far from these queries
         ids[short], distances[short] = index.exact(np.asarray(queries)[short], k, rows)
     return ids, distances
-
-
-def walk_length(top_m: int, allowed: int, size: int) -> int | None:
-    """top_m of a walk that finds as well as one of `top_m` would if all rows were allowed; None: compare each row."""
-    if not allowed:
-        return None
-    longer = -(-top_m * size // allowed)
-    return None if longer > MAX_TOP_M or allowed <= ROWS_A_STEP * longer else longer
 
 
 def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
@@ -102,4 +93,4 @@ def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
     return alive & passing
 
 
-__all__: Sequence[str] = ["search", "search_segment", "walk_length"]
+__all__: Sequence[str] = ["search", "search_segment"]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ipc import STAGES, SearchSpec
 from runtime.errors import InvalidRequest
+from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 
 _MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
 _LATEST_NS = (1 << 63) - 1
@@ -17,7 +18,14 @@ _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
 
 
 def spec_of(
-    k: Any, collection: Any, stage: Any, top_m: Any, search_width: Any, patience: Any, deadline_ns: Any = 0
+    k: Any,
+    collection: Any,
+    stage: Any,
+    top_m: Any,
+    search_width: Any,
+    patience: Any,
+    deadline_ns: Any = 0,
+    wanted: Wanted = None,
 ) -> SearchSpec:
     """Checked, integers of any kind as Python's own. Raises `InvalidRequest` that names the value and its limit."""
     k = _integer("k", k, 1, _MOST)
@@ -37,6 +45,7 @@ def spec_of(
         _integer("search_width", search_width, 1, _MOST),
         None if patience is None else _integer("patience", patience, 1, _MOST),
         deadline_at(deadline_ns),
+        filter_bytes(wanted),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from ipc import Stage
 from runtime.errors import TrinityError, Unavailable
+from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.client import SearchClient
@@ -59,6 +60,7 @@ class AsyncSearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        filter: Wanted = None,
         accept: Accept | None = None,
     ) -> SearchResult:
         """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
@@ -66,7 +68,7 @@ class AsyncSearchClient:
         self._check_open()
         ticket = self._client.submit(
             vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
-            top_m=top_m, search_width=search_width, patience=patience, wait_for_room=True, accept=accept,
+            top_m=top_m, search_width=search_width, patience=patience, filter=filter, wait_for_room=True, accept=accept,
         )  # fmt: skip
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
@@ -88,10 +90,11 @@ class AsyncSearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        filter: Wanted = None,
     ) -> SearchBatch:
         """As `SearchClient.search_batch`; other searches go on meanwhile."""
         self._check_open()
-        batch = self._client.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
+        batch = self._client.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience, filter)
         batch.send()
         if batch.done:
             return batch.result()

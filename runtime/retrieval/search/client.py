@@ -20,6 +20,7 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import find_node
+from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 from runtime.retrieval.search.arguments import check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
@@ -111,6 +112,7 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        filter: Wanted = None,
         wait_for_room: bool = False,
         accept: Accept | None = None,
     ) -> int:
@@ -120,6 +122,8 @@ class SearchClient:
         `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
         One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
         that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
+        `filter`: only rows may be found whose documents pass it; OpenAI's format (docs/collections.md), or what
+        `parse_filter` has made of that, which costs less the second time.
         `wait_for_room`: is kept, within bounds, while the rings are full. `accept`: told the identity of a build of the
         collection, whether an answer from it is of use; without, any is. The result names the one it came from. Raises
         `InvalidRequest` (wrong size, a limit passed), `Overloaded`, or `Unavailable` (the client was closed, the
@@ -132,6 +136,8 @@ class SearchClient:
             spec = self._specs[*asked, *map(type, asked)]  # True is not 1 here
         except TypeError:  # something that cannot be looked up: it is refused by its name
             spec = spec_of(*asked)
+        if filter is not None and (content := filter_bytes(filter)):
+            spec = replace(spec, filter=content)
         if type(deadline_ns) is not int or deadline_ns:
             spec = replace(spec, deadline_ns=deadline_at(deadline_ns))
         row = as_vectors(vector)
@@ -165,12 +171,13 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        filter: Wanted = None,
     ) -> SearchResult:
         """Ask and wait. `vector` as for `submit`. Raises what ended the query if it was not answered."""
         deadline_ns = 0 if deadline_ms is None else deadline_of(deadline_ms)
         ticket = self.submit(
             vector, k, collection=collection, stage=stage, deadline_ns=deadline_ns, top_m=top_m,
-            search_width=search_width, patience=patience,
+            search_width=search_width, patience=patience, filter=filter,
         )  # fmt: skip
         try:
             while ticket not in self._kept:
@@ -193,6 +200,7 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
+        filter: Wanted = None,
     ) -> SearchBatch:
         """Ask for each of `vectors` [n, d] and wait for all; more than the rings hold at once go in as others come out.
 
@@ -201,7 +209,7 @@ class SearchClient:
         are treated as by `submit`. Raises `InvalidRequest` for what cannot be asked at all, `Unavailable` if the client
         was closed.
         """
-        batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience)
+        batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience, filter)
         try:
             while not batch.done:
                 batch.send()
@@ -223,11 +231,12 @@ class SearchClient:
         top_m: int | None,
         search_width: int | None,
         patience: int | None,
+        wanted: Wanted = None,
     ) -> BatchRun:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self.dispatcher.check_open()
         width = self._defaults.search_width if search_width is None else search_width
-        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms))
+        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms), wanted)
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")

@@ -143,6 +143,8 @@ class Dispatcher:
             self.check_open()
         parts: list[Question] = [question]
         route: Sequence[int] | None = self.routes.direct.get(question.spec.collection)
+        if route is None or question.spec.filter:
+            self.routes.check_filter(question.spec.collection, question.spec.filter)
         if route is None or question.accept is not None:
             parts = self._parts(question)
             route = self._route(parts[0])
@@ -181,6 +183,7 @@ class Dispatcher:
         """
         self.check_open()
         collection = questions[0].spec.collection
+        self.routes.check_filter(collection, questions[0].spec.filter)
         if self.routes.shards(collection) != 1:
             return self._ask_each(questions)
         now, sent = self.clock(), 0

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
-from ipc import Catalogue
+from ipc import Catalogue, Served
 from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
+from runtime.retrieval.attributes.filters import binds, check_filter, decode_filter
+from runtime.retrieval.attributes.schema import Kind
 from runtime.retrieval.search.question import Accept
 
 Pools = tuple[int, ...]
@@ -29,11 +31,16 @@ class Routes:
     def __init__(self, live: Iterable[tuple[int, Catalogue]] = (), lost: Iterable[Catalogue] = ()) -> None:
         self._builds: dict[str, dict[str, _Build]] = {}
         self._unserved: dict[str, str] = {}
+        self._served: dict[str, Served] = {}  # the last build of each
+        self._demanded: set[str] = set()
         self._awaited = {served.name for catalogue in lost for served in catalogue.served}
         self._none = True
         for number, catalogue in live:
             self._none = False
             for one in catalogue.served:
+                self._served[one.name] = one
+                if one.demanded:
+                    self._demanded.add(one.name)
                 build = self._builds.setdefault(one.name, {}).setdefault(one.identity, _Build(one.shards))
                 if one.shards == len(build.pools):
                     build.pools[one.shard] = (*build.pools[one.shard], number)
@@ -43,9 +50,10 @@ class Routes:
             name: build.pools[0]
             for name, builds in self._builds.items()
             for build in builds.values()
-            if len(builds) == len(build.pools) == 1
+            if len(builds) == len(build.pools) == 1 and name not in self._demanded
         }
-        """The pools of each collection that is one build in one piece: most questions need not look further."""
+        """The pools of each collection that is one build in one piece and demands no filter: most questions look no
+        further."""
 
     @property
     def unavailable(self) -> dict[str, str]:
@@ -56,6 +64,21 @@ class Routes:
     def collections(self) -> tuple[str, ...]:
         """The names of what is served."""
         return tuple(self._builds)
+
+    def check_filter(self, collection: str, content: bytes) -> None:
+        """Raise `InvalidFilter` or `InvalidRequest` for what the collection's pools would refuse."""
+        served = self._served.get(collection)
+        if served is None or not (content or served.demanded):
+            return
+        wanted = decode_filter(content) if content else None
+        if served.demanded and not binds(wanted, served.demanded):
+            raise InvalidRequest(
+                f"collection {collection!r} demands a filter that binds {served.demanded!r} by eq or in", "filter"
+            )
+        if wanted is not None and served.unfiltered:
+            raise InvalidRequest(f"collection {collection!r}: {served.unfiltered}", "filter")
+        if wanted is not None:
+            check_filter(wanted, {name: Kind(kind) for name, kind in served.attributes.items()})
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Of the builds that some pool has."""

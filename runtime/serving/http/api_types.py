@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidFilter, InvalidRequest
+from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import openai_fields
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
@@ -95,6 +96,16 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 # ---- fields that take more than one form
+
+
+def wanted(value: object, info: ValidationInfo) -> object:
+    """A filter, parsed. Raises InvalidFilter."""
+    try:
+        parsed = parse_filter(value)
+        filter_bytes(parsed)
+    except InvalidFilter as error:
+        raise InvalidFilter(error.message, info.field_name) from error
+    return parsed
 
 
 def _stops(value: object) -> object:
@@ -216,7 +227,7 @@ class RetrievalOptions(StrictModel):
     """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
 
     Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
-    of them. A node with one collection needs no name of it.
+    of them. A node with one collection needs no name of it. Only passages that pass `filter` are found.
     """
 
     collection: str | None = None
@@ -224,6 +235,7 @@ class RetrievalOptions(StrictModel):
     every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     probe_mode: ProbeMode = "wait"
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
+    filter: Annotated[Any, BeforeValidator(wanted)] = None
 
 
 class ChatMessage(StrictModel):
@@ -270,7 +282,12 @@ class GenerateBody(StrictModel):
         if options is None:
             return None
         return Retrieval(
-            options.collection or "", options.k, options.every_tokens, options.probe_mode, options.probe_tokens or 0
+            options.collection or "",
+            options.k,
+            options.every_tokens,
+            options.probe_mode,
+            options.probe_tokens or 0,
+            filter_bytes(options.filter),
         )
 
 
@@ -309,9 +326,10 @@ class CompletionBody(GenerateBody):
 
 
 class RetrievalBody(StrictModel):
-    """POST /v1/retrieval: `query` (text) or `vector`."""
+    """POST /v1/retrieval: `query` (text) or `vector`; of the passages that pass `filter`."""
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)
     vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
+    filter: Annotated[Any, BeforeValidator(wanted)] = None

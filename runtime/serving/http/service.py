@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ipc import Stage
 from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
+from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.library import About
 from runtime.retrieval.passages import Passage
@@ -37,12 +38,13 @@ class SearchSource(Protocol):
         vector: Sequence[float] | None,
         embedded: Callable[[], None],
         stage: Stage = "prefill",
+        wanted: Wanted = None,
         timeout_s: float,
     ) -> Awaitable[list[Passage]]:
         """The k nearest passages to a text or to a vector (one of them is set), nearest first.
 
         `embedded` is called once, when the query's vector is there; the pool is told the `stage` and what is left of
-        `timeout_s`. Raises TrinityError.
+        `timeout_s`. Only passages that pass `wanted` are found. Raises TrinityError.
         """
 
     def missing(self) -> list[str]:
@@ -101,6 +103,7 @@ class Searches:
                     query=body.query,
                     vector=body.vector,
                     embedded=embedded,
+                    wanted=body.filter,
                     timeout_s=self._timeout_s,
                 )
         except TimeoutError:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.answers import Json, to_json
-from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wrong
+from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wanted, wrong
 from runtime.serving.http.guard import request_id, sent_id
 from runtime.serving.http.service import Catalogue, Searches
 
@@ -38,10 +38,6 @@ def _query(value: object) -> object:
     if not all(queries):
         raise wrong("query is empty")
     return queries
-
-
-def _no_filters(value: object) -> object:
-    raise wrong("filters are not supported: passages are found by their texts alone")
 
 
 def _ranking(value: object) -> object:
@@ -75,7 +71,7 @@ class StoreSearchBody(StrictModel):
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
     ranking_options: Annotated[RankingOptions | None, BeforeValidator(_ranking)] = None
     rewrite_query: Annotated[bool, BeforeValidator(_no_rewriting)] = False
-    filters: Annotated[object, BeforeValidator(_no_filters)] = None
+    filters: Annotated[Any, BeforeValidator(wanted)] = None
 
 
 class StoreRoutes:
@@ -123,7 +119,7 @@ class StoreRoutes:
         metric = self._stores.about(name).metric
         best: dict[str, tuple[float, Passage]] = {}
         for number, query in enumerate(body.query):
-            asked = RetrievalBody(query=query, k=body.max_num_results)
+            asked = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=body.filters)
             own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             for passage in await self._searches.run(asked, name, *own):
                 score = score_of(passage.distance, metric)

@@ -166,8 +166,9 @@ class PrefillWorker:
             return
         text = query_text(self._model.tokenizer, asked.messages, asked.prompt)
         job.ticket = self.retriever.ask(
-            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns
-        )
+            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns,
+            wanted=retrieval.filter,
+        )  # fmt: skip
         self._asking[job.ticket] = job
 
     # ---- retrieve

@@ -1,0 +1,141 @@
+"""Searches of which only some rows may be results: each of these is compared with the query, or the graph is walked.
+
+A walk goes over all rows and keeps those that may be results. Its list is longer by as much as these are fewer, so that
+it holds as many of them as it would if all rows were. Comparing n rows costs about as much as walking over
+n / ROWS_A_STEP entries of the list: docs/benchmarks.md has how that was measured. Where a walk has found fewer than
+there are, the rows are compared after all.
+"""
+
+import numpy as np
+
+from gpu.compiled import compiled
+from gpu.cpu.distances import row_distance
+from gpu.cpu.keys import insert, key_of
+from gpu.cpu.scan import lowest_bit
+from gpu.cpu.simd import load_u64, prefetch
+from gpu.cpu.tables import (
+    ALLOWED,
+    BLOCKS,
+    COLLECTION,
+    CURSOR,
+    EXTENDS,
+    F32_DOT,
+    F32_L2,
+    FILLED,
+    FULL,
+    FULL_BYTES,
+    FULL_LANES,
+    KIND,
+    LANES,
+    PASSING,
+    QUERY,
+    QUERY_FULL,
+    QUERY_ROW,
+    ROW_BYTES,
+    ROWS,
+    SCANNING,
+    SCORED,
+    SIZE,
+    TOP_M,
+    VISITED_BITS,
+    K,
+)
+
+ROWS_A_STEP = 16
+ROWS_AN_EXTEND = 128  # compared before other slots have their turn
+_LONGEST = 2  # times the longest list: a walk that should have a longer one than this would find too little
+_EMPTY = np.uint32(0xFFFFFFFF)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@compiled
+def walk_length(top_m, passing, size, longest):  # type: ignore[no-untyped-def]
+    """top_m of a walk that finds as well as one of `top_m` would if all of `size` rows might be results; `longest` at
+    most. 0: compare each of the `passing` rows."""
+    if passing <= 0:
+        return 0
+    wanted = (top_m * size + passing - 1) // passing
+    length = min(wanted, longest)
+    return 0 if wanted > _LONGEST * longest or passing <= ROWS_A_STEP * length else length
+
+
+@compiled
+def restrict(batch, slot, allowed, passing, bits, length):  # type: ignore[no-untyped-def]
+    """Let a slot that was just admitted find only rows whose bits are set: by a walk of this length, or by comparing.
+
+    bits: of the visited table, for a walk of this length.
+    """
+    line = batch.slots[slot]
+    line[ALLOWED], line[PASSING] = allowed, passing
+    if length == 0:
+        line[SCANNING] = 1
+        return
+    line[TOP_M] = length
+    if bits > line[VISITED_BITS]:
+        line[VISITED_BITS] = bits
+        batch.visited[slot, : 1 << bits] = _EMPTY
+
+
+@compiled
+def compare_instead(batch, slot, found):  # type: ignore[no-untyped-def]
+    """A walk has ended with so many results. Whether the rows are now compared, because that is too few."""
+    line = batch.slots[slot]
+    if line[PASSING] == 0 or found >= min(line[K], line[PASSING]):
+        return False
+    line[SCANNING] = 1
+    line[CURSOR] = line[FILLED] = line[SCORED] = 0
+    return True
+
+
+@compiled
+def extend_comparing(batch, active, finished):  # type: ignore[no-untyped-def]
+    """One extend of slots that compare rows. Writes those that are done to `finished`; returns how many."""
+    slots = batch.slots
+    done = 0
+    for slot in active:
+        slots[slot, EXTENDS] += 1
+        if compare(batch, slot):
+            finished[done] = slot
+            done += 1
+    return done
+
+
+@compiled
+def compare(batch, slot):  # type: ignore[no-untyped-def]
+    """Compare the next rows of a slot with its query, in full precision. Whether they were the last."""
+    line, about = batch.slots[slot], batch.collections[batch.slots[slot, COLLECTION]]
+    coded = about[BLOCKS] != 0
+    keys, count = (batch.exact, SCORED) if coded else (batch.keys, FILLED)
+    rows, row_bytes, lanes, kind = about[ROWS], about[ROW_BYTES], about[LANES], about[KIND]
+    query = np.uint64(line[QUERY] + about[QUERY_ROW])
+    if about[FULL] != 0:
+        rows, row_bytes, lanes = about[FULL], about[FULL_BYTES], about[FULL_LANES]
+        kind = F32_DOT if kind & 1 else F32_L2
+        query = np.uint64(line[QUERY] + about[QUERY_FULL])
+    allowed, size, k, filled = line[ALLOWED], about[SIZE], line[K], line[count]
+    row = following(allowed, line[CURSOR], size)
+    left = ROWS_AN_EXTEND
+    while row < size and left > 0:
+        next_row = following(allowed, row + 1, size)
+        if next_row < size:
+            for offset in range(0, row_bytes, 64):
+                prefetch(np.uint64(rows + next_row * row_bytes + offset))
+        distance = row_distance(kind, np.uint64(rows + row * row_bytes), query, lanes, np.float32(1))
+        if insert(keys, slot, filled, k, key_of(distance, row)) >= 0:
+            filled = min(filled + 1, k)
+        row = next_row
+        left -= 1
+    line[CURSOR], line[count] = row, filled
+    return row >= size
+
+
+@compiled
+def following(allowed, row, size):  # type: ignore[no-untyped-def]
+    """The first row from `row` on whose bit is set; `size` or more if there is none."""
+    while row < size:
+        word = load_u64(np.uint64(allowed + 8 * (row >> 6))) if allowed != 0 else _ALL
+        word >>= np.uint64(row & 63)
+        if word != 0:
+            return row + lowest_bit(word)
+        row = (row | 63) + 1
+    return row

@@ -1,0 +1,230 @@
+"""Filters through the pool: each query finds only what passes its own."""
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu.bitmap import bitmap
+from ipc import RingClient, SearchSpec
+from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
+from runtime.node.placement.plan import NodePlan
+from runtime.pool.scopes import PART_WORDS, PARTS, Filtered, Scopes
+from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
+from runtime.retrieval.attributes.schema import Kind
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool, plan_of
+from tests.gpu.cases import clustered
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import Vectors, attached, collect
+
+ROWS, DIM = 600, 16
+TENANTS = ("acme", "blue", "coil")
+
+
+def attributes(row: int) -> dict[str, Any]:
+    return {"tenant": TENANTS[row % 3], "year": 2000 + row % 40, "draft": row % 2 == 0}
+
+
+def eq(key: str, value: object) -> dict[str, Any]:
+    return {"type": "eq", "key": key, "value": value}
+
+
+@pytest.fixture(scope="module")
+def vectors() -> Vectors:
+    return clustered(np.random.default_rng(3), ROWS, DIM)
+
+
+def documents(rows: int = ROWS) -> list[Document]:
+    return [Document(f"d{row}", "", f"text {row}", attributes(row)) for row in range(rows)]
+
+
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
+    path = tmp_path_factory.mktemp("filters") / "docs"
+    Collection.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
+    path = tmp_path_factory.mktemp("filters") / "split"
+    Collection.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, shards=2)
+    return path
+
+
+@pytest.fixture
+def plan(docs: Path) -> NodePlan:
+    return plan_of(docs)
+
+
+@pytest.fixture
+def pool(plan: NodePlan, make_pool: MakePool) -> InProcessPool:
+    return make_pool(plan).start()
+
+
+@pytest.fixture
+def client(plan: NodePlan, pool: InProcessPool, make_client: MakeClient) -> SearchClient:
+    return attached(make_client(plan))
+
+
+def nearest(vectors: Vectors, query: Vectors, passing: np.ndarray[Any, Any], k: int) -> list[int]:
+    rows = np.flatnonzero(passing)
+    order = np.argsort(np.square(vectors[rows] - query).sum(axis=1), kind="stable")
+    return [int(row) for row in rows[order[:k]]]
+
+
+OF_ACME = np.arange(ROWS) % 3 == 0
+CASES: list[tuple[Mapping[str, Any], np.ndarray[Any, Any]]] = [
+    (eq("tenant", "acme"), OF_ACME),
+    ({"type": "and", "filters": [eq("tenant", "acme"), {"type": "lt", "key": "year", "value": 2002}]},
+     OF_ACME & (np.arange(ROWS) % 40 < 2)),
+    ({"type": "not", "filter": {"type": "in", "key": "tenant", "value": ["acme", "blue"]}}, np.arange(ROWS) % 3 == 2),
+    (eq("tenant", "nobody"), np.zeros(ROWS, bool)),
+    ({"type": "gte", "key": "year", "value": 1900}, np.ones(ROWS, bool)),
+]  # fmt: skip
+
+
+def test_every_query_of_a_running_batch_finds_the_nearest_of_what_passes_its_own_filter(
+    client: SearchClient, vectors: Vectors
+) -> None:
+    queries = vectors[:40] + 0.01
+    asked = {}
+    for number, query in enumerate(queries):
+        wanted, passing = CASES[number % len(CASES)]
+        ticket = client.submit(query, 5, top_m=64, filter=wanted)
+        asked[ticket] = nearest(vectors, query, passing, 5)
+        plain = client.submit(query, 5, top_m=64)
+        asked[plain] = nearest(vectors, query, np.ones(ROWS, bool), 5)
+    found = collect(client, len(asked))
+    for ticket, expected in asked.items():
+        assert found[ticket].checked().ids.tolist() == expected
+
+
+def test_a_batch_has_one_filter_and_a_split_collection_answers_from_all_its_shards(
+    split: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
+) -> None:
+    plan = plan_of(split, workers=2, shards=2)
+    for number in range(2):
+        make_pool(plan, f"pool-{number}").start()
+    client = attached(make_client(plan))
+    wanted = parse_filter(CASES[0][0])
+    batch = client.search_batch(vectors[:70], 5, top_m=64, filter=wanted)
+    for query, ids in zip(vectors[:70], batch.checked().ids, strict=True):
+        assert ids.tolist() == nearest(vectors, query, OF_ACME, 5)
+
+
+def test_a_filter_is_evaluated_once_for_all_clients_and_however_it_is_written(
+    plan: NodePlan, pool: InProcessPool, make_client: MakeClient, vectors: Vectors
+) -> None:
+    clients = [attached(make_client(plan)) for _ in range(2)]
+    parts = [eq("tenant", "acme"), eq("draft", True)]
+    for client in clients:
+        for order in (parts, parts[::-1], parts):
+            assert client.search(vectors[0], 3, filter={"type": "and", "filters": order}).ids[0] == 0
+    assert pool.pool.scopes.evaluated == 1
+
+
+def test_more_filters_than_a_session_has_places_for_are_all_answered(client: SearchClient, vectors: Vectors) -> None:
+    for _ in range(2):
+        tickets = [client.submit(vectors[n], 1, filter=eq("year", 2000 + n), wait_for_room=True) for n in range(40)]
+        found = collect(client, 40)
+        assert [int(found[ticket].checked().ids[0]) for ticket in tickets] == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (eq("color", "red"), r"no attribute 'color'; the known ones: draft, tenant, year"),
+        (eq("year", "new"), "'year' is a integer"),
+        ({"type": "gt", "key": "draft", "value": True}, "no order"),
+        ({"type": "eq", "key": "year"}, "key, type, value"),
+        ("tenant = acme", "a filter is an object"),
+        ({"type": "in", "key": "tenant", "value": ["x" * 4000 + str(n) for n in range(5)]}, "limit is 16000"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_refused_by_name_before_it_is_sent(
+    client: SearchClient, vectors: Vectors, wanted: Any, message: str
+) -> None:
+    with pytest.raises(InvalidFilter, match=message):
+        client.search(vectors[0], 1, filter=wanted)
+    with pytest.raises(InvalidFilter, match=message):
+        client.search_batch(vectors[:2], 1, filter=wanted)
+
+
+@pytest.mark.parametrize("content", [b"no filter", b'["c","color","eq",["red"]]', b"[" * 9000, b'["a",[]]'])
+def test_what_a_client_without_manners_sends_as_a_filter_is_refused_and_harms_nobody(
+    pool: InProcessPool, client: SearchClient, vectors: Vectors, content: bytes
+) -> None:
+    with RingClient(pool.endpoint, "rude") as rude:
+        for _ in range(2):
+            rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
+            assert rude.wait(20_000)
+            assert [result.status for result in rude.poll()] == ["invalid_request"]
+    assert client.search(vectors[7], 1, filter=eq("year", 2007)).ids.tolist() == [7]
+
+
+def test_a_collection_that_demands_a_filter_refuses_a_query_without_and_so_does_its_pool(
+    docs: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
+) -> None:
+    plan = plan_of(docs, demand="tenant")
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    for wanted in (None, eq("year", 2001), {"type": "ne", "key": "tenant", "value": "acme"}):
+        with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
+            client.search(vectors[0], 1, filter=wanted)
+    assert client.search(vectors[0], 1, filter=eq("tenant", "acme")).ids.tolist() == [0]
+    with RingClient(pool.endpoint, "rude") as rude:
+        for content in (b"", filter_bytes(eq("year", 2001))):
+            rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
+            assert rude.wait(20_000)
+            assert [result.status for result in rude.poll()] == ["invalid_request"]
+
+
+def test_a_collection_cannot_demand_an_attribute_that_no_document_has(docs: Path, make_pool: MakePool) -> None:
+    with pytest.raises(CollectionError, match=r"demands 'team', which no document has; attributes: draft, tenant"):
+        make_pool(plan_of(docs, demand="team"))
+
+
+# ---- scopes alone
+
+
+def scopes(**limits: int) -> Scopes:
+    schema = {"n": Kind.INTEGER}
+    columns = Columns.of(({"n": number} for number in range(640)), schema)
+    made = Scopes(**limits)
+    made.serve(0, Filtered(0, schema, columns.passing))
+    return made
+
+
+def test_scopes_are_forgotten_beyond_their_bytes_but_none_that_a_query_uses() -> None:
+    made = scopes(most_bytes=3 * 80)
+    numbers = [made.number_of(0, filter_bytes(eq("n", n)), lambda _: False)[0] for n in range(3)]
+    assert len(set(numbers)) == 3
+    table = made.table
+    table[numbers[0], 2], table[numbers[1], 2], table[numbers[2], 2] = 5, 1, 9
+    used = int(table[numbers[1], 0])
+    number, gone = made.number_of(0, filter_bytes(eq("n", 7)), lambda parts: parts == used)
+    assert gone == [numbers[0]]  # not the one used longest ago: that is in use
+    with pytest.raises(Overloaded, match="too many filters"):
+        made.number_of(0, filter_bytes(eq("n", 8)), lambda _: True)
+    assert made.number_of(0, filter_bytes(eq("n", 7)), lambda _: True) == (number, [])
+
+
+def test_a_scope_that_all_rows_pass_has_no_bitmap() -> None:
+    made = scopes()
+    number, _ = made.number_of(0, filter_bytes({"type": "gte", "key": "n", "value": 0}), lambda _: False)
+    assert words(int(made.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]
+    number, _ = made.number_of(0, filter_bytes(eq("n", 3)), lambda _: False)
+    _, address, passing = words(int(made.table[number, PARTS]), PART_WORDS)
+    assert (words(address, 10), passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
+
+
+def words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
