@@ -34,8 +34,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.machine import machine
-from benchmarks.policy import TRACES, node, scarce_pool
+from benchmarks.common.machine import machine
+from benchmarks.common.report import keep, table
+from benchmarks.policy.bench import TRACES, node, scarce_pool
 from runtime.node.config import NodeConfig
 from runtime.simulator.capacity import capacity
 from runtime.simulator.node import Simulation
@@ -261,19 +262,18 @@ def markdown(report: Report) -> str:
         f"{told['cores']} cores, Python {told['python']}. A cell is the largest effect of the change, over all cases, "
         "that is 5% (of shares: 5 points) beyond the spread over seeds (±), to the worse and to the better; “·”: none.",
         "",
-        "| change | " + " | ".join(FIGURES) + " | any |",
-        "|---|" + "---|" * (len(FIGURES) + 1),
     ]
+    changes = []
     for name, cases in found.items():
         if name != "shipped":
             cells = [_cell([one for one in effects(base, cases, figure) if one.shows]) for figure in FIGURES]
-            lines.append(f"| {name} | {' | '.join(cells)} | {'yes' if any(cell != '·' for cell in cells) else 'no'} |")
-    lines += ["", "Shipped, means over seeds (times in ms):", "", "| case | " + " | ".join(FIGURES) + " |"]
-    lines.append("|---|" + "---:|" * len(FIGURES))
+            changes.append([name, *cells, "yes" if any(cell != "·" for cell in cells) else "no"])
+    lines += [*table(["change", *FIGURES, "any"], changes), "", "Shipped, means over seeds (times in ms):", ""]
+    shipped = []
     for case, seeds in base.items():
         means = {figure: fmean(one[figure] for one in seeds) for figure in FIGURES if figure in seeds[0]}
-        lines.append(f"| {case} | " + " | ".join(_shown(case, figure, means) for figure in FIGURES) + " |")
-    return "\n".join(lines) + "\n"
+        shipped.append([case, *(_shown(case, figure, means) for figure in FIGURES)])
+    return "\n".join([*lines, *table(["case", *FIGURES], shipped)])
 
 
 def _cell(shown: list[Effect]) -> str:
@@ -299,7 +299,6 @@ def main() -> None:
     began = time.monotonic()
     found: dict[str, Cases] = {}
     options.data = options.data.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
             if variant.name != "shipped" and options.only and variant.name not in options.only:
@@ -307,13 +306,8 @@ def main() -> None:
             found[variant.name] = run(variant, options, Path(folder))
             took_s = time.monotonic() - began
             print(f"{took_s:5.0f} s: {variant.name}", file=sys.stderr, flush=True)
-            write(Report(machine(), options.seeds, options.requests, options.traces, took_s, found), options.out)
-
-
-def write(report: Report, out: Path) -> None:
-    """What was found so far."""
-    (out / "ablation.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    (out / "ablation.md").write_text(markdown(report), encoding="utf-8")
+            report = Report(machine(), options.seeds, options.requests, options.traces, took_s, found)
+            keep(report, markdown(report), options.out / "ablation")  # what was found so far
 
 
 def _options() -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.agreement --data DIR [--collection DIR] [--out benchmarks/results/agreement]
 
-A client asks a real pool process (`benchmarks/pool_processes.py`) at random times, 30% prefill and 70% decode queries,
+A client asks a real pool process (`benchmarks/pool/processes.py`) at random times, 30% prefill and 70% decode queries,
 at half and at 80% of what the pool can do. The simulator gets the same queries at the times at
 which the clients enqueued them, each with the extends that it really took. What an extend, a round and a query cost is
 what `trinity calibrate` finds on this machine, in the proportion to which the pool's own counters had it in the run:
@@ -22,9 +22,10 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
-from benchmarks.pool import data_of, parser_of, write
-from benchmarks.pool_processes import Bench, Load
+from benchmarks.common.machine import machine
+from benchmarks.common.report import table, write
+from benchmarks.pool.bench import data_of, parser_of
+from benchmarks.pool.processes import Bench, Load
 from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
 from runtime.node.metrics.columns import Counter, PoolMetrics
@@ -109,12 +110,13 @@ def markdown(report: dict[str, Any]) -> str:
             f"{run['loop_pace']:.2f} of what was calibrated"
         )
         lines += ["", f"At {float(load):.0%} of the pool's capacity ({had}):"]
-        lines += ["", "| | real | simulated | simulated / real |", "|---|---:|---:|---:|"]
+        rows = []
         for name, real in run["real"].items():
             ratio = run["simulated"][name] / max(real, 1e-9)
             off = "" if abs(ratio - 1) <= _AGREE else " (off)"
-            lines.append(f"| {name} | {real:,.1f} | {run['simulated'][name]:,.1f} | {ratio:.2f}{off} |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, f"{real:,.1f}", f"{run['simulated'][name]:,.1f}", f"{ratio:.2f}{off}"])
+        lines += ["", *table(["", "real", "simulated", "simulated / real"], rows)]
+    return "\n".join(lines)
 
 
 def main() -> None:

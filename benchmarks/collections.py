@@ -9,7 +9,6 @@ Filtered speeds are compared at equal recall: for each engine the least effort t
 
 import argparse
 import importlib
-import json
 import os
 import statistics
 import tempfile
@@ -24,8 +23,9 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from benchmarks.data import Array, load, nearest  # noqa: E402
-from benchmarks.machine import machine, machine_load  # noqa: E402
+from benchmarks.common.data import Array, load, nearest  # noqa: E402
+from benchmarks.common.machine import machine, machine_load  # noqa: E402
+from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.cpu.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
@@ -241,14 +241,14 @@ def report(results: dict[str, Any]) -> str:
         f"{results['set']}, {results['rows']:,} rows, {results['queries']} queries, seed {results['seed']}; "
         f"{results['machine']['processor']}, {results['load']}",
         "",
-        "| passing | | " + " | ".join(engines := sorted({one["engine"] for one in results["filtered"]})) + " |",
-        "|---|---|" + "---|" * len(engines),
     ]
+    engines, rows = sorted({one["engine"] for one in results["filtered"]}), []
     for part, kind in dict.fromkeys((one["part"], one["kind"]) for one in results["filtered"]):
         own = {one["engine"]: one for one in results["filtered"] if (one["part"], one["kind"]) == (part, kind)}
         cells = [f"{own[name]['recall']:.3f}, {own[name]['qps']:,.0f}/s" if name in own else "" for name in engines]
-        lines.append(f"| {part:.1%} | {kind} | " + " | ".join(cells) + " |")
+        rows.append([f"{part:.1%}", kind, *cells])
     lines += [
+        *table(["passing", "", *engines], rows),
         "",
         "Replaced 30%: recall@10 live {live:.4f}, fresh build {fresh:.4f} ({ratio:.4f}×), compacted {compacted:.4f}; "
         "{segments} segments. One segment, unfiltered, against its index alone: {speed:.3f}×".format(
@@ -261,7 +261,7 @@ def report(results: dict[str, Any]) -> str:
         f"Rows compared in the time of a step of the walk (`ROWS_A_STEP` is {ROWS_A_STEP}): "
         + ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in results["switch"]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -285,9 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results["replaced"] = replaced(data.base, data.queries, data.metric, Path(place) / "replaced")
         print(results["replaced"], flush=True)
     results["filtered"] = filtered(data.base, data.queries, data.metric, options.seed)
-    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(report(results))
-    print(report(results))
+    write(results, report(results), options.out)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.report import table
 from gpu import GraphIndex
 from gpu.backend import RELEASE
 from gpu.compiled import compiled
@@ -97,11 +98,12 @@ def _measure(blocks: int) -> None:
         engine.close()
         return found
 
-    print("| active | a step, µs | a query, µs |\n|---|---|---|")
+    found = []
     for active in _ACTIVE:
         steps, rounds = step_us(active, _FOR_EVER), step_us(active, 1)
         queries = [(both - statistics.median(steps)) / active for both in rounds]
-        print(f"| {active} | {_median(steps)} | {_median(queries)} |", flush=True)
+        found.append((active, _median(steps), _median(queries)))
+    print("\n".join(table(("active", "a step, µs", "a query, µs"), found)))
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from benchmarks.data import Array, DataSet, data_sets, load  # noqa: E402
+from benchmarks.common.data import Array, DataSet, data_sets, load  # noqa: E402
+from benchmarks.common.report import table  # noqa: E402
 from gpu import CpuEngine, GraphIndex, SearchParams  # noqa: E402
 from gpu.cpu import running, stages  # noqa: E402
 from gpu.cpu.queries import Form, prepare, prepared_bytes  # noqa: E402
@@ -73,7 +74,7 @@ def rates(rows: Array, now: Callable[[], float]) -> tuple[float, float]:
     return statistics.median(plain), statistics.median(gathered)
 
 
-def line(data: DataSet, index: GraphIndex, dtype: str, top_m: int, now: Callable[[], float]) -> str:
+def line(data: DataSet, index: GraphIndex, dtype: str, top_m: int, now: Callable[[], float]) -> list[str]:
     """One line of the first table."""
     index.search(data.queries[:8], top_m=top_m)
     rows = index.data.rows
@@ -88,14 +89,19 @@ def line(data: DataSet, index: GraphIndex, dtype: str, top_m: int, now: Callable
         ids, _ = index.search(data.queries, k=10, top_m=top_m)
         times.append((now() - begin) / len(data.queries))
     took = statistics.median(times)
-    return (
-        f"| {data.name} | {dtype} | {data.recall(ids):.4f} | {met:.0f} | {scored:.0f} | {expanded:.0f} "
-        f"| {total / 1024:.0f} | {plain / 1e9:.1f} | {gathered / 1e9:.1f} "
-        f"| {total / plain * 1e6:.0f} | {total / gathered * 1e6:.0f} | {took * 1e6:.0f} |"
-    )
+    met_per_query = (met, scored, expanded, total / 1024)
+    took_us = (total / plain * 1e6, total / gathered * 1e6, took * 1e6)
+    return [
+        data.name,
+        dtype,
+        f"{data.recall(ids):.4f}",
+        *(f"{value:.0f}" for value in met_per_query),
+        *(f"{value / 1e9:.1f}" for value in (plain, gathered)),
+        *(f"{value:.0f}" for value in took_us),
+    ]
 
 
-def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> str:
+def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
     """One line of the second table: the quietest of five passes, by the clock on the wall."""
     clock, slots = time.perf_counter_ns, 32
     params = SearchParams(10, top_m, 1)
@@ -135,8 +141,8 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> str:
         for name, ns in spent.items():
             best[name] = min(best.get(name, np.inf), ns / len(data.queries) / 1e3)
     added = best["admit"] + best["extend"] + best["result"]
-    shown = " | ".join(f"{best[name]:.1f}" for name in ("whole", "prepare", "admit", "extend", "result"))
-    return f"| {data.name} | {shown} | {added:.1f} | {best['whole'] / (best['whole'] + added):.2f} |"
+    shown = [f"{best[name]:.1f}" for name in ("whole", "prepare", "admit", "extend", "result")]
+    return [data.name, *shown, f"{added:.1f}", f"{best['whole'] / (best['whole'] + added):.2f}"]
 
 
 def main() -> None:
@@ -149,20 +155,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     options = parser.parse_args()
-    print(
-        "| data | dtype | recall@10 | met | scored | expanded | KiB a query | GB/s in order | GB/s gathered |", end=""
-    )
-    print(" floor µs | gathered µs | took µs |")
-    print("|---|---|" + "---:|" * 10)
-    stepwise = []
+    floors, stepwise = [], []
     for name in options.sets or data_sets(options.data):
         data = load(options.data, name)
         index = GraphIndex.build(data.base, metric=data.metric, dtype=options.dtype)  # type: ignore[arg-type]
-        print(line(data, index, options.dtype, options.top_m, CLOCKS[options.clock]), flush=True)
+        floors.append(line(data, index, options.dtype, options.top_m, CLOCKS[options.clock]))
         stepwise.append(stepwise_line(data, index, options.top_m))
-    print("\n| data | whole µs | prepare | admit's rest | around extend | result, release | added | whole / stepwise |")
-    print("|---|" + "---:|" * 7)
-    print("\n".join(stepwise))
+    head = "data, dtype, recall@10, met, scored, expanded, KiB a query, GB/s in order, GB/s gathered, floor µs"
+    print("\n".join(table([*head.split(", "), "gathered µs", "took µs"], floors)), end="\n\n")
+    head = "data, whole µs, prepare, admit's rest, around extend"
+    print("\n".join(table([*head.split(", "), "result, release", "added", "whole / stepwise"], stepwise)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import ClientSession
 
-from benchmarks.machine import machine, machine_load
+from benchmarks.common.machine import machine, machine_load
+from benchmarks.common.report import table, write
 from runtime.engines.openai.assembly import fit, with_passages
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import OpenAiSection, ServedSection
@@ -206,12 +207,19 @@ async def measure(bench: Bench, collection: str, passage_tokens: int, pairs: int
 def report(found: Json) -> str:
     """The result as Markdown."""
 
-    def row(what: str, value: float | None, form: str, bar: float, most: bool = True) -> str:
+    def row(what: str, value: float | None, form: str, bar: float, most: bool = True) -> tuple[str, ...]:
         if value is None:
-            return f"| {what} | not measured: no collection | | |"
+            return what, "not measured: no collection", "", ""
         met = "met" if (value <= bar if most else value >= bar) else "missed"
-        return f"| {what} | {value:{form}} | {'≤' if most else '≥'} {bar} | {met} |"
+        return what, f"{value:{form}}", f"{'≤' if most else '≥'} {bar}", met
 
+    measured = [
+        row("TTFT added without retrieval, p50, ms", found["ttft_added_ms"], ".2f", 3.0),
+        row("TTFT added with retrieval, less embedding, search", found["ttft_retrieval_added_ms"], ".2f", 4),
+        row("time per token, ratio", found["token_ratio"], ".3f", 1.02),
+        row("throughput at 8 streams, ratio", found["throughput_ratio"], ".3f", 0.97, most=False),
+        row("greedy answers that are the same, of 10", found["same"], ".0f", 10, most=False),
+    ]
     rounds = ", ".join(f"{one:.3f}" for one in found["throughput_rounds"])
     return "\n".join(
         [
@@ -220,13 +228,8 @@ def report(found: Json) -> str:
             f"before, {found['load_after']} after.",
             f"Asked directly: first token after {found['ttft_direct_ms']:.1f} ms, {found['token_direct_ms']:.1f} ms "
             f"for each later one. {found['pairs']} pairs.", "",
-            "| | measured | bar | |", "|---|---|---|---|",
-            row("TTFT added without retrieval, p50, ms", found["ttft_added_ms"], ".2f", 3.0),
-            row("TTFT added with retrieval, less embedding, search", found["ttft_retrieval_added_ms"], ".2f", 4),
-            row("time per token, ratio", found["token_ratio"], ".3f", 1.02),
-            row("throughput at 8 streams, ratio", found["throughput_ratio"], ".3f", 0.97, most=False),
-            row("greedy answers that are the same, of 10", found["same"], ".0f", 10, most=False),
-            "", f"Throughput ratios of the rounds: {rounds}.", "",
+            *table(("", "measured", "bar", ""), measured),
+            "", f"Throughput ratios of the rounds: {rounds}.",
         ]
     )  # fmt: skip
 
@@ -266,10 +269,7 @@ def main() -> None:
         "command": f"python -m benchmarks.engines --config {options.config.name}", "server": options.server,
         "machine": machine(), "load_before": before, "load_after": machine_load(), "seed": options.seed,
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "engines.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "engines.md").write_text(report(found))
-    print(report(found))
+    write(found, report(found), options.out / "engines")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ connections go with them. Writes reloads.json and reloads.md.
 """
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -23,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine_load
+from benchmarks.common.machine import machine_load
+from benchmarks.common.report import table, write
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import reload_collections
@@ -147,14 +147,15 @@ def report(found: dict[str, Any]) -> str:
         "# Reloads and kills under load", "", f"`{found['command']}`",
         f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too. Seed {SEED}.",
         "",
-        "| | | bar |", "|---|---|---|",
-        f"| collections rebuilt and reloaded | {found['reloads']} ({len(found['refused_reloads'])} refused) | |",
-        f"| workers killed with kill -9 | {sum(found['kills'].values())}: {kills} | |",
-        f"| answers, of so many builds | {found['answers']:,}, {found['builds_seen']} | |",
-        f"| answers with ids or texts of two builds | {found['mixed']} | 0 |",
-        f"| answers of an older build than the one reloaded before they were asked | {found['stale']} | 0 |",
-        f"| requests without an answer | {errors} | 0 |",
-        f"| the same while a killed frontend was down | {frontend or 'none'} | |", "",
+        *table(("", "", "bar"), [
+            ("collections rebuilt and reloaded", f"{found['reloads']} ({len(found['refused_reloads'])} refused)", ""),
+            ("workers killed with kill -9", f"{sum(found['kills'].values())}: {kills}", ""),
+            ("answers, of so many builds", f"{found['answers']:,}, {found['builds_seen']}", ""),
+            ("answers with ids or texts of two builds", found["mixed"], 0),
+            ("answers of an older build than the one reloaded before they were asked", found["stale"], 0),
+            ("requests without an answer", errors, 0),
+            ("the same while a killed frontend was down", frontend or "none", ""),
+        ]),
     ])  # fmt: skip
 
 
@@ -168,10 +169,7 @@ def main() -> int:
     found: dict[str, Any] = {"command": command, "load_before": machine_load()}
     found |= measure(options.reloads, options.kills)
     found["load_after"] = machine_load()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "reloads.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "reloads.md").write_text(report(found))
-    print(report(found))
+    write(found, report(found), options.out / "reloads")
     return 1 if found["mixed"] or found["stale"] or found["errors"] or found["refused_reloads"] else 0
 
 

@@ -17,7 +17,6 @@ import argparse
 import gzip
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,16 +30,15 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
-from launchers.http_client import get, post
+from benchmarks.common.machine import machine
+from benchmarks.common.report import table
+from launchers.http_client import post
 from launchers.progress import BuildProgress
-from runtime.errors import Unavailable
-from runtime.node.run_dir import find_node
-from runtime.node.supervisor.admin import node_status
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, load_embedder
 from runtime.retrieval.embedding.specs import name_of
 from runtime.retrieval.recall import recall
+from runtime.testing.node import running
 
 PASSAGES, QUESTIONS = "squad11_passages.jsonl.gz", "squad11_questions_dev.jsonl.gz"
 DEPTHS = (1, 5, 10)
@@ -191,22 +189,8 @@ def serving(collection: Path, home: Path) -> Iterator[str]:
         f'[node]\nname = "bench"\nrun_dir = "{home}/run"\n[http]\nport = 0\n'
         f'[[collections]]\nname = "docs"\npath = "{collection.resolve()}"\n'
     )
-    node = subprocess.Popen([sys.executable, "-m", "launchers.main", "serve", "--quiet", "--config", str(config)])
-    try:
-        while True:
-            if node.poll() is not None:
-                sys.exit(f"the node ended with exit code {node.returncode}")
-            try:
-                status = node_status(find_node(home / "run"))
-                if status.ready and get(status.info.url, "/health")[0] == 200:
-                    break
-            except Unavailable:
-                pass
-            time.sleep(0.1)
-        yield status.info.url
-    finally:
-        node.terminate()
-        node.wait(timeout=60)
+    with running(config, "--quiet") as node:
+        yield node.info.url
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -216,12 +200,12 @@ def _print(report: dict[str, Any]) -> None:
     )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     print(f"{report['machine']['processor']}, {report['machine']['cores']} cores; {versions}")
-    print(f"{'':8}" + "".join(f"{f'recall@{k}':>11}" for k in DEPTHS) + f"{'queries/s':>12}")
-    for name in ("exact", "graph", "http"):
-        if name not in report:
-            continue
-        row = report[name]
-        print(f"{name:8}" + "".join(f"{row[f'recall@{k}']:11.4f}" for k in DEPTHS) + f"{row['queries_per_s']:12,}")
+    rows = [
+        [name, *(f"{report[name][f'recall@{k}']:.4f}" for k in DEPTHS), f"{report[name]['queries_per_s']:,}"]
+        for name in ("exact", "graph", "http")
+        if name in report
+    ]
+    print("\n".join(table(["", *(f"recall@{k}" for k in DEPTHS), "queries/s"], rows)))
     print(
         f"graph: degree {report['degree']}, top_m {report['top_m']}, search_width {report['search_width']}, "
         f"{report['threads']} thread(s); recall@10 of exact's {report['graph_recall@10_of_exact']:.4f}; "

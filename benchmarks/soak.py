@@ -7,7 +7,6 @@ The first fifth of the time is warm-up: slopes are fitted to what follows. Error
 """
 
 import argparse
-import json
 import random
 import sys
 import threading
@@ -20,7 +19,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.machine import machine_load
+from benchmarks.common.machine import machine_load
+from benchmarks.common.report import plot, table, write
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig
@@ -124,18 +124,13 @@ def slopes(samples: list[tuple[float, Any]], quantity: str) -> dict[str, dict[st
     return result
 
 
-def plot(samples: list[tuple[float, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.6))
-    axes = figure.subplots(1, 3)
-    for axis, (quantity, unit) in zip(axes, QUANTITIES.items(), strict=True):
-        for name in samples[0][1]:
-            axis.plot([at / 60 for at, _ in samples], [found[name][quantity] for _, found in samples], label=name)
-        axis.set(title=quantity, xlabel="minutes", ylabel=unit, ylim=(0, None))
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+def draw(samples: list[tuple[float, Any]], path: Path) -> None:
+    with plot(path, len(QUANTITIES)) as axes:
+        for axis, (quantity, unit) in zip(axes, QUANTITIES.items(), strict=True):
+            for name in samples[0][1]:
+                axis.plot([at / 60 for at, _ in samples], [found[name][quantity] for _, found in samples], label=name)
+            axis.set(title=quantity, xlabel="minutes", ylabel=unit, ylim=(0, None))
+        axes[0].legend(fontsize=7)
 
 
 def report(found: dict[str, Any]) -> str:
@@ -152,18 +147,18 @@ def report(found: dict[str, Any]) -> str:
         "",
         "First and last value after the warm-up (a fifth of the time), and the slope of a fitted line, an hour:",
         "",
-        "| process | memory MiB | a h | fds | a h | threads | a h |",
-        "|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for name in found["slopes"]["memory"]:
         cells = []
         for quantity in QUANTITIES:
             one = found["slopes"][quantity][name]
-            cells.append(f"{one['first']:.0f} → {one['last']:.0f} | {one['per_hour']:+.1f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            cells += [f"{one['first']:.0f} → {one['last']:.0f}", f"{one['per_hour']:+.1f}"]
+        rows.append([name, *cells])
+    lines += table(("process", "memory MiB", "a h", "fds", "a h", "threads", "a h"), rows)
     if found["seconds"] < 3600:
         lines += ["", "Slopes from a run this short are rough: an hour's run is what shows a slow leak."]
-    return "\n".join([*lines, "", "![plot](soak.png)", ""])
+    return "\n".join([*lines, "", "![plot](soak.png)"])
 
 
 def main() -> int:
@@ -190,11 +185,8 @@ def main() -> int:
         "ends": dict(load.ends), "slopes": {quantity: slopes(samples, quantity) for quantity in QUANTITIES},
         "samples": [[round(at, 1), processes] for at, processes in samples],
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "soak.json").write_text(json.dumps(found) + "\n")
-    (options.out / "soak.md").write_text(report(found))
-    plot(samples, options.out / "soak.png")
-    print(report(found))
+    write(found, report(found), options.out / "soak")
+    draw(samples, options.out / "soak.png")
     return 1 if errors or restarts else 0
 
 

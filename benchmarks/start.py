@@ -19,7 +19,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.machine import machine_load
+from benchmarks.common.machine import machine_load
+from benchmarks.common.report import table
 from launchers.demo import CONFIG, prepare_collection
 from runtime.retrieval.collections.sources import no_progress
 from runtime.serving.model import smollm
@@ -85,12 +86,11 @@ def demo_config(directory: Path) -> Path:
     return path
 
 
-def table(times: dict[str, list[float]]) -> str:
+def report(times: dict[str, list[float]]) -> str:
     """The result as Markdown."""
-    lines = ["| seconds until ready | median | fastest | slowest |", "|---|---|---|---|"]
-    for what, seconds in times.items():
-        lines.append(f"| {what} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |")
-    return "\n".join(lines)
+    figures = (statistics.median, min, max)
+    rows = [[what, *(f"{figure(seconds):.2f}" for figure in figures)] for what, seconds in times.items()]
+    return "\n".join(table(("seconds until ready", "median", "fastest", "slowest"), rows))
 
 
 def main() -> int:
@@ -108,7 +108,7 @@ def main() -> int:
             times["node, first start"].append(first_start(config))
         for _ in range(options.runs):
             started_and_killed(config, times)
-    print(f"Machine: {machine_load()} after\n\n{table(times)}")
+    print(f"Machine: {machine_load()} after\n\n{report(times)}")
     if options.json:
         options.json.write_text(json.dumps(times, indent=1) + "\n")
     return 0

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.data import DataSet
+from benchmarks.common.data import DataSet
 from benchmarks.gpu_check.drive import drive
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup, random_set

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # of a logit, against the largest
 def check(setup: Setup) -> Outcome:
     """A random Llama serves ragged prompts in chunks, several at once. Raises AssertionError where tokens differ."""
     device = torch_device(setup)
-    from benchmarks.model_reference import Reference
+    from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import LanguageModel
     from runtime.testing.tiny_model import make_tiny_llama
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common.report import table
+
 if TYPE_CHECKING:
     from benchmarks.gpu_check.setup import Setup
 
@@ -26,10 +28,8 @@ def markdown(setup: "Setup", outcomes: dict[str, Outcome]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in setup.settings.items())
     machine = ", ".join(f"{name}: {value}" for name, value in setup.machine.items())
     lines = [f"# Search and the model on {setup.device_name}", "", f"{settings}.", "", f"{machine}.", ""]
-    lines += ["| section | what | value |", "|---|---|---:|"]
-    for name, outcome in outcomes.items():
-        lines += [f"| {name} | {what} | {value} |" for what, value in outcome.lines]
-    return "\n".join(lines) + "\n"
+    rows = [(name, what, value) for name, outcome in outcomes.items() for what, value in outcome.lines]
+    return "\n".join([*lines, *table(("section", "what", "value"), rows)])
 
 
 def rate(per_second: float) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.data import DataSet, data_sets, load, nearest
-from benchmarks.machine import machine
+from benchmarks.common.data import DataSet, data_sets, load, nearest
+from benchmarks.common.machine import machine
 from gpu import DeviceUnavailable, Engine, GraphIndex, SearchParams, check_device, open_engine
 
 FloatArray = npt.NDArray[np.float32]

@@ -1,6 +1,5 @@
 """What a run found: measures against their bars, curves, as a table, JSON and a picture."""
 
-import json
 import math
 import platform
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
+from benchmarks.common.report import keep, plot, table
 
 
 @dataclass(frozen=True)
@@ -52,40 +52,35 @@ def markdown(sections: Sequence[Section], about: dict[str, str]) -> str:
     """The tables."""
     lines = ["# Prefill and decode under load", "", "; ".join(f"{name} {value}" for name, value in about.items()), ""]
     for section in sections:
-        lines += [f"## {section.name}", "", section.text, "", "| measure | value | bar | |", "|---|---|---|---|"]
+        rows = []
         for measure in section.measures:
             bar = f"{measure.sign} {measure.bar:g}" if measure.sign else ""
             verdict = {None: "", True: "held", False: "**missed**"}[measure.held]
-            lines.append(f"| {measure.name} | {measure.value:,.3g} {measure.unit} | {bar} | {verdict} |")
-        lines.append("")
+            rows.append((measure.name, f"{measure.value:,.3g} {measure.unit}", bar, verdict))
+        lines += [f"## {section.name}", "", section.text, "", *table(("measure", "value", "bar", ""), rows), ""]
     return "\n".join(lines)
 
 
 def write(sections: Sequence[Section], about: dict[str, str], out: Path) -> None:
     """`out`.md, .json and, if there are curves, .png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(markdown(sections, about))
     found = {"about": about, "sections": [asdict(section) for section in sections]}
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    keep(found, markdown(sections, about), out)
     panels = [(name, lines) for section in sections for name, lines in section.curves.items()]
     if panels:
         _draw(panels, out.with_suffix(".png"))
 
 
 def _draw(panels: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
-    for axes, (name, lines) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
-        for label, points in lines.items():
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
-        title, _, labels = name.partition(": ")
-        across, _, up = labels.partition(", ")
-        axes.set(title=title, xlabel=across, ylabel=up)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=110)
+    with plot(path, len(panels)) as drawn:
+        for axes, (name, lines) in zip(drawn, panels, strict=True):
+            for label, points in lines.items():
+                axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
+            title, _, labels = name.partition(": ")
+            across, _, up = labels.partition(", ")
+            axes.set(title=title, xlabel=across, ylabel=up)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.legend()
 
 
 def about(**more: object) -> dict[str, str]:

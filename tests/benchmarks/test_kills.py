@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.kills import Found, Outcome, judged, order
+from benchmarks.faults.kills import Found, Outcome, judged, order
 
 KNOWN = Found((1, 2, 3, 4, 5, 6), ((0, "a", ""), (0, "b", ""), (2, "c", ""), (4, "d", "")))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import bench as gpu_check
 from benchmarks.gpu_check import peers
 from benchmarks.gpu_check.correctness import poison
 from benchmarks.gpu_check.drive import drive, poisson

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.model_reference import Reference
+from benchmarks.model.reference import Reference
 from runtime.errors import ModelError
 from runtime.serving.model.language_model import Chunk, LanguageModel
 

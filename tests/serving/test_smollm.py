@@ -172,7 +172,7 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
 
 
 def test_the_converted_model_answers_as_transformers_generates(converted: Path) -> None:
-    from benchmarks.model_reference import Reference
+    from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import Chunk, LanguageModel
 
     model = LanguageModel.load(smollm.NAME, blocks=12, block_tokens=32, context_tokens=128)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from benchmarks.model_reference import Reference
+from benchmarks.model.reference import Reference
 from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages

@@ -26,10 +26,11 @@ from typing import Any
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # before numpy: the libraries get their threads by name, from --threads
 
-from benchmarks.data import DataSet, data_sets, load  # noqa: E402
-from benchmarks.engine_peers import EFFORTS, Contender, contenders  # noqa: E402
-from benchmarks.engine_report import plot, report, targets  # noqa: E402
-from benchmarks.machine import machine  # noqa: E402
+from benchmarks.common.data import DataSet, data_sets, load  # noqa: E402
+from benchmarks.common.machine import machine  # noqa: E402
+from benchmarks.common.report import keep  # noqa: E402
+from benchmarks.engine.peers import EFFORTS, Contender, contenders  # noqa: E402
+from benchmarks.engine.report import draw, report, targets  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SETTLED_S = 0.3  # between engines: threads of OpenMP spin for 0.2 s after their work, on the next one's cores
@@ -151,7 +152,6 @@ def main() -> None:
         "sets": {},
     }
     out = options.out.with_name(f"{options.out.name}{'-quick' if options.quick else ''}-t{options.threads}")
-    out.parent.mkdir(parents=True, exist_ok=True)
     result["sets"] = earlier(out.with_suffix(".json"), result)
     for name in names:
         print(name, flush=True)
@@ -160,11 +160,6 @@ def main() -> None:
         efforts = QUICK_EFFORTS if options.quick else EFFORTS
         records = measure(data, engines, options.threads, result["rounds"], options.clock, efforts, options.keep)
         result["sets"][name] = {"size": len(data.base), "dim": data.base.shape[1], "engines": records}
-        out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        out.with_suffix(".md").write_text(report(result))
+        keep(result, report(result), out)  # what is known so far
     print(report(result))
-    plot(result, out.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    main()
+    draw(result, out.with_suffix(".png"))

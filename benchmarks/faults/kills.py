@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.report import table
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import NodeStatus
@@ -358,16 +359,20 @@ def report(found: Json) -> str:
         f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
         f"{one['kills']} kill -9 in {one['seconds'] / 60:.1f} minutes, seed {one['seed']}. "
         "Seconds from a kill until the same worker is ready again:", "",
-        "| role | kills | median | slowest |", "|---|---|---|---|",
+        *table(
+            ("role", "kills", "median", "slowest"),
+            [
+                (role, len(times), f"{statistics.median(times):.1f}", f"{max(times):.1f}")
+                for role, times in sorted(one["recovery_s"].items())
+            ],
+        ),
     ]  # fmt: skip
-    for role, times in sorted(one["recovery_s"].items()):
-        lines.append(f"| {role} | {len(times)} | {statistics.median(times):.1f} | {max(times):.1f} |")
     verdicts = ("right", "right, without a probe's passages", "cut", "lost", "wrong", "twice")
     lines += [
-        "", "| requests | " + " | ".join(verdicts) + " |", "|---" * (len(verdicts) + 1) + "|",
-        *(
-            f"| {kind} | " + " | ".join(str(counts.get(verdict, 0)) for verdict in verdicts) + " |"
-            for kind, counts in one["answers"].items()
+        "",
+        *table(
+            ("requests", *verdicts),
+            [(kind, *(counts.get(verdict, 0) for verdict in verdicts)) for kind, counts in one["answers"].items()],
         ),
         "", "*cut*: its connection was one of a frontend's that was killed. "
         "Every other answer was compared token by token with the one that the undisturbed node gave.", "",

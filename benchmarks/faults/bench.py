@@ -12,15 +12,13 @@ faults.json and faults.md; of a node with standby workers faults-spares.json and
 round left. Without `[model]` in the TOML file a round is cheapest. Writes faults-rounds.json and faults-rounds.md.
 
 `--kills N` (no TOML file: the node is the benchmark's own) kills N workers of all roles under a load whose answers are
-known, and counts what is lost or wrong: see `benchmarks/kills.py`. Writes faults-kills.json and faults-kills.md.
+known, and counts what is lost or wrong: see `benchmarks/faults/kills.py`. Writes faults-kills.json and faults-kills.md.
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -30,8 +28,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kills
-from benchmarks.machine import machine_load
+from benchmarks.common.machine import machine_load
+from benchmarks.common.report import table, write
+from benchmarks.faults import kills
 from launchers.http_client import post
 from runtime.errors import TrinityError
 from runtime.node.config import NodeConfig
@@ -188,10 +187,9 @@ def report(found: dict[str, Any]) -> str:
         "# Faults under load", "", f"`{found['command']}`",
         f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
         "kill -9 of each worker in turn, under load; seconds after it:", "",
-        "| killed | by a standby worker | new process | ready | whole node | orderly restart | over it | bar "
-        "| how requests ended |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    head = ("killed", "by a standby worker", "new process", "ready", "whole node", "orderly restart", "over it", "bar")
+    rows = []
     for worker, one in found["workers"].items():
         over, standby = one["ready_s"] - one["orderly_s"], one["standby"]
         if standby:
@@ -199,11 +197,10 @@ def report(found: dict[str, Any]) -> str:
         else:
             met = (one["ready_s"] if worker.startswith("pool") else over) <= BAR_S
         ends = ", ".join(f"{name} {count}" for name, count in sorted(one["ends"].items()))
-        lines.append(
-            f"| {worker} | {'yes' if standby else 'no'} | {one['started_s']:.2f} | {one['ready_s']:.2f} "
-            f"| {one['node_s']:.2f} | {one['orderly_s']:.2f} | {over:+.2f} | {'met' if met else 'missed'} | {ends} |"
-        )
+        times = [f"{one[name]:.2f}" for name in ("started_s", "ready_s", "node_s", "orderly_s")]
+        rows.append([worker, "yes" if standby else "no", *times, f"{over:+.2f}", "met" if met else "missed", ends])
     lines += [
+        *table((*head, "how requests ended"), rows),
         "", "Bars: 1 s until ready where a standby worker took the place (`spares`), 2 s for a pool, for the others "
         "2 s beyond an orderly restart, which is their load.", "",
         f"kill -9 of the supervisor: all gone after {found['supervisor']['gone_s']:.2f} s, "
@@ -220,8 +217,10 @@ def report_rounds(found: dict[str, Any]) -> str:
         f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
         f"A node {'with' if one['model'] else 'without'} a model, started, asked one search and stopped "
         f"{one['rounds']} times; a round took {one['median_s']:.1f} s (median), {one['slowest_s']:.1f} s at most.", "",
-        "| answers | exit codes | left behind: processes, sockets, run directories |", "|---|---|---|",
-        f"| {_counted(one['answers'])} | {_counted(one['exit_codes'])} | {', '.join(one['left']) or 'nothing'} |", "",
+        *table(
+            ("answers", "exit codes", "left behind: processes, sockets, run directories"),
+            [(_counted(one["answers"]), _counted(one["exit_codes"]), ", ".join(one["left"]) or "nothing")],
+        ),
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -257,12 +256,5 @@ def main() -> int:
         name = "faults-spares" if config.prefill.spares or config.decode.spares else "faults"
         text, left = report, found["supervisor"]["left"]
     found["load_after"] = machine_load()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / f"{name}.md").write_text(text(found))
-    print(text(found))
+    write(found, text(found), options.out / name)
     return 1 if left else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

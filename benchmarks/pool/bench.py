@@ -5,7 +5,7 @@
 
 Over MiniLM's 70,639 vectors of 384 dimensions, and throughput also over 8,000 of 64 (`--quick`: everything over these).
 
-Real pool processes, clients and the bare engine on one machine (`benchmarks/pool_processes.py`), configured as it
+Real pool processes, clients and the bare engine on one machine (`benchmarks/pool/processes.py`), configured as it
 ships. Every round runs everything, one after the other; figures are medians over rounds. Latencies are from the
 client's enqueue to the pool's publish, so they leave out when a client looks, which shares its core with the other one.
 Throughputs are per second of CPU time that the pool's (or the engine's) process got, so that neighbours do not count.
@@ -20,11 +20,10 @@ Throughputs are per second of CPU time that the pool's (or the engine's) process
   65% of what *static batches* can do; the same times for both pools.
 - idle: one client asks one query at a time, from its own submit to its own poll, less the engine's time for it: 20 a
   second, so that the pool sleeps before each, and one right after the other, so that it spins. Under the former
-  stands the floor: what waking any process takes here (`benchmarks/wake.py`), measured in the same round.
+  stands the floor: what waking any process takes here (`benchmarks/pool/wake.py`), measured in the same round.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -37,8 +36,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine
-from benchmarks.pool_processes import IDLE_PER_S, Bench, Load, Outcome, Vectors
+from benchmarks.common.machine import machine
+from benchmarks.common.report import table, write
+from benchmarks.pool.processes import IDLE_PER_S, Bench, Load, Outcome, Vectors
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.retrieval.collections.collection import Collection
@@ -213,17 +213,16 @@ def markdown(report: dict[str, Any]) -> str:
         f"load average {report['overall']['load_average']:.1f}, the pool had {report['overall']['pool_cpu']:.0%} of "
         f"its core; took {report['took_s'] / 60:.1f} minutes.",
         "",
-        "| ratio | bar | | of each round |",
-        "|---|---:|---:|---|",
     ]
+    rows = []
     for name, (sign, bar) in bars(report["settings"]["quick"]).items():
         value = ratios(report["overall"])[name]
         met = value >= bar if sign == "≥" else value <= bar
         each = ", ".join(f"{ratios(found)[name]:.2f}" for found in report["rounds"])
-        lines.append(f"| {name} | {sign} {bar:g} | {value:.2f}{'' if met else ' (missed)'} | {each} |")
-    lines += ["", "| measured, the median round | |", "|---|---:|"]
-    lines += [f"| {name} | {value:,.1f} |" for name, value in report["overall"].items()]
-    return "\n".join(lines) + "\n"
+        rows.append((name, f"{sign} {bar:g}", f"{value:.2f}{'' if met else ' (missed)'}", each))
+    measured = [(name, f"{value:,.1f}") for name, value in report["overall"].items()]
+    lines += table(("ratio", "bar", "", "of each round"), rows)
+    return "\n".join([*lines, "", *table(("measured, the median round", ""), measured)])
 
 
 def synthetic(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vectors, float]:
@@ -311,16 +310,3 @@ def main() -> None:
         "took_s": round(time.monotonic() - began, 1),
     }
     write(report, markdown(report), options.out)
-
-
-def write(report: dict[str, Any], text: str, out: Path | None) -> None:
-    """Print the report, and write it beside its figures as `out`.json and `out`.md."""
-    print(text)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        out.with_suffix(".md").write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ with up to 200 outstanding, submitted 32 or more together, so its ratio is a low
 """
 
 import argparse
-import json
 import multiprocessing.forkserver
 import os
 import platform
@@ -27,8 +26,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from benchmarks.machine import machine
-from benchmarks.ring_ways import (
+from benchmarks.common.machine import machine
+from benchmarks.common.report import table, write
+from benchmarks.ring.ways import (
     BYTES,
     context,
     pin,
@@ -83,19 +83,21 @@ def _best(column: str) -> Callable[[Iterator[float]], float]:
     return max if column == "vectors_per_s" else min
 
 
-def table(report: dict[str, Any]) -> str:
-    lines = [
-        "| way | busy p50/p99 µs | idle p50/p99 µs | vectors/s | × busy p50 | × idle p50 | × vectors/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def markdown(report: dict[str, Any]) -> str:
+    head = ("busy p50/p99 µs", "idle p50/p99 µs", "vectors/s", "× busy p50", "× idle p50", "× vectors/s")
+    rows = []
     for name, row in report["medians"].items():
         ratio = report["ratios"].get(name)
         better = [f"{ratio[c]:.1f}" for c in ("busy_p50_us", "idle_p50_us", "vectors_per_s")] if ratio else ["1"] * 3
-        lines.append(
-            f"| {name} | {row['busy_p50_us']:.1f}/{row['busy_p99_us']:.0f} | "
-            f"{row['idle_p50_us']:.0f}/{row['idle_p99_us']:.0f} | {row['vectors_per_s']:,.0f} | {' | '.join(better)} |"
-        )
-    return "\n".join(lines)
+        busy, idle = (f"{row[f'{kind}_p50_us']:.1f}/{row[f'{kind}_p99_us']:.0f}" for kind in ("busy", "idle"))
+        rows.append([name, busy, idle, f"{row['vectors_per_s']:,.0f}", *better])
+    where, versions = report["machine"], report["versions"]
+    return "\n".join(table(("way", *head), rows)) + (
+        f"\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
+        f"{report['load_average_before']:.1f} at the beginning; Python {versions['python']}, pyzmq "
+        f"{versions['pyzmq']}; medians of {report['rounds']} rounds; × against pyzmq, within rounds. "
+        "`python -m benchmarks.ring`"
+    )
 
 
 def main() -> None:
@@ -115,19 +117,7 @@ def main() -> None:
         "load_average_before": os.getloadavg()[0],
         "nice": os.nice(0),
         "bytes_each_way": BYTES,
+        "rounds": arguments.rounds,
         **measure(arguments.rounds, arguments.busy, arguments.idle, arguments.one_way),
     }
-    where, text = report["machine"], table(report)
-    print(text)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(
-        f"{text}\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
-        f"{report['load_average_before']:.1f} at the beginning; Python {report['versions']['python']}, pyzmq "
-        f"{zmq.__version__}; medians of {arguments.rounds} rounds; × against pyzmq, within rounds. "
-        "`python -m benchmarks.ring`\n"
-    )
-
-
-if __name__ == "__main__":
-    main()
+    write(report, markdown(report), arguments.out)

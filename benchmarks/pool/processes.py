@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from benchmarks.wake import wake_main
+from benchmarks.pool.wake import wake_main
 from gpu.backend import RELEASE
 from gpu.cpu.engine import CpuEngine
 from ipc import MemoryReference, RingClient, RingFull, SearchSpec, Stage
@@ -29,10 +29,10 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Counter
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
-from runtime.node.worker import Worker, WorkerSpec
 from runtime.pool.process import Pool
 from runtime.pool.sizing import fewest_slots, measure
 from runtime.retrieval.collections.collection import Collection
+from runtime.testing.worker import worker_of
 
 Vectors = NDArray[np.float32]
 _context = multiprocessing.get_context("spawn")
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 
 def _pool_main(plan: NodePlan, table: MemoryReference, core: int, pipe: Connection) -> None:
     _pin(core)
-    pool = Pool(Worker(WorkerSpec(plan, "pool-0", 1, table, os.getppid())))
+    pool = Pool(worker_of(plan, "pool-0", table=table))
     gc.collect()
     gc.freeze()
     pipe.send(os.getpid())
@@ -281,7 +281,7 @@ class Bench:
         self._wake = stack.enter_context(process(wake_main, IDLE_PER_S, options.seconds, pool_core, client_core))
 
     def wake_us(self) -> float:
-        """What waking a process takes on these cores, without anything of ours (`benchmarks/wake.py`)."""
+        """What waking a process takes on these cores, without anything of ours (`benchmarks/pool/wake.py`)."""
         self._wake.send("go")
         return float(self._wake.recv())
 

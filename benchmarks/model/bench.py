@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from benchmarks.machine import machine, machine_load
+from benchmarks.common.machine import machine, machine_load
 from runtime.node.config import ModelSection
 from runtime.serving.kv.transfer import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -238,7 +238,3 @@ def main() -> None:
     for name, measure in parts.items():
         if given.part in (None, name):
             measure()
-
-
-if __name__ == "__main__":
-    main()

@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.machine import machine, machine_load
-from benchmarks.standin import MODEL, PACE, WORD
+from benchmarks.common.machine import machine, machine_load
+from benchmarks.common.report import table, write
+from benchmarks.gateway.standin import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
 from runtime.serving.frontend.relayed import Relayed
@@ -139,20 +140,18 @@ def report(found: Json) -> str:
         f"`{found['command']}`. {machine_line}; {found['load_before']} before.",
         "",
     ]
-    lines += ["| processor time a chunk, µs | byte proxy | node |", "|---|---|---|"]
-    for pattern, costs in found["us_per_chunk"].items():
-        lines.append(f"| {pattern} | {costs['proxy']:.1f} | {costs['node']:.1f} |")
+    rows = [(name, f"{one['proxy']:.1f}", f"{one['node']:.1f}") for name, one in found["us_per_chunk"].items()]
     ttft = {way: value - found["ttft_ms"]["direct"] for way, value in found["ttft_ms"].items()}
-    lines += [f"| TTFT added, p50, ms | {ttft['proxy']:.2f} | {ttft['node']:.2f} |", ""]
-    lines += ["| of which the node's own code, alone and warm | µs |", "|---|---|"]
-    lines += [f"| {name} | {value:.2f} |" for name, value in found["parts_us"].items()]
-    return "\n".join([*lines, ""])
+    rows.append(("TTFT added, p50, ms", f"{ttft['proxy']:.2f}", f"{ttft['node']:.2f}"))
+    parts = [(name, f"{value:.2f}") for name, value in found["parts_us"].items()]
+    lines += [*table(("processor time a chunk, µs", "byte proxy", "node"), rows), ""]
+    return "\n".join([*lines, *table(("of which the node's own code, alone and warm", "µs"), parts)])
 
 
 @contextlib.contextmanager
 def standin(*options: str) -> Iterator[tuple[int, int]]:
     """Port and process of a stand-in."""
-    command = [sys.executable, "-m", "benchmarks.standin", *options]
+    command = [sys.executable, "-m", "benchmarks.gateway.standin", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -182,11 +181,4 @@ def main() -> None:
         "parts_us": parts(), "command": "python -m benchmarks.gateway", "machine": machine(), "load_before": before,
         "load_after": machine_load(),
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gateway.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "gateway.md").write_text(report(found))
-    print(report(found))
-
-
-if __name__ == "__main__":
-    main()
+    write(found, report(found), options.out / "gateway")

@@ -1,7 +1,7 @@
 """Stand-ins for `benchmarks.gateway`: a server that streams as fast as it is asked to, and the cheapest gateway.
 
-`python -m benchmarks.standin` answers as vLLM would, token ids included; `… --proxy PORT` passes the bytes of that
-server on as they come, and nothing else. Each prints its port.
+`python -m benchmarks.gateway.standin` answers as vLLM would, token ids included; `… --proxy PORT` passes the bytes of
+that server on as they come, and nothing else. Each prints its port.
 """
 
 import argparse

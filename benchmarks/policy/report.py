@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.policy_rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Report, Row
+from benchmarks.common.report import plot, table
+from benchmarks.policy.rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Report, Row
 
 
 def markdown(report: Report) -> str:
@@ -30,7 +32,7 @@ def markdown(report: Report) -> str:
             f"Azure's hour 24 times over, {day.requests:,} requests, took {day.took_s:.0f} s of one core's "
             f"time; {day.attainment:.1%} of the requests met both SLOs.",
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _policies(report: Report) -> Iterator[str]:
@@ -44,24 +46,29 @@ def _policies(report: Report) -> Iterator[str]:
         '`policy = "trinity"` with r = 0.3; r: where the control law moved it.'
     )
     yield ""
-    yield (
-        "| trace | fixed | N | load | sent/s | shipped | adaptive | paper | FIFO | static | best fixed r "
-        "| / best other | ± | / best fixed | adaptive / best fixed | r |"
-    )
-    yield "|---|" + "---:|" * 15
-    for row in report.rows:
-        ours = row.goodput[SHIPPED]
-        yield (
-            f"| {row.trace} | {row.fixed_s * 1e6:.0f} µs | {', '.join(map(str, row.slots))} | {row.load:.0%} "
-            f"| {row.sent_per_s:.2f} | {ours:.2f} | {row.goodput[ADAPTIVE]:.2f} | "
-            + " | ".join(f"{row.goodput[name]:.2f}" for name in OTHERS)
-            + f" | {row.goodput[row.best_fixed]:.2f} ({row.best_fixed[6:]}) | {_ratio(ours, row.best_other)} "
-            f"| {_ratio(row.error, row.best_other)} | {_ratio(ours, row.goodput[row.best_fixed])} "
-            f"| {_ratio(row.goodput[ADAPTIVE], row.goodput[row.best_fixed])} "
-            f"| {row.reserve[0]:.2f}–{row.reserve[1]:.2f} |"
-        )
+    head = "trace, fixed, N, load, sent/s, shipped, adaptive, paper, FIFO, static, best fixed r, / best other, ±"
+    yield from table([*head.split(", "), "/ best fixed", "adaptive / best fixed", "r"], map(_cells, report.rows))
     yield ""
     yield _verdict(report.rows)
+
+
+def _cells(row: Row) -> list[str]:
+    ours, best_fixed = row.goodput[SHIPPED], row.goodput[row.best_fixed]
+    return [
+        row.trace,
+        f"{row.fixed_s * 1e6:.0f} µs",
+        ", ".join(map(str, row.slots)),
+        f"{row.load:.0%}",
+        f"{row.sent_per_s:.2f}",
+        f"{ours:.2f}",
+        *(f"{row.goodput[name]:.2f}" for name in (ADAPTIVE, *OTHERS)),
+        f"{best_fixed:.2f} ({row.best_fixed[6:]})",
+        _ratio(ours, row.best_other),
+        _ratio(row.error, row.best_other),
+        _ratio(ours, best_fixed),
+        _ratio(row.goodput[ADAPTIVE], best_fixed),
+        f"{row.reserve[0]:.2f}–{row.reserve[1]:.2f}",
+    ]
 
 
 def _verdict(rows: list[Row]) -> str:
@@ -93,8 +100,7 @@ def _placements(report: Report) -> Iterator[str]:
         "the model that it shares a GPU with, and the sooner a pool of its own pays."
     )
     yield ""
-    yield "| trace | search | pool of its own | with prefill | coupled | own / best other |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    rows = []
     for row in report.placements:
         cells = [
             f"{plan.rate:.1f} ({plan.prefill}+{plan.decode}"
@@ -103,7 +109,8 @@ def _placements(report: Report) -> Iterator[str]:
             for plan in row.best
         ]
         others = max(plan.rate for plan in row.best[1:])
-        yield f"| {row.trace} | ×{row.cost} | " + " | ".join(cells) + f" | {_ratio(row.best[0].rate, others)} |"
+        rows.append([row.trace, f"×{row.cost}", *cells, _ratio(row.best[0].rate, others)])
+    yield from table(("trace", "search", "pool of its own", "with prefill", "coupled", "own / best other"), rows)
 
 
 def _ratio(value: float, other: float, digits: int = 2) -> str:
@@ -112,12 +119,15 @@ def _ratio(value: float, other: float, digits: int = 2) -> str:
 
 def draw_goodput(report: Report, path: Path) -> None:
     """Share of the sent requests that met both SLOs, by load, a panel for each trace."""
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys((row.trace, row.fixed_s) for row in report.rows))
     columns = len({trace for trace, _ in kinds})
-    figure = Figure(figsize=(4.2 * columns, 3.2 * len(kinds) / columns))
-    panels = figure.subplots(len(kinds) // columns, columns, squeeze=False).T.ravel()
+    each = len(kinds) // columns
+    kinds = [kinds[column * each + row] for row in range(each) for column in range(columns)]  # a column a trace
+    with plot(path, columns, each) as panels:
+        _goodput_panels(report, kinds, panels)
+
+
+def _goodput_panels(report: Report, kinds: list[tuple[str, float]], panels: list[Any]) -> None:
     for axes, (trace, fixed_s) in zip(panels, kinds, strict=True):
         rows = [row for row in report.rows if (row.trace, row.fixed_s) == (trace, fixed_s)]
         loads = [row.load * 100 for row in rows]
@@ -132,26 +142,19 @@ def draw_goodput(report: Report, path: Path) -> None:
         axes.set_ylim(0, 1.05)
     panels[0].set_ylabel("met TTFT and TPOT")
     panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
 
 
 def draw_plans(report: Report, path: Path) -> None:
     """The greatest rate of each placement over that of a pool of its own, by what a search costs."""
-    from matplotlib.figure import Figure
-
     traces = list(dict.fromkeys(row.trace for row in report.placements))
-    figure = Figure(figsize=(4.2 * len(traces), 3.2))
-    panels = figure.subplots(1, len(traces), squeeze=False)
-    for axes, trace in zip(panels[0], traces, strict=True):
-        rows = [row for row in report.placements if row.trace == trace]
-        for i, name in enumerate(("pool of its own", "with prefill", "coupled")):
-            at = [number + (i - 1) * 0.27 for number in range(len(rows))]
-            axes.bar(at, [row.best[i].rate for row in rows], 0.25, label=name)
-        axes.set_xticks(range(len(rows)), [f"×{row.cost}" for row in rows])
-        axes.set_title(trace)
-        axes.set_xlabel("cost of a search")
-    panels[0][0].set_ylabel("requests/s at 90% attainment")
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    with plot(path, len(traces)) as panels:
+        for axes, trace in zip(panels, traces, strict=True):
+            rows = [row for row in report.placements if row.trace == trace]
+            for i, name in enumerate(("pool of its own", "with prefill", "coupled")):
+                at = [number + (i - 1) * 0.27 for number in range(len(rows))]
+                axes.bar(at, [row.best[i].rate for row in rows], 0.25, label=name)
+            axes.set_xticks(range(len(rows)), [f"×{row.cost}" for row in rows])
+            axes.set_title(trace)
+            axes.set_xlabel("cost of a search")
+        panels[0].set_ylabel("requests/s at 90% attainment")
+        panels[0].legend(fontsize=8)

@@ -34,9 +34,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.machine import machine
-from benchmarks.policy_report import draw_goodput, draw_plans, markdown
-from benchmarks.policy_rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
+from benchmarks.common.machine import machine
+from benchmarks.common.report import write
+from benchmarks.policy.report import draw_goodput, draw_plans, markdown
+from benchmarks.policy.rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
@@ -174,7 +175,6 @@ def day(bench: Bench) -> Day:
 def main() -> None:
     options = _options()
     began = time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     with ProcessPoolExecutor(options.processes) as pool:
         rows = list(policies(bench, pool))
@@ -190,13 +190,10 @@ def main() -> None:
         day=day(bench) if not options.quick else None,
         took_s=time.monotonic() - began,
     )
-    (options.out / "policy.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    text = markdown(report)
-    (options.out / "policy.md").write_text(text, encoding="utf-8")
+    write(report, markdown(report), options.out / "policy")
     draw_goodput(report, options.out / "policy.png")
     if report.placements:
         draw_plans(report, options.out / "policy-placements.png")
-    print(text)
 
 
 def _installed(name: str) -> bool:
@@ -220,7 +217,3 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the first table only")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

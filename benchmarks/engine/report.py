@@ -1,9 +1,12 @@
 """Tables and a plot of what `benchmarks.engine` measured."""
 
 import math
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.report import plot, table
 
 TARGETS = {"fashion": (0.95, 0.99, 0.999), "glove": (0.90, 0.95)}
 OTHERS = (0.95, 0.99)
@@ -50,18 +53,16 @@ def report(result: Record) -> str:
         engines = part["engines"]
         hnswlib = next((record for record in engines if record["label"] == "hnswlib"), None)
         lines += ["", f"**{name}** ({part['size']:,} x {part['dim']}), recall@10 and queries/s", ""]
-        head = [f"queries/s at {recall:g}" for recall in wanted]
-        lines.append("| engine | " + " | ".join(head) + " | recall at 64 | build s | MiB |")
-        lines.append("|---|" + "---:|" * (len(wanted) + 3))
+        head = ["engine", *(f"queries/s at {recall:g}" for recall in wanted), "recall at 64", "build s", "MiB"]
+        rows = []
         for record in engines:
             cells = [_cell(record, hnswlib, recall) for recall in wanted]
             build = "-" if "stepwise" in record["label"] else f"{record['built']['seconds']:.1f}"
-            lines.append(
-                f"| {record['label']} | {' | '.join(cells)} | {record['recall_64']:.4f} | {build} | "
-                f"{record['bytes'] / 2**20:.0f} |"
+            rows.append(
+                [record["label"], *cells, f"{record['recall_64']:.4f}", build, f"{record['bytes'] / 2**20:.0f}"]
             )
-        lines += ["", *_ratios(engines, wanted), _builds(engines)]
-    return "\n".join(lines) + "\n"
+        lines += [*table(head, rows), "", *_ratios(engines, wanted), _builds(engines)]
+    return "\n".join(lines)
 
 
 def _cell(record: Record, hnswlib: Record | None, recall: float) -> str:
@@ -107,17 +108,18 @@ def _best(records: list[Record], recall: float) -> tuple[float, str] | None:
     return max(speeds, default=None)
 
 
-def plot(result: Record, path: Path) -> None:
+def draw(result: Record, path: Path) -> None:
     """Recall against queries per second, one panel a data set. Needs matplotlib; without it nothing is drawn."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
         return
     sets = result["sets"]
-    figure = Figure(figsize=(6 * len(sets), 5))
-    axes = figure.subplots(1, len(sets), squeeze=False)
-    for axis, (name, part) in zip(axes[0], sets.items(), strict=True):
+    with plot(path, len(sets), width=6, height=5) as axes:
+        _panels(sets, axes)
+
+
+def _panels(sets: Record, axes: list[Any]) -> None:
+    for axis, (name, part) in zip(axes, sets.items(), strict=True):
         for record in part["engines"]:
             own = "trinity" in record["label"]
             axis.plot(
@@ -133,5 +135,3 @@ def plot(result: Record, path: Path) -> None:
         axis.invert_xaxis()
         axis.grid(visible=True, which="both", alpha=0.2)
         axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.data import Array, DataSet
+from benchmarks.common.data import Array, DataSet
 from gpu import CpuEngine, GraphIndex, SearchParams
 
 EFFORTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 50, 64, 80, 100, 130, 160, 200, 260, 340, 440, 600)

@@ -1,0 +1,1 @@
+"""The search engine beside others: `python -m benchmarks.engine`."""

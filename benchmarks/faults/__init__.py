@@ -1,0 +1,1 @@
+"""Kills under load, starts and stops: `python -m benchmarks.faults`."""

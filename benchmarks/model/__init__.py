@@ -1,0 +1,1 @@
+"""The language model alone: `python -m benchmarks.model`."""

@@ -1,0 +1,1 @@
+"""The pool's policy, simulated: `python -m benchmarks.policy`."""

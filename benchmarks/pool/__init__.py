@@ -1,0 +1,1 @@
+"""The pool's processes under load: `python -m benchmarks.pool`."""

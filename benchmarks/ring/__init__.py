@@ -1,0 +1,1 @@
+"""The rings beside sockets: `python -m benchmarks.ring`."""
