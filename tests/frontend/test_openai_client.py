@@ -60,6 +60,16 @@ def test_usage_comes_in_a_last_chunk_when_it_is_asked_for(client: openai.OpenAI)
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_the_usage_so_far_comes_with_every_chunk_when_it_is_asked_for(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(  # type: ignore[call-overload]
+        model="tiny", messages=ask("say=3"), stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert counts[-3:] == [1, 2, 3]
+    assert last.usage.completion_tokens == 3
+
+
 def test_a_completion_is_answered_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="say=2")
     assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == (

@@ -168,6 +168,8 @@ class Relay:
                 self._id,
                 text,
                 tuple(ids),
+                prompt_tokens=self._prompt_count(),
+                completion_tokens=self._completion_count(),
                 stages=dict(self.stamps) if first else {},
                 prompt_token_ids=tuple(self.script.prompt_ids or ()) if first else (),
                 probes=self._take_probes(),
@@ -242,10 +244,20 @@ class Relay:
         """The server's, or over several requests: the prompt's tokens of the first, and all that was told."""
         if self.usage is not None and self.requests == 1:
             return self.usage
-        prompt = self._prompt_tokens or len(self.script.prompt_ids or ())
+        prompt = self._prompt_count()
         if not prompt:
             return None
         return {"prompt_tokens": prompt, "completion_tokens": self.told, "total_tokens": prompt + self.told}
+
+    def _prompt_count(self) -> int:
+        """Tokens of the client's prompt and its passages; 0: not known yet."""
+        first = self.usage if self.usage is not None and self.requests == 1 else {}
+        return self._prompt_tokens or len(self.script.prompt_ids or ()) or int(first.get("prompt_tokens", 0))
+
+    def _completion_count(self) -> int:
+        """Tokens so far: of all choices if the server tells with every chunk, else of the first."""
+        now = self.usage if self.usage is not None and self.requests == 1 else {}
+        return int(now.get("completion_tokens", 0)) or self.told
 
     def _take_probes(self) -> tuple[Probe, ...]:
         probes, self.probes = self.probes, []

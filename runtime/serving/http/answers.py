@@ -62,11 +62,14 @@ class Answer:
     created: int
     retrieval: Retrieval | None = None
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     searches: list[Retrieved] = field(default_factory=list)
+    prompt_tokens: int = 0  # 0: not known yet
+    streamed_tokens: int = 0  # with the chunks so far
     choices: Choices = field(default_factory=Choices)  # of an answer that another server writes
     last: Tokens | None = None
     cached: Json | None = None  # of an answer that the model did not write now
@@ -80,6 +83,7 @@ class Answer:
             self.prompt_token_ids = piece.prompt_token_ids
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
+        self.prompt_tokens = piece.prompt_tokens or self.prompt_tokens or len(piece.prompt_token_ids)
         if isinstance(piece, Relayed):
             self.choices.add(piece.choices)
         if piece.finish_reason is not None:
@@ -138,8 +142,10 @@ class Answer:
                 return b""
             return event(self._chunk(self._choice("")) | {"retrieval": self._passages(self.retrieval, [piece])})
         if isinstance(piece, Relayed):
+            self.streamed_tokens = piece.completion_tokens
             chunk = self._chunk({}) | {"choices": piece.choices}
             return event(chunk if piece.finish_reason is None else chunk | {"timings": self._timings(piece)})
+        self.streamed_tokens += len(piece.token_ids)
         if not piece.text and piece.finish_reason is None and not self.return_token_ids:
             return b""
         choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
@@ -160,8 +166,13 @@ class Answer:
     def _usage(self, last: Tokens) -> Json | None:
         if isinstance(last, Relayed):
             return last.usage
-        prompt, completion = last.prompt_tokens, len(self.token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return _counts(last.prompt_tokens, len(self.token_ids))
+
+    def _usage_so_far(self) -> Json | None:
+        """If it was asked for, and the prompt's tokens are known."""
+        if not (self.continuous_usage and self.prompt_tokens):
+            return None
+        return _counts(self.prompt_tokens, self.streamed_tokens)
 
     def _timings(self, last: Tokens) -> dict[str, float]:
         tokens = last.completion_tokens if isinstance(last, Relayed) else len(self.token_ids)
@@ -182,7 +193,7 @@ class Answer:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._frame(self._chunk_object(), choice)
-        return chunk | {"usage": None} if self.include_usage else chunk
+        return chunk | {"usage": self._usage_so_far()} if self.include_usage else chunk
 
     def _object(self) -> str:
         raise NotImplementedError
@@ -198,6 +209,10 @@ class Answer:
 
     def _whole_choice(self, text: str) -> Json:
         raise NotImplementedError
+
+
+def _counts(prompt: int, completion: int) -> Json:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class ChatAnswer(Answer):

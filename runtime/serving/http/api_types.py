@@ -218,9 +218,10 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """`include_usage` adds a last chunk with the usage."""
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` the usage so far to each before it."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class RetrievalOptions(StrictModel):

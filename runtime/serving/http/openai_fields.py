@@ -76,7 +76,6 @@ REFUSED: dict[str, Refused] = {
     "spaces_between_special_tokens": Refused(_TOKENS, (True,)),
     "request_id": Refused("the header x-request-id names a request"),
     "stream_options.include_obfuscation": Refused("events are not padded", (False,)),
-    "stream_options.continuous_usage_stats": Refused("the usage comes in the last event", (False,)),
 }
 
 HINTS: dict[str, str] = {

@@ -154,6 +154,7 @@ class _Routes:
             "created": int(self._now()),
             "retrieval": self._checked(body.searches()),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
+            "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
             "return_token_ids": body.return_token_ids,
         }
 
