@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +50,57 @@ def test_how_a_chat_goes_on_is_found_by_asking(behaviour: Behaviour, way: str) -
     assert (found.chat, found.completions, found.usage) == (True, behaviour.completions, True)
     assert found.context_tokens == 4096
     assert any("no probes in chats" in sentence for sentence in found.lacking()) == (way == "")
+
+
+class Nonsense:
+    """A server whose list of models is right and whose streams hold this instead of a chunk."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> "Bytes":
+        models = b'{"data": [{"id": "%s"}]}' % MODEL.encode()
+        return Bytes(models if method == "GET" else b"data: " + self._content + b"\n\ndata: [DONE]\n\n")
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Bytes:
+    """An answer of these bytes."""
+
+    status = 200
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"choices": 5}',
+        b'{"choices": [5]}',
+        b'{"choices": {"a": 1}}',
+        b'{"error": ' + b"[" * 100_000,
+        b'"\xff"',
+        b"{not json",
+    ],
+    ids=lambda content: content[:24].decode("latin-1"),
+)
+def test_a_server_that_answers_nonsense_is_one_that_fails_and_nothing_else_does(content: bytes) -> None:
+    async def test() -> None:
+        with pytest.raises(EngineFailed):
+            await ask(Server("http://fake/v1", http=Nonsense(content)), SECTION)
+
+    run(test())
 
 
 def test_a_server_that_drops_stream_options_is_found_and_said() -> None:

@@ -99,3 +99,17 @@ def test_a_server_that_is_not_there_is_said() -> None:
         await http.close()
 
     run(test())
+
+
+def test_what_a_server_says_that_is_no_http_is_not_repeated_whole() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(range(256)) * 64)
+        await writer.drain()
+
+    async def test() -> None:
+        async with asked(serve) as (http, url):
+            with pytest.raises(Disconnected) as raised:
+                await http.ask("POST", url, {}, b"{}")
+            assert 1 <= len(str(raised.value)) <= 200
+
+    run(test())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.engines.openai.server import Server
-from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
+from runtime.errors import ConfigError, EngineFailed, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 
@@ -93,6 +93,8 @@ async def ask(server: Server, section: ServedSection) -> Abilities:
         raise EngineUnreachable(f"{server.url} does not answer within {_ANSWER_S:.0f} s") from None
     except EngineRefusedKey as error:
         raise ConfigError(f"model.api_key_file: {error.message}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a value that is not of the type it ought to
+        raise EngineFailed(f"{server.url}: an answer of it makes no sense: {str(error)[:200]}") from error
 
 
 async def _ask(server: Server, section: ServedSection) -> Abilities:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import aiohttp
 
+_MAX_WHY = 200  # characters: what a server sent that is no HTTP is shown in its error, whole
 _KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
 
 
@@ -90,4 +91,4 @@ class _Reply:
 def _why(error: Exception) -> str:
     if isinstance(error, asyncio.TimeoutError) and not str(error):
         return "no connection in time"
-    return str(error) or type(error).__name__
+    return str(error).partition("\n")[0][:_MAX_WHY] or type(error).__name__

@@ -45,7 +45,17 @@ _REQUESTS_FAULT = (400, 404, 405, 409, 413, 415, 422, 501)
 _BUSY = (408, 425, 429, 503, 529)
 
 to_json = msgspec.json.Encoder().encode
-from_json = msgspec.json.Decoder().decode
+_decode = msgspec.json.Decoder().decode
+
+
+def from_json(content: bytes) -> Any:
+    """Raises msgspec's DecodeError, also for what is nested too deeply or no UTF-8."""
+    try:
+        return _decode(content)
+    except RecursionError as error:
+        raise msgspec.DecodeError("JSON is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"no UTF-8 at byte {error.start}") from error
 
 
 class StreamBroken(EngineFailed):
