@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 import typer
 
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
 from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.collections.sources import complaint
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
 from runtime.retrieval.live import collection
 from runtime.retrieval.live.incoming import Upserted
@@ -183,9 +183,8 @@ def _documents(source: Path) -> Iterator[Upserted]:
                 try:
                     found = decoder.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise InvalidDocument(f"{source}, line {number}: {error}") from error
-                vector = None if found.vector is None else np.array(found.vector, np.float32)
-                yield Upserted(found.id, found.text, found.title, found.attributes, vector)
+                    raise InvalidDocument(f"{source}, line {number}: {complaint(line, error)}") from error
+                yield Upserted(found.id, found.text, found.title, found.attributes, found.vector)
     except OSError as error:
         raise CollectionError(f"{source} cannot be read: {error.strerror}") from error
 

@@ -82,3 +82,31 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for kind, arguments in refused:
         with pytest.raises(kind):
             _trinity(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"id": "1", "vector": [1e300, 0, 0]}', "every value must be finite"),
+        ('{"id": "1", "text": "\\ud800"}', "line 1: not valid UTF-8: an unpaired surrogate"),
+    ],
+)
+def test_a_line_that_cannot_be_stored_says_why(tmp_path: Path, line: str, says: str) -> None:
+    docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
+    file.write_text(line)
+    _trinity("live", "create", docs, "--dim", "3")
+    with pytest.raises(InvalidDocument, match=says):
+        _trinity("live", "upsert", docs, file)
+
+
+def test_each_kind_of_collection_says_what_it_is_to_the_other_kinds_commands(tmp_path: Path) -> None:
+    live, built = tmp_path / "live", tmp_path / "built"
+    _trinity("live", "create", live, "--dim", "16")
+    file = _lines(
+        tmp_path / "a.jsonl", {"id": "1", "text": "one"}, {"id": "2", "text": "two"}, {"id": "3", "text": "x"}
+    )
+    _trinity("index", "build", file, "--out", built, "--embedder", "hashing-16", "--degree", "2", "--threads", "1")
+    with pytest.raises(CollectionError, match="is no live collection, but one of `trinity index build`"):
+        _trinity("live", "upsert", built, file)
+    with pytest.raises(CollectionError, match="is a live collection: `trinity live` has the commands for it"):
+        _trinity("index", "add", file, "--out", live)

@@ -22,6 +22,7 @@ from runtime.retrieval.embedding.specs import EmbedderSpec
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
 ATTRIBUTES = "attributes.msgpack"
 _FORMAT, _VERSION = "trinity-collection", 1
+LIVE_FORMAT = "trinity-live-collection"
 _MAX_BYTES = 1 << 16
 _NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
 MAX_SHARDS = 8
@@ -108,6 +109,8 @@ def read_manifest(directory: Path) -> Manifest:
     if _status(path) is None:
         raise CollectionError(f"{directory} is not a collection: {path} is missing")
     content = _bytes(path)
+    if _has_format(content, LIVE_FORMAT):
+        raise CollectionError(f"{directory} is a live collection: `trinity live` has the commands for it")
     if not _has_format(content):
         raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
     try:
@@ -141,12 +144,12 @@ def is_collection(directory: Path) -> bool:
         return False
 
 
-def _has_format(content: bytes) -> bool:
+def _has_format(content: bytes, wanted: str = _FORMAT) -> bool:
     class Format(msgspec.Struct):
         format: str
 
     try:
-        return msgspec.json.decode(content, type=Format).format == _FORMAT
+        return msgspec.json.decode(content, type=Format).format == wanted
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
 

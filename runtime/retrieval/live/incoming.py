@@ -77,7 +77,8 @@ def vectors_of(
     for number, document in enumerate(documents):
         if document.vector is not None:
             try:
-                vector = np.asarray(document.vector, np.float32)
+                with np.errstate(over="ignore"):  # what is beyond float32 becomes inf, which is refused below
+                    vector = np.asarray(document.vector, np.float32)
             except (ValueError, TypeError) as error:
                 raise InvalidDocument(f"the vector of document {document.id!r} is none: {error}") from error
             if vector.shape != (description.dim,):

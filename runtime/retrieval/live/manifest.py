@@ -11,12 +11,12 @@ import msgspec
 from gpu.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
-from runtime.retrieval.collections.manifest import FileFacts
+from runtime.retrieval.collections.manifest import LIVE_FORMAT, FileFacts, is_collection
 from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 
 DESCRIPTION, MANIFEST = "collection.json", "MANIFEST"
-FORMAT, VERSION = "trinity-live-collection", 1
+FORMAT, VERSION = LIVE_FORMAT, 1
 MAX_SEGMENTS = 512
 _MAX_BYTES = 1 << 20
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -93,6 +93,8 @@ def is_live(directory: Path) -> bool:
 def read_description(directory: Path) -> Description:
     """Raises `CollectionError`."""
     path = directory / DESCRIPTION
+    if is_collection(directory):
+        raise CollectionError(f"{directory} is no live collection, but one of `trinity index build`")
     found = _read(path, Description)
     if found.kind != "live" or not _IDENTITY.fullmatch(found.identity):
         raise CollectionError(f"{path} is damaged: it is of kind {found.kind!r:.40}")
