@@ -1,5 +1,6 @@
 """Options of the test command, the layers of tests, and how many run side by side."""
 
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -40,6 +41,12 @@ def _only_layer(config: pytest.Config) -> str:
     """The one layer that is asked for, or ""."""
     marker: str = config.getoption("markexpr")
     return marker if marker in ORDER else ""
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
