@@ -95,7 +95,7 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(table(("way", *head), rows)) + (
         f"\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
         f"{report['load_average_before']:.1f} at the beginning; Python {versions['python']}, pyzmq "
-        f"{versions['pyzmq']}; medians of {report['rounds']} rounds; × against pyzmq, within rounds. "
+        f"{versions['pyzmq']}; medians of {len(report['rounds'])} rounds; × against pyzmq, within rounds. "
         "`python -m benchmarks.ring`"
     )
 
@@ -117,7 +117,6 @@ def main() -> None:
         "load_average_before": os.getloadavg()[0],
         "nice": os.nice(0),
         "bytes_each_way": BYTES,
-        "rounds": arguments.rounds,
         **measure(arguments.rounds, arguments.busy, arguments.idle, arguments.one_way),
     }
     write(report, markdown(report), arguments.out)
