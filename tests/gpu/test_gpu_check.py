@@ -32,7 +32,7 @@ def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path
     assert "| model | same greedy tokens as transformers on the CPU | 3 of 3 prompts |" in page
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
     assert record["sections"]["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
-    assert "| cuvs |  | skipped: no GPU |" in page
+    assert "| cuvs | | skipped: no GPU |" in page
     assert "FAILED" not in page
 
 
@@ -49,8 +49,8 @@ def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 1
     page = (tmp_path / "gpu-dry-run.md").read_text()
-    assert "| first |  | FAILED: AssertionError: an id comes twice |" in page
-    assert "| second |  | skipped: no such tool |" in page
+    assert "| first | | FAILED: AssertionError: an id comes twice |" in page
+    assert "| second | | skipped: no such tool |" in page
     assert "| third | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 3
