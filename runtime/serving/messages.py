@@ -7,7 +7,7 @@ queries do not travel here: they have channels of their own (`ipc.handover.messa
 prefill, decode ── Hello, Report ─────────────────▶ frontend
 frontend ───────── Welcome, Prefill, Cancel ──────▶ prefill
 prefill ────────── Retrieved, Failed ─────────────▶ frontend
-prefill ────────── offers that carry Reserve, Decode ▶ decode   (serving.kv.connector)
+prefill ────────── offers that carry Reserve, Decode ▶ decode   (serving.kv.transport)
 decode ─────────── Retrieved, Tokens, Failed ─────▶ frontend
 frontend ───────── Welcome, Cancel ───────────────▶ decode
 ```

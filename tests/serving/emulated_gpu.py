@@ -3,8 +3,7 @@
 import ctypes
 
 from ipc.memory.device import CudaReference
-from runtime.serving.kv.connector import KvSource
-from runtime.serving.kv.transport import CudaTransport
+from runtime.serving.kv.transport import CudaTransport, KvSource
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 
