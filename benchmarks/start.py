@@ -106,8 +106,10 @@ def main() -> int:
         config = Path(shutil.copy(options.config, directory)) if options.config else demo_config(Path(directory))
         if options.first:
             times["node, first start"].append(first_start(config))
+            print(f"first start: {times['node, first start'][0]:.1f} s", flush=True)
         for _ in range(options.runs):
             started_and_killed(config, times)
+            print(f"start: {times['node'][-1]:.2f} s", flush=True)
     print(f"Machine: {machine_load()} after\n\n{report(times)}")
     if options.json:
         options.json.write_text(json.dumps(times, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Back-off: delays that double up to a bound, with jitter, and start over after a healthy run."""
+"""Back-off: none after the first failure, then delays that double up to a bound, with jitter, and start over after a healthy run."""
 
 import random
 
@@ -13,6 +13,7 @@ def test_delays_lie_between_half_a_step_and_a_step_and_steps_double_up_to_the_bo
     seed: int, first_s: float, most_s: float, failures: int
 ) -> None:
     backoff = Backoff(random.Random(seed), first_s, most_s)
+    assert backoff.next_delay(ran_s=0.0) == 0.0  # one death says nothing of the next life
     step = first_s
     for _ in range(failures):
         delay = backoff.next_delay(ran_s=0.0)
@@ -32,13 +33,13 @@ def test_a_healthy_run_starts_over(runs: list[float]) -> None:
     failures = 0
     for ran_s in runs:
         delay = backoff.next_delay(ran_s)
-        failures = 0 if ran_s >= 30.0 else failures
-        assert delay <= 0.1 * 2**failures + 1e-9
-        assert delay >= min(10.0, 0.1 * 2**failures) / 2
-        failures += 1
+        failures = 1 if ran_s >= 30.0 else failures + 1
+        step = 0.1 * 2 ** (failures - 2) if failures > 1 else 0.0
+        assert min(10.0, step) / 2 <= delay <= step + 1e-9
 
 
-def test_workers_that_die_together_do_not_come_back_together() -> None:
+def test_workers_that_die_together_time_and_again_do_not_come_back_together() -> None:
     source = random.Random(0)
-    delays = {Backoff(source).next_delay(0.0) for _ in range(8)}
-    assert len(delays) == 8
+    backoffs = [Backoff(source) for _ in range(8)]
+    assert {backoff.next_delay(0.0) for backoff in backoffs} == {0.0}
+    assert len({backoff.next_delay(0.0) for backoff in backoffs}) == 8

@@ -4,7 +4,8 @@ import random
 
 
 class Backoff:
-    """Doubling delays with jitter; a run of `healthy_s` or longer starts over. Delays in seconds."""
+    """No delay after the first failure, then doubling ones with jitter; a run of `healthy_s` or longer starts over.
+    Delays in seconds."""
 
     def __init__(
         self, source: random.Random, first_s: float = 0.1, most_s: float = 60.0, healthy_s: float = 30.0
@@ -19,6 +20,8 @@ class Backoff:
         """The delay after a run of `ran_s` seconds, 0 if it never got ready: the half to the whole of the step."""
         if ran_s >= self._healthy_s:
             self._failures = 0
-        step = min(self._most_s, self._first_s * 2.0 ** min(self._failures, 64))
         self._failures += 1
+        if self._failures == 1:
+            return 0.0
+        step = min(self._most_s, self._first_s * 2.0 ** min(self._failures - 2, 64))
         return step * (0.5 + 0.5 * self._source.random())
