@@ -1,4 +1,4 @@
-"""Back-off: none after the first failure, then delays that double up to a bound, with jitter, and start over after a healthy run."""
+"""Back-off: none after the first failure, then delays that double up to a bound, with jitter; a healthy run starts over."""
 
 import random
 
