@@ -1,4 +1,4 @@
-"""Back-off: none after the first failure, then delays that double up to a bound, with jitter; a healthy run starts over."""
+"""Back-off: none after the first failure, then doubling delays up to a bound, with jitter; anew after a healthy run."""
 
 import random
 
