@@ -60,7 +60,7 @@ def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start_tin
     status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
     assert worker(status).restarts == 5
     delays = [float(line.split()[-2]) for line in node.log.read_text().splitlines() if "starts again" in line]
-    steps = [0.1 * 2**failure for failure in range(5)]
+    steps = [0.0, *(0.1 * 2**failure for failure in range(4))]
     assert all(step / 2 - 0.01 <= delay <= step + 0.01 for step, delay in zip(steps, delays, strict=True))
 
 
