@@ -1,9 +1,11 @@
 """A passage: what retrieval finds and an answer uses."""
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
-Attribute = str | int | float | bool | list[str]
-Attributes = dict[str, Attribute]
+Attribute = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Attribute]
 """What is known of a document beside its text: of a file's passage `source`, its path, `heading` and `page`."""
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import AllOf, AnyOf, Comparison, Filter, Not
-from runtime.retrieval.attributes.schema import Attributes, Kind, Schema
+from runtime.retrieval.attributes.schema import Kind, Schema
+from runtime.retrieval.passages import Attributes
 
 Bits = NDArray[np.bool_]
 _DTYPES: dict[Kind, Any] = {

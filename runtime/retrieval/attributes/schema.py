@@ -5,13 +5,11 @@ A collection learns an attribute's type when it first meets it, and refuses valu
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 
 from runtime.errors import InvalidDocument
-
-Value = str | int | float | bool | Sequence[str]
-Attributes = Mapping[str, Value]
+from runtime.retrieval.passages import Attributes
 
 MAX_ATTRIBUTES = 64  # of a collection
 MAX_STRING_BYTES = 4096

@@ -28,7 +28,7 @@ from runtime.retrieval.ingestion.files import Found, checksum, find_files, read_
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
 from runtime.retrieval.ingestion.sections import Section, Unreadable
 from runtime.retrieval.ingestion.splitting import split
-from runtime.retrieval.passages import Attributes
+from runtime.retrieval.passages import Attribute
 
 PASSAGE_TOKENS = 192  # four of them are what a prompt has room for by default
 MIN_PASSAGE_TOKENS = 16
@@ -268,7 +268,7 @@ class _Job:
             heading = section.heading.strip()[:300]
             whole = f"{title}: {heading}" if heading and heading != title else title
             limit = max(self.sources.passage_tokens - self._embedder.count_tokens(whole), MIN_PASSAGE_TOKENS)
-            attributes: Attributes = {"source": found.source}
+            attributes: dict[str, Attribute] = {"source": found.source}
             if heading:
                 attributes["heading"] = heading
             if section.page:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.schema import Attributes
+from runtime.retrieval.passages import Attributes
 
 _APPLICATION_ID = 0x54524E4C  # "TRNL"
 _TABLE = (

@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 from gpu import GpuError
 from gpu.rows import checked_vectors
 from runtime.errors import InvalidDocument
-from runtime.retrieval.attributes.schema import Attributes
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.live.manifest import Description
+from runtime.retrieval.passages import Attributes
 
 MAX_BATCH = 4096  # documents
 MAX_ID_BYTES = 512

@@ -7,9 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.schema import Value
-
-_Value = str | int | float | bool | list[str]
+from runtime.retrieval.passages import Attributes
 
 
 class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
@@ -22,7 +20,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     ids: list[str]
     titles: list[str]
     texts: list[str]
-    attributes: list[dict[str, _Value]]
+    attributes: list[Attributes]
     vectors: bytes
     replaced: list[int]
 
@@ -58,6 +56,3 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
 def vectors_of(operation: Upsert, dim: int) -> NDArray[np.float32]:
     """float32 [documents, d]."""
     return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
-
-
-__all__ = ["Delete", "Operation", "Upsert", "Value", "decode", "encode", "vectors_of"]
