@@ -18,7 +18,8 @@ from runtime.retrieval.attributes.filters import (
     check_filter,
     parse_filter,
 )
-from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind, Schema, Value, learn
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind, Schema, learn
+from runtime.retrieval.passages import Attribute
 
 SCHEMA = {
     "name": Kind.STRING,
@@ -183,7 +184,7 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
     schema: Schema = learn({}, {"year": 2020, "price": 1.5, "tags": ["a"], "sold": False, "name": "x"})
     assert schema == SCHEMA
     assert learn(schema, {"price": 2}) == schema
-    others: dict[str, Value] = {"year": 1.5, "sold": 1, "name": ["a"], "tags": "a", "price": True}
+    others: dict[str, Attribute] = {"year": 1.5, "sold": 1, "name": ["a"], "tags": "a", "price": True}
     for name, value in others.items():
         with pytest.raises(InvalidDocument, match=f"{name!r} is a .*; it was a {SCHEMA[name]} before"):
             learn(schema, {name: value})

@@ -88,7 +88,7 @@ class Growing:
                 [document.id for document in documents],
                 [document.title for document in documents],
                 [document.text for document in documents],
-                [dict(document.attributes) for document in documents],  # type: ignore[arg-type]
+                [dict(document.attributes) for document in documents],
                 np.ascontiguousarray(self._matrix[begin : self.count, : self._dim]).tobytes(),
                 [],
             )
