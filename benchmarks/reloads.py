@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
+from runtime.testing.background import Background
 from runtime.testing.node import Node, running
 
 DIM, ROWS, READERS, SEED = 16, 80, 4, 7
@@ -42,32 +44,22 @@ def build(path: Path, generation: int) -> None:
     Collection.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, degree=8, force=True)
 
 
-class Readers:
+class Readers(Background):
     """Threads that search all the time, and what they saw."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._ended = url, threading.Event()
+        super().__init__(partial(self._read, number) for number in range(READERS))
+        self._url = url
         self.floor = 1  # the build that every worker serves at least
         self.answers, self.mixed, self.stale = 0, 0, 0
         self.frontend_down = False
         self.errors, self.with_frontend = Counter[str](), Counter[str]()
         self.builds: set[int] = set()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._read, args=(number,), daemon=True) for number in range(READERS)]
-
-    def __enter__(self) -> "Readers":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(timeout=90)
 
     def _read(self, number: int) -> None:
         chance = random.Random(SEED + number)
-        while not self._ended.is_set():
+        while not self.ended.is_set():
             body: dict[str, Any] = {"collection": "docs", "k": 5}
             if number % 2:
                 body["query"] = f"question {chance.random()}"
@@ -79,7 +71,7 @@ class Readers:
             except TrinityError as error:
                 with self._lock:
                     (self.with_frontend if self.frontend_down else self.errors)[f"{error.code}: {error.message}"] += 1
-                self._ended.wait(0.02)
+                self.ended.wait(0.02)
 
     def _judge(self, passages: list[dict[str, Any]], floor: int) -> None:
         found = {int(one["text"].rpartition(" ")[2]) for one in passages}

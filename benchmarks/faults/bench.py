@@ -20,11 +20,11 @@ import os
 import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
 from runtime.node.supervisor.admin import restart_node
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.background import Background
 from runtime.testing.node import Node, leftovers, running, token_of
 
 BAR_S = 2.0
@@ -58,26 +59,18 @@ def bodies(config: NodeConfig) -> dict[str, Any]:
 @contextmanager
 def load(node: Node, config: NodeConfig) -> Iterator[Counter[str]]:
     """One request of each kind after the other; how they ended."""
-    ended, ends = threading.Event(), Counter[str]()
-    url = node.info.url
+    ends, url = Counter[str](), node.info.url
 
     def ask(path: str, body: dict[str, Any]) -> None:
-        while not ended.wait(0.02):
+        while not asking.ended.wait(0.02):
             try:
                 post(url, path, body, timeout_s=60)
                 ends["ok"] += 1
             except TrinityError as error:
                 ends[error.code] += 1
 
-    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in bodies(config).items()]
-    for thread in threads:
-        thread.start()
-    try:
+    with Background(partial(ask, *item) for item in bodies(config).items()) as asking:
         yield ends
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(timeout=90)
 
 
 def spares_ready(node: Node) -> None:

@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import NodeStatus
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
+from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.tiny_model import make_tiny_llama
 
@@ -177,18 +179,17 @@ def judged(known: Found, outcome: Outcome, frontend_deaths: list[float]) -> str:
     return "right" if found == known else "wrong"
 
 
-class Load:
+class Load(Background):
     """Clients that ask question after question and keep every outcome; use as a context."""
 
     def __init__(self, url: str, asked: list[Question], seed: int) -> None:
+        super().__init__(partial(self._run, number) for number in range(CLIENTS))
         self._url, self._asked, self._seed = url, asked, seed
-        self._ended = threading.Event()
         self.outcomes: list[Outcome] = []
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
 
     def _run(self, number: int) -> None:
         source = random.Random(self._seed * 1000 + number)
-        while not self._ended.wait(source.random() * 0.1):
+        while not self.ended.wait(source.random() * 0.1):
             self.outcomes.append(self._one(source.randrange(len(self._asked))))
 
     def _one(self, question: int) -> Outcome:
@@ -200,16 +201,6 @@ class Load:
             outcome.says = error.message
         outcome.end_s = time.monotonic()
         return outcome
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(timeout=330)
 
 
 @dataclass

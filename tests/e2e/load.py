@@ -6,8 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 
@@ -32,24 +34,16 @@ def prompts(count: int) -> Iterator[str]:
 @contextmanager
 def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
     """Answers by status, as they come."""
-    ended = threading.Event()
     answers: Counter[int] = Counter()
 
     def ask(path: str, body: dict[str, Any]) -> None:
-        while not ended.wait(0.05):
+        while not asking.ended.wait(0.05):
             status, _ = node.post(path, body)
             answers[status] += 1
 
-    asking = [threading.Thread(target=ask, args=("/v1/retrieval", SEARCH), daemon=True) for _ in range(searchers)]
-    asking += [threading.Thread(target=ask, args=("/v1/completions", GENERATE), daemon=True) for _ in range(generators)]
-    for thread in asking:
-        thread.start()
-    try:
+    searching, generating = partial(ask, "/v1/retrieval", SEARCH), partial(ask, "/v1/completions", GENERATE)
+    with Background([searching] * searchers + [generating] * generators) as asking:
         yield answers
-    finally:
-        ended.set()
-        for thread in asking:
-            thread.join(timeout=60)
 
 
 def wait_for_more(answers: Counter[int], count: int) -> None:

@@ -1,0 +1,34 @@
+"""What goes on beside a test or a benchmark ends with its block."""
+
+import threading
+
+import pytest
+
+from runtime.testing.background import Background
+
+
+def test_each_function_runs_in_a_thread_of_its_own_until_the_block_ends() -> None:
+    both = threading.Barrier(3)
+    ends: list[str] = []
+
+    def run(name: str) -> None:
+        both.wait(60)  # both run at once, and beside the block
+        assert running.ended.wait(60)
+        ends.append(name)
+
+    running = Background([lambda: run("a"), lambda: run("b")])
+    with running:
+        both.wait(60)
+        assert ends == []
+    assert sorted(ends) == ["a", "b"]
+
+
+def test_what_a_block_raises_ends_them_too() -> None:
+    running = Background([lambda: assert_ended(running)])
+    with pytest.raises(ValueError, match="in the block"), running:
+        raise ValueError("in the block")
+    assert running.ended.is_set()
+
+
+def assert_ended(running: Background) -> None:
+    assert running.ended.wait(60)
