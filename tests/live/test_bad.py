@@ -28,7 +28,7 @@ from runtime.retrieval.live import writer as writer_module
 from runtime.retrieval.live.collection import create, info, verify
 from runtime.retrieval.live.disk import Disk
 from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.log import HEADER, RECORD, log_path
+from runtime.retrieval.live.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.live.reader import LiveReader
 from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
 
@@ -75,6 +75,48 @@ def test_a_log_that_is_damaged_before_whole_records_is_an_error_and_nothing_is_c
         with pytest.raises(CollectionError, match="damaged"):
             open_writer(tmp_path / "whole")
         assert len(path.read_bytes()) == len(content)
+
+
+def test_a_reader_says_that_a_log_is_damaged_and_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
+    with new_writer(whole) as writer, LiveReader(whole) as reader:
+        for number in range(3):
+            writer.upsert([document(str(number), number)])
+            if number == 0:
+                reader.poll()
+        content = path.read_bytes()
+        ends = _records(path)
+        for place in range(ends[1], ends[2], 3):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+            for _ in range(2):
+                with pytest.raises(CollectionError, match="damaged"):
+                    reader.poll()
+            assert set(contents(reader)) == {"0"}
+        path.write_bytes(content)
+        reader.poll()
+        assert set(contents(reader)) == {"0", "1", "2"}
+    for place in range(0, ends[2], 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+        with pytest.raises(CollectionError, match="damaged"):
+            LiveReader(whole)
+
+
+def test_a_reader_waits_for_the_rest_of_a_last_record_unless_another_file_came_behind(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
+    with new_writer(whole) as writer:
+        for number in range(2):
+            writer.upsert([document(str(number), number)])
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    with LiveReader(whole) as reader:
+        assert set(contents(reader)) == {"0"}
+        assert not reader.poll()
+        log_path(whole, 2).write_bytes(header_of(reader.description.identity, 2))
+        with pytest.raises(CollectionError, match="not the last file of the log"):
+            reader.poll()
+        path.write_bytes(content)
+        assert reader.poll()
+        assert set(contents(reader)) == {"0", "1"}
 
 
 def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:

@@ -170,13 +170,21 @@ class LogFollower:
         self._directory, self._identity = directory, identity
         self.sequence = first  # of the next record
         self._first, self._offset = first, 0
+        self._torn = False  # there are bytes behind the last whole record: it is being written, or was never whole
         self._fd = os.open(log_path(directory, first), os.O_RDONLY | os.O_CLOEXEC)
 
     def poll(self) -> list[Record]:
-        """The records that came since. Costs two looks at the file system where none did."""
+        """The records that came since. Costs two looks at the file system where none did.
+
+        Raises `CollectionError` for damage before whole records, at every call.
+        """
         found: list[Record] = []
         while True:
             found += self._read()
+            if self._torn and any(first > self._first for first, _ in log_files(self._directory)):
+                found += self._read()  # the writer went on to another file after it had written this one to its end
+                if self._torn:
+                    raise self._damaged(self._offset, ", and is not the last file of the log")
             following = log_path(self._directory, self.sequence)
             if self.sequence == self._first or not following.exists():
                 return found
@@ -192,19 +200,28 @@ class LogFollower:
     def _read(self) -> list[Record]:
         size = os.fstat(self._fd).st_size
         if self._offset == 0:
-            if size < HEADER.size or os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self._first):
+            if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self._first):
+                if size > HEADER.size:
+                    raise self._damaged(0, ": it does not begin as a log of this collection that begins there")
                 return []
             self._offset = HEADER.size
-        if size <= self._offset:
+        self._torn = size > self._offset
+        if not self._torn:
             return []
         content = os.pread(self._fd, size - self._offset, self._offset)
         found, end = [], 0
         for record, offset in whole_records(content, self._identity, self.sequence):
             found.append(record)
             end = offset
+        self._torn = end < len(content)
+        if self._torn and holds_record(content[end:], self._identity):
+            raise self._damaged(self._offset + end, ": whole records come behind it")
         self._offset += end
         self.sequence += len(found)
         return found
+
+    def _damaged(self, at: int, why: str) -> CollectionError:
+        return CollectionError(f"{log_path(self._directory, self._first)} is damaged at byte {at}{why}")
 
     def close(self) -> None:
         os.close(self._fd)

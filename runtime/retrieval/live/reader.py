@@ -41,7 +41,11 @@ class LiveReader:
                 if self._place() == self._seen or attempt == _ATTEMPTS - 1:
                     raise
         self._generation = manifest.generation
-        self.poll()
+        try:
+            self.poll()
+        except CollectionError:
+            self.close()
+            raise
 
     def poll(self) -> bool:
         """Take in what was written since. Whether anything was. Costs microseconds where nothing was.
