@@ -2,6 +2,8 @@
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--out benchmarks/results/collections]
+    python -m benchmarks.collections --kills 200    writer and pool of a node killed under writes and searches
+    python -m benchmarks.collections --beside       a node's searches alone, and beside 200 upserts a second
 
 DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
 Filtered speeds are compared at equal recall: for each engine the least effort that reaches .95, or its best.
@@ -26,6 +28,7 @@ import numpy as np  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
+from benchmarks.live_node import beside, kill  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.cpu.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
@@ -266,13 +269,24 @@ def report(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--kills", type=int, default=0, help="kill a node's writer and pool so often, no more")
+    parser.add_argument("--beside", action="store_true", help="a node's searches beside writes, no more")
     parser.add_argument("--set", default="minilm-384-cosine")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--queries", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collections"))
     options = parser.parse_args(arguments)
+    if options.kills or options.beside:
+        with tempfile.TemporaryDirectory() as home:
+            if options.kills:
+                print(kill(Path(home), options.kills, seed=options.seed, say=print))
+            else:
+                print(beside(Path(home), options.rows))
+        return
+    if options.data is None:
+        parser.error("--data is missing")
     data = load(options.data, options.set, options.rows, options.queries)
     results: dict[str, Any] = {
         "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(data.base),

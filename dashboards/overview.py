@@ -1,6 +1,7 @@
 """The first screen, in the order in which somebody on call asks.
 
-Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? Which GPU?
+Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? What is
+written? Which GPU?
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _places()]
+    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _live(), _places()]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
@@ -215,6 +216,29 @@ def _controller() -> Row:
             _lines("Flush τ_pre", "Bound on a prefill query's wait for company", flush, "s"),
             _lines("Decode stalled", "Share of the rows' time in which they wait for a probe", stall, "percentunit"),
             _lines("Events", "A second", events, "short"),
+        ],
+    )
+
+
+def _live() -> Row:
+    segments = [
+        Query(f"sum({_s(FrontendMetrics.LIVE_SEGMENTS)})", "segments"),
+        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed an hour"),
+        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged an hour"),
+    ]
+    rows = [
+        Query(f"sum({_s(FrontendMetrics.LIVE_DOCUMENTS)})", "documents"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_GROWING)})", "not sealed"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_TOMBSTONES)})", "deleted in segments"),
+    ]
+    log = [Query(f"sum({_s(FrontendMetrics.LIVE_LOG_BYTES)})", "log")]
+    return Row(
+        "What is written?",
+        [
+            _percentiles("Writes", "Until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME, 6),
+            _lines("Segments", "Of the live collections that are written to", segments, "short"),
+            _lines("Documents", "There, not sealed yet, and deleted but not merged away", rows, "short"),
+            _lines("Log", "Bytes that a restart reads", log, "bytes"),
         ],
     )
 

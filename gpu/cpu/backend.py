@@ -13,7 +13,7 @@ from gpu.cpu import passing as among
 from gpu.cpu import running
 from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
-from gpu.cpu.tables import COLLECTION, DIM, EXTENDS, SIZE, TOP_M, Batch, K, batch_at
+from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
 from gpu.instructions import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
 
@@ -46,6 +46,7 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     bits = visited_bits_of(batch.collections[collection], top_m)
     if not running.admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
+    batch.slots[slot, SCANNING] = batch.collections[collection, DEGREE] == 0
     slot_changes.take(words, batch.active, slot)
     return slot
 
@@ -54,7 +55,9 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
     batch = _batch(handle)
     about = batch.collections[batch.slots[slot, COLLECTION]]
-    length = among.walk_length(batch.slots[slot, TOP_M], passing, about[SIZE], batch.keys.shape[1])
+    length = 0
+    if about[DEGREE] != 0:
+        length = among.walk_length(batch.slots[slot, TOP_M], passing, about[SIZE], batch.keys.shape[1])
     among.restrict(batch, slot, allowed, passing, visited_bits_of(about, length), length)
     return 0
 

@@ -25,9 +25,9 @@ from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.listen import listen
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import load_embedder, place_of
 from runtime.retrieval.embedding.specs import ServerSpec
+from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 
 _NOFILE = 4096
@@ -248,7 +248,7 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
     """Whether the servers that embed the collections' queries answer, with vectors of the right length."""
     for collection in config.collections:
         try:
-            embedder = Collection.info(Path(collection.path)).embedder
+            embedder = collection_info(Path(collection.path)).embedder
         except TrinityError:
             continue  # told by those who look at collections
         if not isinstance(embedder, ServerSpec):

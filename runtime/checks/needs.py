@@ -14,10 +14,10 @@ from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import model_bytes, place_of
 from runtime.retrieval.embedding.minilm import MINILM
 from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec
+from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.model_info import ModelInfo
 
 _MIB = 1 << 20
@@ -106,7 +106,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
     found: dict[EmbedderSpec | None, int] = {}
     for collection in plan.config.collections:
         try:
-            embedder = Collection.info(Path(collection.path)).embedder
+            embedder = collection_info(Path(collection.path)).embedder
         except CollectionError:
             if collection.required:
                 raise
@@ -121,7 +121,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
 def _index_bytes(collection: CollectionSection) -> int:
     """None for a collection that the node can do without and that is not there. Raises `CollectionError`."""
     try:
-        return Collection.info(Path(collection.path)).index_bytes
+        return collection_info(Path(collection.path)).index_bytes
     except CollectionError:
         if collection.required:
             raise

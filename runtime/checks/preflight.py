@@ -21,6 +21,8 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import check_embedder, place_of
 from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.live.collection import collection_info
+from runtime.retrieval.live.manifest import is_live
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda
@@ -60,8 +62,9 @@ def check_without_start(plan: NodePlan) -> None:
             ) from error
     for collection in plan.config.collections:
         try:
-            info = Collection.info(Path(collection.path))
-            Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
+            info = collection_info(Path(collection.path))
+            if not is_live(Path(collection.path)):  # `info` has opened all of that
+                Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
         except CollectionError as error:
             if collection.required:
                 raise

@@ -11,8 +11,10 @@ Files are opened and read beside the loop; `poll` hands over what has become of 
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import structs
 
 from ipc import Catalogue, Unserved
 from ipc.session.messages import MAX_REASON
@@ -170,6 +172,12 @@ class PoolCatalogue:
         entry.offered = False
         self._log.info("collection %s: %s is served", change.name, change.new.served.identity[:12])
 
+    def learn(self, name: str, attributes: dict[str, str]) -> None:
+        """A collection that is served has these attributes by now."""
+        entry = self._entries[name]
+        assert entry.shard is not None
+        entry.shard = replace(entry.shard, served=structs.replace(entry.shard.served, attributes=attributes))
+
     def refuse(self, change: Change, reason: str) -> None:
         """The new shard cannot be served; what was served still is."""
         entry = self._entries[change.name]
@@ -213,6 +221,8 @@ class PoolCatalogue:
             else:
                 shard.checksums.verify(work.hurry)
             if shard.served.identity == identity:
+                if shard.live is not None:
+                    shard.live.close()
                 return None
             shard.touch()
             return shard

@@ -187,7 +187,7 @@ class PoolLoop:
             return
         try:
             number, gone = self._scopes.number_of(
-                int(self._server.desk.words[exchange.NUMBER]), wanted, self._parts_in_use()
+                int(self._server.desk.words[exchange.NUMBER]), wanted, self.parts_in_use()
             )
         except TrinityError as error:
             self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
@@ -201,7 +201,7 @@ class PoolLoop:
         for number in gone:
             self._server.forget_filter(number)
 
-    def _parts_in_use(self) -> InUse:
+    def parts_in_use(self) -> InUse:
         """Whether queries in the pool search the parts of a scope at an address."""
         if self._server.reading:  # queries whose vectors are on their way have no entries yet
             return lambda _: True

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
-from ipc import IpcError, SessionServer
+from ipc import IpcError, Served, SessionServer
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
+from runtime.pool.live import LiveCollections
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.replacing import Replacing
 from runtime.pool.scopes import Scopes
@@ -65,16 +66,20 @@ class Pool:
             opener=opener if worker.place.device == "cpu" else without_filters(opener),
             look_every_ns=self._timing.look_ns,
         )
-        indexes = {shard.key: shard.index for shard in catalogue.served}
+        indexes = {shard.key: shard.index for shard in catalogue.served if shard.index is not None}
         worker.start.part("collections")
         most = limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.place.device, AUTO_GPU_SLOTS)
         self.engine = _open(worker, indexes, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
-        measured = self._measure(indexes, most)
+        self.scopes = Scopes()
+        self.live = LiveCollections(self.engine, self.scopes, worker.log)
+        for shard in catalogue.served:
+            if shard.live is not None:
+                self.live.begin(shard.key, shard.live, shard.served.demanded)
+        measured = self._measure(indexes | self.live.indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured))
         worker.start.part("first searches")
         self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
-        self.scopes = Scopes()
         self.server = SessionServer(
             worker.plan.endpoint(worker.name),
             catalogue.offer,
@@ -84,7 +89,7 @@ class Pool:
             max_top_m=limits.max_top_m,
             spin_us=0.0,  # the loop looks before it returns
             arena=self.arena,
-            number=lambda served: desk_number(served, backend.number(key_of(served.name, served.identity))),
+            number=self._desk_number,
         )
         self.loop = PoolLoop(
             policy,
@@ -101,13 +106,20 @@ class Pool:
         self.loop.compile()
         worker.start.part("loop")
         self.engine.interrupt_when(self.server.has_news)
-        self._replacing = Replacing(catalogue, self.engine, self.server, worker.table, self.loop, self.scopes)
+        self._replacing = Replacing(
+            catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
+        )
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
         self._control_ns = 0  # when Python is next needed
         self.control_turns = 0
         self._turn_knobs()
+
+    def _desk_number(self, served: Served) -> int:
+        key = key_of(served.name, served.identity)
+        live = self.live.number_of(key)
+        return desk_number(served, self._backend.number(key) if live is None else live)
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[Measured]]:
         """Queries through every collection: compiling and first touches belong to the start, not to a user's query."""

@@ -6,6 +6,7 @@ from ipc import SessionServer
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool.catalogue import Change, PoolCatalogue
+from runtime.pool.live import LiveCollections
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.scopes import Scopes
 from runtime.pool.shard import Shard, desk_number
@@ -26,11 +27,13 @@ class Replacing:
         table: WorkerTable,
         loop: PoolLoop,
         scopes: Scopes,
+        live: LiveCollections,
     ) -> None:
         self._catalogue, self._engine, self._server, self._table = catalogue, engine, server, table
-        self._loop, self._scopes, self._backend = loop, scopes, engine.backend()
+        self._loop, self._scopes, self._live, self._backend = loop, scopes, live, engine.backend()
         for shard in catalogue.served:
-            self._take_filters(shard)
+            if shard.live is None:
+                self._take_filters(shard)
         self._names = catalogue.names
         self._leaving: dict[str, Shard] = {}
         self._pending: list[Change] = []
@@ -45,14 +48,13 @@ class Replacing:
         renewed = False
         for change in (*self._pending_ones(), *self._catalogue.poll(now_ns)):
             renewed |= self._apply(change)
+        renewed |= self._follow_writers(now_ns)
         if renewed:
             self._server.renew(self._catalogue.offer)
         for key, shard in tuple(self._leaving.items()):
             if self._server.in_use(shard.served.name, shard.served.identity):
                 continue
-            number = self._desk_number(shard)
-            if self._engine.unload(key):
-                self._loop.forget_scopes(self._scopes.withdraw(number))
+            if self._unload(key, shard):
                 del self._leaving[key]
         self._tell()
         return renewed
@@ -75,23 +77,50 @@ class Replacing:
                 self._pending.append(change)
                 return False
             try:
-                self._engine.load(change.new.key, change.new.index)
+                self._load(change.new)
             except GpuError as error:
                 self._catalogue.refuse(change, str(error))
                 return False
             self._catalogue.accept(change)
-            self._take_filters(change.new)
         if change.old is not None:
             self._leaving[change.old.key] = change.old
         return True
 
-    def _desk_number(self, shard: Shard) -> int:
-        return desk_number(shard.served, self._backend.number(shard.key))
+    def _load(self, shard: Shard) -> None:
+        """Have the engine search it. Raises `GpuError`."""
+        if shard.live is not None:
+            self._live.begin(shard.key, shard.live, shard.served.demanded)
+        elif shard.index is not None:
+            self._engine.load(shard.key, shard.index)
+            self._take_filters(shard)
+
+    def _unload(self, key: str, shard: Shard) -> bool:
+        """Whether it has left the engine, now that no session offers it."""
+        if shard.live is not None:
+            return self._live.end(key, self._loop.parts_in_use(), self._loop.forget_scopes)
+        number = desk_number(shard.served, self._backend.number(key))
+        if not self._engine.unload(key):
+            return False
+        self._loop.forget_scopes(self._scopes.withdraw(number))
+        return True
 
     def _take_filters(self, shard: Shard) -> None:
         """Filters of a collection are evaluated from now on."""
         if not shard.served.unfiltered:
-            self._scopes.serve(self._desk_number(shard), shard.filtered(self._backend.number(shard.key)))
+            number = self._backend.number(shard.key)
+            self._scopes.serve(desk_number(shard.served, number), shard.filtered(number))
+
+    def _follow_writers(self, now_ns: int) -> bool:
+        """Bring live collections up to date. Whether sessions are to be told of attributes that are new."""
+        self._live.step(now_ns, self._loop.parts_in_use, self._loop.forget_scopes)
+        learnt = False
+        for shard in self._catalogue.served:
+            if shard.live is not None:
+                schema = {name: str(kind) for name, kind in self._live.schema(shard.key).items()}
+                if schema != shard.served.attributes:
+                    self._catalogue.learn(shard.served.name, schema)
+                    learnt = True
+        return learnt
 
     def _tell(self) -> None:
         catalogue, table = self._catalogue, self._table

@@ -2,11 +2,13 @@
 
 A filter is evaluated once, in Python's turn, to a bitmap of each index's rows; what asks for it again finds its scope
 by number, in compiled code. Scopes are kept within bounds: those used longest ago are forgotten, but none that a query
-in the pool still uses.
+in the pool still uses. A live collection has a scope of its own too, of the rows that are not deleted; when it changes
+its filters are evaluated anew, and queries in flight end on the parts that they began with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,15 +32,48 @@ MOST = 1024
 MOST_BYTES = 64 << 20  # of bitmaps
 
 InUse = Callable[[int], bool]
+"""Whether queries in the pool use the parts at an address."""
+
+
+class Part(NamedTuple):
+    """An index by the engine's number, and which of its rows may be found: bits as `gpu.bitmap` has them, None for all;
+    `passing` of them are set."""
+
+    number: int
+    bits: npt.NDArray[np.uint64] | None
+    passing: int
+
+
+def part_of(index: int, passing: Bits) -> Part:
+    """The part of an index's rows that pass, bool [rows]."""
+    count = int(np.count_nonzero(passing))
+    return Part(index, None if count == len(passing) else bitmap(passing, len(passing)), count)
+
+
+class Parts:
+    """Parts as compiled code reads them, int64 [parts, PART_WORDS]. There is one at least."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)  # keeps the bitmaps
+        self.array = np.array(
+            [(part.number, 0 if part.bits is None else part.bits.ctypes.data, part.passing) for part in parts], np.int64
+        )
+        self.address = int(self.array.ctypes.data)
+        self.nbytes = sum(part.bits.nbytes for part in parts if part.bits is not None)
+
+    @property
+    def indexes(self) -> set[int]:
+        """The engine's numbers."""
+        return {part.number for part in self.parts}
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """A collection that filters may be asked of. passing: which rows of the index of this number pass a filter."""
+    """A collection that filters may be asked of. parts: what a filter lets pass of its indexes, one at least. schema:
+    as it is now."""
 
-    index: int
-    schema: Schema
-    passing: Callable[[Filter], Bits]
+    schema: Callable[[], Schema]
+    parts: Callable[[Filter], Sequence[Part]]
     demanded: str = ""
 
 
@@ -46,12 +81,7 @@ class Filtered:
 class _Scope:
     collection: int
     wanted: bytes
-    bits: npt.NDArray[np.uint64] | None
-    parts: npt.NDArray[np.int64]
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.bits is None else self.bits.nbytes
+    parts: Parts
 
 
 class Scopes:
@@ -64,6 +94,8 @@ class Scopes:
         self._collections: dict[int, Filtered] = {}
         self._scopes: dict[int, _Scope] = {}
         self._numbers: dict[tuple[int, bytes], int] = {}
+        self._own: dict[int, Parts] = {}  # of live collections, by number
+        self._retired: list[Parts] = []  # that queries in the pool may use
         self.evaluated = 0
         """Filters evaluated so far."""
 
@@ -72,15 +104,20 @@ class Scopes:
         self._collections[collection] = filtered
 
     def withdraw(self, collection: int) -> list[int]:
-        """The collection is served no more, and no query asks it. The scopes that are no more with it."""
+        """The collection is served no more. The scopes that are no more with it."""
         self._collections.pop(collection, None)
-        return self._forget([number for number, scope in self._scopes.items() if scope.collection == collection])
+        return self.changed(collection)
+
+    def changed(self, collection: int) -> list[int]:
+        """Filters of this collection stand for something else by now. The scopes that are no more."""
+        gone = [number for number, scope in self._scopes.items() if scope.collection == collection]
+        self._retired += [self._scopes[number].parts for number in gone]
+        return self._forget(gone)
 
     def number_of(self, collection: int, wanted: bytes, in_use: InUse) -> tuple[int, list[int]]:
         """The scope of a filter, as a client has sent it, and the scopes that are no more because of it.
 
-        in_use: whether queries in the pool use the parts at an address. Raises `InvalidFilter`, `InvalidRequest`, and
-        `Overloaded` while there is no room beside those in use.
+        Raises `InvalidFilter`, `InvalidRequest`, and `Overloaded` while there is no room beside those in use.
         """
         found = self._numbers.get((collection, wanted))
         if found is not None:
@@ -89,32 +126,66 @@ class Scopes:
         if filtered is None:
             raise InvalidRequest("this collection takes no filters", "filter")
         asked = decode_filter(wanted)
-        check_filter(asked, filtered.schema)
+        check_filter(asked, filtered.schema())
         if filtered.demanded and not binds(asked, filtered.demanded):
             raise InvalidRequest(f"a filter must bind {filtered.demanded!r} by eq or in", "filter")
-        passing = filtered.passing(asked)
+        scope = _Scope(collection, wanted, Parts(filtered.parts(asked)))
         self.evaluated += 1
-        bits = None if passing.all() else bitmap(passing, len(passing))
-        address = 0 if bits is None else int(bits.ctypes.data)
-        parts = np.array([[filtered.index, address, np.count_nonzero(passing)]], np.int64)
-        scope = _Scope(collection, wanted, bits, parts)
-        gone = self._make_room(scope.nbytes, in_use)
-        number = next(number for number in range(len(self.table)) if number not in self._scopes)
+        gone = self._make_room(scope.parts.nbytes, in_use)
+        number = self._free_number()
         self._scopes[number], self._numbers[collection, wanted] = scope, number
-        self.table[number] = parts.ctypes.data, len(parts), 0
+        self._set(number, scope.parts)
         return number, gone
+
+    # ---- live collections
+
+    def reserve(self, parts: Parts) -> int:
+        """A number for a scope that is changed by `replace`. Raises `Overloaded` if there is none."""
+        number = self._free_number()
+        self._own[number] = parts
+        self._set(number, parts)
+        return number
+
+    def replace(self, number: int, parts: Parts) -> None:
+        """Queries that come from now on search these parts."""
+        self._retired.append(self._own[number])
+        self._own[number] = parts
+        self._set(number, parts)
+
+    def release(self, number: int) -> None:
+        """Nobody asks for this scope any more."""
+        self._retired.append(self._own.pop(number))
+        self.table[number] = 0
+
+    def indexes(self, in_use: InUse) -> set[int]:
+        """The engine's numbers of all indexes that queries may search; forgets what none does any more."""
+        self._retired = [parts for parts in self._retired if in_use(parts.address)]
+        kept = [*self._own.values(), *self._retired, *(scope.parts for scope in self._scopes.values())]
+        return set().union(*(parts.indexes for parts in kept))
+
+    # ---- numbers
+
+    def _set(self, number: int, parts: Parts) -> None:
+        self.table[number, : PART_COUNT + 1] = parts.address, len(parts.array)
+
+    def _free_number(self) -> int:
+        for number in range(len(self.table)):
+            if number not in self._scopes and number not in self._own:
+                return number
+        raise Overloaded("too many filters are in use at once")
 
     def _make_room(self, size: int, in_use: InUse) -> list[int]:
         """Forget scopes until another of so many bytes fits in. Which."""
-        used = size + sum(scope.nbytes for scope in self._scopes.values())
+        used = size + sum(scope.parts.nbytes for scope in self._scopes.values())
+        most = len(self.table) - len(self._own)
         gone: list[int] = []
         for number in sorted(self._scopes, key=lambda number: int(self.table[number, USED_NS])):
-            if used <= self._most_bytes and len(self._scopes) - len(gone) < len(self.table):
+            if used <= self._most_bytes and len(self._scopes) - len(gone) < most:
                 break
-            if not in_use(int(self.table[number, PARTS])):
+            if not in_use(self._scopes[number].parts.address):
                 gone.append(number)
-                used -= self._scopes[number].nbytes
-        if used > self._most_bytes or len(self._scopes) - len(gone) >= len(self.table):
+                used -= self._scopes[number].parts.nbytes
+        if used > self._most_bytes or len(self._scopes) - len(gone) >= most:
             raise Overloaded("too many filters are in use at once")
         return self._forget(gone)
 

@@ -11,13 +11,15 @@ from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.pool.scopes import Filtered
-from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.pool.scopes import Filtered, Part, part_of
+from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.collection import index_errors
 from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.live.manifest import is_live
+from runtime.retrieval.live.reader import LiveReader
 
 _TOUCHES = 8
 NO_FILTERS = "a pool on a GPU takes no filters"
@@ -25,12 +27,14 @@ NO_FILTERS = "a pool on a GPU takes no filters"
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard of a collection, mapped and its edges checked. `checksums` has open what it was read from."""
+    """A shard of a collection, mapped and its edges checked. `checksums` has open what it was read from. A live
+    collection has a reader instead of an index."""
 
     served: Served
-    index: GraphIndex
+    index: GraphIndex | None
     checksums: Checksums
     columns: Columns | None = None  # of the whole collection, by row
+    live: LiveReader | None = None
 
     @property
     def key(self) -> str:
@@ -39,16 +43,18 @@ class Shard:
 
     def filtered(self, index: int) -> Filtered:
         """How filters are evaluated for the engine's index of this number."""
-        columns = self.columns or Columns()
+        columns, ids = self.columns or Columns(), None if self.index is None else self.index.data.ids
 
-        def passing(wanted: Filter) -> Bits:
+        def parts(wanted: Filter) -> list[Part]:
             rows = columns.passing(wanted)
-            return rows if self.index.data.ids is None else rows[self.index.data.ids]
+            return [part_of(index, rows if ids is None else rows[ids])]
 
-        return Filtered(index, columns.schema, passing, self.served.demanded)
+        return Filtered(lambda: columns.schema, parts, self.served.demanded)
 
     def touch(self) -> None:
         """A few searches, so that a first query finds its memory there."""
+        if self.index is None:
+            return
         vectors = np.cos(np.arange(_TOUCHES * self.index.dim, dtype=np.float32)).reshape(_TOUCHES, -1)
         self.index.search(vectors, k=1)
 
@@ -69,6 +75,8 @@ def desk_number(served: Served, index: int) -> int:
 def open_shard(section: CollectionSection, worker: int) -> Shard:
     """What the pool worker of this number serves of a collection. Raises `CollectionError`."""
     directory = Path(section.path)
+    if is_live(directory):
+        return _open_live(section, directory)
 
     def opened(manifest: Manifest) -> Shard:
         if len(manifest.indexes) != section.shards:
@@ -89,6 +97,17 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
         return Shard(served, index, Checksums({**own, **arrays}), columns)
 
     return open_unchanged(directory, opened, lambda shard: shard.checksums.close())
+
+
+def _open_live(section: CollectionSection, directory: Path) -> Shard:
+    if section.shards != 1:
+        raise CollectionError(f"{directory} is a live collection, which has one shard, not {section.shards}")
+    reader = LiveReader(directory, beside=True)
+    about, schema = reader.description, {name: str(kind) for name, kind in reader.state.schema.items()}
+    if section.demand:
+        _check_demand(section, schema)
+    served = Served(section.name, about.dim, 0, 1, about.identity, schema, section.demand or about.demanded or "")
+    return Shard(served, None, Checksums({}), live=reader)
 
 
 def _columns(directory: Path, manifest: Manifest) -> Columns | None:
@@ -120,6 +139,8 @@ def without_filters(opener: OpenShard) -> OpenShard:
     def opened(section: CollectionSection, worker: int) -> Shard:
         if section.demand:
             raise CollectionError(f"collection {section.name!r} demands a filter on {section.demand!r}: {NO_FILTERS}")
+        if is_live(Path(section.path)):
+            raise CollectionError(f"collection {section.name!r} is a live one, which a pool on a GPU does not serve")
         shard = opener(section, worker)
         return replace(shard, served=msgspec.structs.replace(shard.served, unfiltered=NO_FILTERS))
 

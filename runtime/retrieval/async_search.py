@@ -10,8 +10,9 @@ import numpy as np
 from ipc import Stage
 from runtime.errors import CollectionReplaced
 from runtime.retrieval.attributes.filters import Wanted
+from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.library import About, Library
+from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.async_client import AsyncSearchClient

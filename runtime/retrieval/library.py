@@ -5,11 +5,9 @@ has not. A result's ids are looked up in the build that the result is from, and 
 """
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,11 +22,8 @@ from runtime.errors import (
 )
 from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.checksums import Checksums
-from runtime.retrieval.collections.documents import Document, DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
-from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.builds import About, Build, file_of, identity_of, open_build
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.lazy import LazyEmbedder
 from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder, place_of
@@ -43,95 +38,6 @@ _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class About:
-    """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
-    or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
-    """
-
-    here: bool = False
-    size: int = 0
-    files: int = 0
-    document_bytes: int = 0
-    created_at: int = 0
-    dim: int = 0
-    metric: str = ""
-    embedder: str = ""
-
-
-@dataclass(frozen=True)
-class _Build:
-    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with.
-
-    `file`: what the documents' file was when it was opened. `check` compares their checksum; None: nobody does.
-    `first_checked`: the documents are of no use before that has ended.
-    """
-
-    identity: str
-    documents: DocumentStore | None
-    embedder: EmbedderSpec | None
-    dim: int
-    about: About
-    file: tuple[int, ...]
-    check: Beside[None] | None
-    first_checked: bool
-
-    def close(self) -> None:
-        if self.check is not None:
-            self.check.stop()
-        if self.documents is not None:
-            self.documents.close()
-
-
-def _file_of(directory: Path) -> tuple[int, ...]:
-    """Which file holds the documents now, and when it was last written; () if there is none."""
-    try:
-        found = os.stat(directory / DOCUMENTS)
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _built_at(directory: Path) -> int:
-    try:
-        return int(os.stat(directory / MANIFEST).st_mtime)
-    except OSError:
-        return 0
-
-
-def _open_build(directory: Path, verify: Verify, first_checked: bool) -> _Build:
-    """The build that lies in a directory now. Raises `CollectionError`."""
-
-    def opened(manifest: Manifest) -> _Build:
-        file, check, documents = _file_of(directory), None, None
-        if (facts := manifest.files.get(DOCUMENTS)) is not None:
-            documents = DocumentStore.open(directory / DOCUMENTS)
-            if documents.size != manifest.size:
-                documents.close()
-                raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
-            if verify != "never":
-                try:
-                    checksums = Checksums({documents.path: facts})
-                except CollectionError:
-                    documents.close()
-                    raise
-                check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
-        waits = first_checked and check is not None
-        about = About(
-            here=True,
-            size=manifest.size,
-            files=(documents.file_count if documents else 0) or manifest.size,
-            document_bytes=facts.bytes if facts else 0,
-            created_at=_built_at(directory),
-            dim=manifest.dim,
-            metric=manifest.metric,
-            embedder="" if manifest.embedder is None else name_of(manifest.embedder),
-        )
-        return _Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
-
-    return open_unchanged(directory, opened, _Build.close)
-
-
 class Shelf:
     """A collection's builds that are open, those used last at the end.
 
@@ -141,8 +47,8 @@ class Shelf:
 
     def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
         self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
-        self.builds: dict[str, _Build] = {}
-        self.current: _Build | None = None
+        self.builds: dict[str, Build] = {}
+        self.current: Build | None = None
         self.trouble = ""
         self._offered: frozenset[str] = frozenset()
         self._damaged: tuple[int, ...] = ()  # the file whose checksum was wrong: not to be tried again
@@ -156,7 +62,7 @@ class Shelf:
         if identity == refused and now < until_ns:
             return False
         self._refused = identity, now + _RETRY_NS
-        if self._damaged and _file_of(self.directory) == self._damaged:
+        if self._damaged and file_of(self.directory) == self._damaged:
             return False
         try:
             found = self.open()
@@ -170,7 +76,7 @@ class Shelf:
             return False
         return self._usable(found)
 
-    def _usable(self, build: _Build) -> bool:
+    def _usable(self, build: Build) -> bool:
         check = build.check
         if check is None or not check.over:
             return not build.first_checked
@@ -180,7 +86,7 @@ class Shelf:
             return False
         return True
 
-    def drop(self, build: _Build, trouble: str) -> None:
+    def drop(self, build: Build, trouble: str) -> None:
         """Documents that are of no use: they are opened anew, and compared first."""
         self.builds.pop(build.identity, None)
         build.close()
@@ -188,15 +94,15 @@ class Shelf:
             self.current = None
         self.complain(trouble)
 
-    def open(self) -> _Build:
+    def open(self) -> Build:
         """Open what lies in the directory now. Raises `CollectionError`."""
         first_checked = self._verify == "start" or bool(self.trouble)
-        found = _open_build(self.directory, self._verify, first_checked)
+        found = open_build(self.directory, self._verify, first_checked)
         if found.identity in self.builds:
             found.close()
         return self.builds.setdefault(found.identity, found)
 
-    def opened_and_checked(self) -> _Build:
+    def opened_and_checked(self) -> Build:
         """`open`, and wait for the checksum where that is to be compared at start. Raises `CollectionError`."""
         found = self.open()
         if found.first_checked and found.check is not None:
@@ -227,10 +133,10 @@ class Shelf:
     def _renew(self, identity: str) -> None:
         """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
         build = self.builds.get(identity)
-        if build is None or build.file == _file_of(self.directory):
+        if build is None or build.file == file_of(self.directory):
             return
         try:
-            found = _open_build(self.directory, self._verify, first_checked=True)
+            found = open_build(self.directory, self._verify, first_checked=True)
         except CollectionError:  # what is open is all that there is of it
             return
         if found.identity != identity:
@@ -295,7 +201,7 @@ class Library:
         """Whether the pools serve one build of a collection, if any: that which lies in its directory now, and its
         documents are open here. Reads the directory. Raises `UnknownCollection`."""
         shelf, builds = self.shelf(collection), tuple(offered)
-        return not builds or (builds == (identity_in(shelf.directory),) and shelf.has(builds[0]))
+        return not builds or (builds == (identity_of(shelf.directory),) and shelf.has(builds[0]))
 
     def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
         """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
@@ -333,7 +239,7 @@ class Library:
     def about(self, collection: str) -> About:
         """What a collection is. Raises `UnknownCollection`."""
         current = self.shelf(collection).current
-        return About() if current is None else current.about
+        return About() if current is None else current.now
 
     def embedders(self) -> dict[str, Embedder]:
         """Those of the collections, by a short name where no two have it (see `specs.name_of`)."""
@@ -356,14 +262,15 @@ class Library:
     def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
         """The documents of a search result; of a collection of bare vectors, passages without title and text.
 
-        Raises `CollectionReplaced` for a result from a build that is not here any more, `Unavailable` where documents
-        cannot be read.
+        Those that are deleted by now are left out. Raises `CollectionReplaced` for a result from a build that is not
+        here any more, `Unavailable` where documents cannot be read.
         """
         shelf = self.shelf(collection)
         build = shelf.builds.get(result.identity)
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
         rows = [int(row) for row in result.ids if row >= 0]
+        found: Sequence[Document | None]
         if build.documents is None:
             found = [Document(str(row), "", "") for row in rows]
         else:
@@ -375,6 +282,7 @@ class Library:
         return tuple(
             Passage(document.id, document.title, float(distance), document.text, document.attributes)
             for document, distance in zip(found, result.distances, strict=False)
+            if document is not None
         )
 
     def shelf(self, collection: str) -> Shelf:

@@ -100,6 +100,7 @@ def test_the_first_screen_is_in_the_order_in_which_somebody_on_call_asks() -> No
         "What is full?",
         "Where does the time go?",
         "What does the controller do?",
+        "What is written?",
         "Which GPU?",
     ]
 

@@ -21,6 +21,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.requests import Ended
@@ -284,11 +285,12 @@ class Cluster:
         answers: PromptAnswers | None = None,
         search: SearchSource | None = None,
         catalogue: Catalogue | None = None,
+        writes: LiveWrites | None = None,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
-        self._catalogue = catalogue
+        self._catalogue, self._writes = catalogue, writes
         self.limits = limits
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
@@ -390,7 +392,9 @@ class Cluster:
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
         app = create_app(
-            Service(self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue), self.settings, new_id
+            Service(self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue, writes=self._writes),
+            self.settings,
+            new_id,
         )
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
         server = _Server(self._http, self._stop)

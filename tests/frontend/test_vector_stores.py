@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
+from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.embedding.hashing import Hashing
-from runtime.retrieval.library import About
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.service import Settings
 from runtime.serving.http.vector_stores import score_of

@@ -12,7 +12,7 @@ from gpu.bitmap import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.scopes import PART_WORDS, PARTS, Filtered, Scopes
+from runtime.pool.scopes import PART_WORDS, PARTS, Filtered, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import Kind
@@ -199,7 +199,7 @@ def scopes(**limits: int) -> Scopes:
     schema = {"n": Kind.INTEGER}
     columns = Columns.of(({"n": number} for number in range(640)), schema)
     made = Scopes(**limits)
-    made.serve(0, Filtered(0, schema, columns.passing))
+    made.serve(0, Filtered(lambda: schema, lambda wanted: [part_of(0, columns.passing(wanted))]))
     return made
 
 

@@ -111,7 +111,7 @@ def test_what_is_found_altered_is_not_read_again_and_again(docs: Docs, monkeypat
     library = docs.library("start")
     assert docs.text(library) == ""
     opened: list[str] = []
-    monkeypatch.setattr("runtime.retrieval.library._open_build", lambda *told: opened.append("again"))
+    monkeypatch.setattr("runtime.retrieval.library.open_build", lambda *told: opened.append("again"))
     for _ in range(20):
         library.follow("docs", [docs.identity])
     assert opened == []

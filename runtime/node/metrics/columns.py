@@ -282,6 +282,16 @@ class FrontendMetrics(RetrievingMetrics):
     SEARCH_TIME = Histogram(
         "trinity_search_request_seconds", "Answered requests for a search alone", _WAITS, limit=lambda slo: slo.search_s
     )
+    WRITE_TIME = Histogram(
+        "trinity_live_write_seconds", "Writes to live collections, until they are acknowledged", _WAITS
+    )
+    LIVE_DOCUMENTS = Gauge("trinity_live_documents", "Documents of the live collections that are written to")
+    LIVE_SEGMENTS = Gauge("trinity_live_segments", "Their sealed segments")
+    LIVE_GROWING = Gauge("trinity_live_growing_rows", "Their rows that are not sealed yet")
+    LIVE_TOMBSTONES = Gauge("trinity_live_tombstones", "Deleted rows of their segments")
+    LIVE_LOG_BYTES = Gauge("trinity_live_log_bytes", "Bytes of their logs")
+    LIVE_SEALED = Counter("trinity_live_sealed_total", "Segments sealed from their logs")
+    LIVE_MERGED = Counter("trinity_live_merged_total", "Segments built from others")
     IN_FLIGHT = Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended")
     # What it says of answers that others' servers write; of the node's own the workers say it.
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS

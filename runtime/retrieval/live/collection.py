@@ -10,6 +10,7 @@ from gpu.errors import GpuError
 from gpu.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
+from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.log import LogWriter, log_path
@@ -18,6 +19,7 @@ from runtime.retrieval.live.manifest import (
     MANIFEST,
     Description,
     Manifest,
+    is_live,
     new_identity,
     read_description,
     read_manifest,
@@ -104,6 +106,18 @@ def info(directory: Path) -> LiveInfo:
             sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
             found.torn_bytes,
         )
+
+
+def collection_info(directory: Path) -> CollectionInfo:
+    """`Collection.info` of a live collection too. Raises `CollectionError`."""
+    if not is_live(directory):
+        return Collection.info(directory)
+    found = info(directory)
+    told = found.description
+    return CollectionInfo(
+        directory, found.documents, told.dim, told.metric, told.dtype, told.degree, 1, told.embedder,
+        index_bytes=found.disk_bytes, document_bytes=0,
+    )  # fmt: skip
 
 
 def verify(directory: Path) -> str:

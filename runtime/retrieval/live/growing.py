@@ -11,7 +11,7 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.operations import Upsert, vectors_of
 
-_LEAST = 64
+_LEAST = 8192  # memory is only what rows touch
 
 
 class Growing:

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.live.disk import storage_error
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.log import LogFollower
 from runtime.retrieval.live.manifest import MANIFEST, Manifest, read_description, read_manifest
 from runtime.retrieval.live.operations import decode
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import State
+from runtime.retrieval.live.state import Loaded, State, close
 from runtime.retrieval.search.gather import Nearest
 
 _ATTEMPTS = 5
@@ -26,9 +27,14 @@ class LiveReader:
     """A collection as of the last `poll`. Any number of processes may read; each sees what is acknowledged, and may
     see a write that is about to be. Files that the writer removes are kept by who has them open."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `CollectionError`."""
+    def __init__(self, directory: Path, *, beside: bool = False) -> None:
+        """beside: have `poll` open new segments on a thread, and take them in later, so that it never waits.
+
+        Raises `CollectionError`.
+        """
         self.directory = directory
+        self._loads_beside = beside
+        self._loading: tuple[Manifest, Beside[Loaded]] | None = None
         self.description = read_description(directory)
         for attempt in range(_ATTEMPTS):
             self._seen = self._place()
@@ -58,21 +64,45 @@ class LiveReader:
             manifest = read_manifest(self.directory)
             if manifest.generation != self._generation:
                 try:
-                    self.state.advance(manifest)
-                    if self._follower.sequence < manifest.sequence:
-                        follower = self._follow(manifest)
-                        self._follower.close()
-                        self._follower = follower
+                    changed = self._advance(manifest)
                 except CollectionError:
                     if self._place() != place:  # replaced once more: the next poll reads that one
                         return False
                     raise
-                self._generation, changed = manifest.generation, True
-            self._seen = place
+            if manifest.generation == self._generation:
+                self._seen = place
         for record in self._follower.poll():
             self.state.apply(decode(record.payload, self.description.dim))
             changed = True
         return changed
+
+    def _advance(self, manifest: Manifest) -> bool:
+        """Take over a newer manifest, if its segments are there. Whether they are."""
+        fresh = self._loaded(manifest) if self._loads_beside else None
+        if self._loads_beside and fresh is None:
+            return False
+        self.state.advance(manifest, fresh)
+        self._generation = manifest.generation
+        if self._follower.sequence < manifest.sequence:
+            follower = self._follow(manifest)
+            self._follower.close()
+            self._follower = follower
+        return True
+
+    def _loaded(self, manifest: Manifest) -> Loaded | None:
+        """The manifest's new segments; None while they are being opened. Raises `CollectionError`."""
+        if self._loading is not None:
+            wanted, work = self._loading
+            if not work.over:
+                return None
+            self._loading = None
+            if wanted.generation == manifest.generation:
+                if work.trouble:
+                    raise CollectionError(work.trouble)
+                return work.result
+            close(list((work.result or {}).values()))
+        self._loading = manifest, Beside("segments", lambda _: self.state.load(manifest))
+        return None
 
     def search(
         self,

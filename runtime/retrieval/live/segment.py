@@ -53,6 +53,8 @@ class Segment:
         self.facts, self.index, self.columns, self.documents = facts, index, columns, documents
         self.rows: NDArray[np.int64] = index.data.ids
         self.alive: Bits = np.ones(index.size, bool)
+        self.deletions = 0
+        """How often rows were hidden: whether what was made of `alive` is still right."""
         self._passing: OrderedDict[bytes, Bits] = OrderedDict()
 
     @classmethod
@@ -90,7 +92,10 @@ class Segment:
 
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Hide those of some rows that are here."""
-        self.alive[self.positions(rows)] = False
+        positions = self.positions(rows)
+        if len(positions):
+            self.alive[positions] = False
+            self.deletions += 1
 
     def passing(self, wanted: Filter) -> Bits:
         """Whether each row passes a filter. The last filters' answers are kept."""

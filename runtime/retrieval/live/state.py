@@ -18,11 +18,12 @@ from runtime.retrieval.attributes.schema import Schema, learn
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.growing import Growing
-from runtime.retrieval.live.manifest import Description, Manifest
+from runtime.retrieval.live.manifest import Description, Manifest, SegmentFacts
 from runtime.retrieval.live.operations import Operation, Upsert
 from runtime.retrieval.live.segment import Segment
 
 Rows = NDArray[np.int64]
+Loaded = dict[SegmentFacts, Segment]
 
 
 class State:
@@ -56,25 +57,29 @@ class State:
                 segment.delete(rows)
             self.growing.delete(rows)
 
-    def advance(self, manifest: Manifest) -> list[Segment]:
-        """Take over what a newer manifest names. What was deleted stays deleted. Returns the segments let go of.
-
-        Raises `CollectionError`, with nothing changed.
-        """
-        known = {segment.facts: segment for segment in self.segments}
-        segments: list[Segment] = []
-        fresh: list[Segment] = []
-        dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
+    def load(self, manifest: Manifest) -> "Loaded":
+        """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`."""
+        known = {segment.facts for segment in self.segments}
+        fresh: Loaded = {}
         try:
             for facts in manifest.segments:
-                segment = known.get(facts)
-                if segment is None:
-                    segment = Segment.load(self.directory, facts, self.description, manifest.schema)
-                    fresh.append(segment)
-                segments.append(segment)
+                if facts not in known:
+                    fresh[facts] = Segment.load(self.directory, facts, self.description, manifest.schema)
         except CollectionError:
-            close(fresh)
+            close(list(fresh.values()))
             raise
+        return fresh
+
+    def advance(self, manifest: Manifest, fresh: "Loaded | None" = None) -> list[Segment]:
+        """Take over what a newer manifest names. What was deleted stays deleted. Returns the segments let go of.
+
+        fresh: of the manifest's segments those that `load` has opened; the others are opened now. Raises
+        `CollectionError`, with nothing changed.
+        """
+        known = {segment.facts: segment for segment in self.segments}
+        dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
+        opened = known | (self.load(manifest) if fresh is None else fresh)
+        segments = [opened[facts] for facts in manifest.segments]
         with self.lock:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
@@ -134,6 +139,19 @@ class State:
             here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
             found.append(here[0].documents.get([row])[0] if here else None)
         return found
+
+    def deleted(self, rows: Sequence[int]) -> list[bool]:
+        """Of some rows, which are not there (any more)."""
+        with self.lock:
+            dead = []
+            for row in rows:
+                place = row - self.growing.first
+                if 0 <= place < self.growing.count:
+                    dead.append(not self.growing.alive[place])
+                    continue
+                here = [(s, p) for s in self.segments for p in s.positions(np.array([row], np.int64))]
+                dead.append(not any(segment.alive[position] for segment, position in here))
+            return dead
 
     def close(self) -> None:
         close(self.segments)

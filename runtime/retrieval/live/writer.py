@@ -30,6 +30,7 @@ from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.segment import Segment, segment_path
 from runtime.retrieval.live.state import tombstones_content
+from runtime.retrieval.live.statistics import WriterState, state_of
 from runtime.retrieval.search.gather import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
@@ -106,6 +107,7 @@ class LiveWriter:
         self._pending: list[_Pending] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
         self.building = threading.RLock()  # one build at a time
+        self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_leftovers()
         self.maintenance = Maintenance(self, start=background)
@@ -152,6 +154,11 @@ class LiveWriter:
     ) -> Nearest:
         """See `search.search`."""
         return search(self.state, queries, k, top_m, search_width, wanted)
+
+    def statistics(self) -> WriterState:
+        """Counters; cheap but for large collections' tombstones."""
+        building = self.maintenance.progress is not None
+        return state_of(self.directory, self.state, self._sealed, self._merged, building)
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
@@ -357,6 +364,8 @@ class LiveWriter:
                 raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
             self.state.advance(manifest)
             self._manifest = manifest
+            self._merged += bool(job.merged)
+            self._sealed += not job.merged
         self._remove_leftovers()
 
     def _dead_rows_of(self, manifest: Manifest) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from runtime.errors import TrinityError, error_of
 from runtime.node.config import SloSection
 from runtime.node.metrics.columns import FrontendMetrics, Slo, StatusClass
 from runtime.node.metrics.table import WorkerTable
+from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.frontend.requests import ClientGone, Ended
 from runtime.serving.stages import observe, spans_seconds
 
@@ -84,6 +85,18 @@ class Measures:
         self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
         if not kept:
             self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])
+
+
+def tell_writes(table: WorkerTable, writes: LiveWrites) -> None:
+    """How the live collections are that are written to: of all together."""
+    states = list(writes.states().values())
+    table.set(FrontendMetrics.LIVE_DOCUMENTS, sum(state.documents for state in states))
+    table.set(FrontendMetrics.LIVE_SEGMENTS, sum(state.segments for state in states))
+    table.set(FrontendMetrics.LIVE_GROWING, sum(state.growing for state in states))
+    table.set(FrontendMetrics.LIVE_TOMBSTONES, sum(state.tombstones for state in states))
+    table.set(FrontendMetrics.LIVE_LOG_BYTES, sum(state.log_bytes for state in states))
+    table.total(FrontendMetrics.LIVE_SEALED, sum(state.sealed for state in states))
+    table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
 
 
 class MeasuredApp:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,12 @@ from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
+from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.measures import MeasuredApp, Measures
+from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
 from runtime.serving.http.guard import id_source
 from runtime.serving.http.routes import create_app
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _LOOK_S = 0.01
+_TELL_S = 2.0  # how often the table is told of live collections
 _SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
 _OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
@@ -120,7 +123,11 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     supervisor = SupervisorMetrics(plan.endpoint("control"))
     new_id = id_source(worker.epoch)
     tokens = Tokens(partial(_tokenizer, own.name)) if own else None
-    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens, search)
+    writes = None
+    if search is not None:
+        places = {collection.name: Path(collection.path) for collection in config.collections}
+        writes = LiveWrites(places, search, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME))
+    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens, search, writes)
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
@@ -139,7 +146,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         await server.serve(sockets=[worker.listening_socket()])
 
     serving = asyncio.create_task(serve())
-    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server, search))]
+    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server, search, writes))]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     try:
@@ -152,6 +159,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         link.close()
+        if writes is not None:
+            writes.close()
 
 
 async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
@@ -210,16 +219,22 @@ def _answers(worker: Worker) -> PromptAnswers | None:
     return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
 
 
-async def _beat(worker: Worker, link: Engine, server: _Server, search: AsyncSearch | None) -> None:
+async def _beat(
+    worker: Worker, link: Engine, server: _Server, search: AsyncSearch | None, writes: LiveWrites | None
+) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
+    told_at = 0.0
     follower = None if search is None else Follower(search.library, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:
             follower.step(time.monotonic_ns())
+        if writes is not None and time.monotonic() >= told_at:
+            told_at = time.monotonic() + _TELL_S
+            tell_writes(worker.table, writes)
         if worker.stopping:
             server.should_exit = True  # a signal that came before the server listened to signals counts too
             stopping_at = stopping_at or time.monotonic()

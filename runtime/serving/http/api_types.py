@@ -76,6 +76,8 @@ def _param(location: tuple[int | str, ...]) -> str:
 def _explained(kind: str, message: str, value: object, param: str) -> str:
     if kind == _OURS:
         return message
+    if kind == "extra_forbidden":
+        return f"unknown field {param[:128]}"
     if kind == "missing":
         return f"{param} is missing"
     if kind in ("too_short", "string_too_short"):

@@ -50,6 +50,7 @@ from runtime.serving.http.api_types import (
     RetrievalBody,
     parse,
 )
+from runtime.serving.http.documents import DocumentRoutes
 from runtime.serving.http.embeddings import EmbeddingsRoute
 from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.http.guard import (
@@ -90,7 +91,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=(HEADER, "retry-after", "x-trinity-cache"),
         )
@@ -260,6 +261,8 @@ class _Routes:
         ).add_to(app)  # fmt: skip
         limit, timeout_s = settings.max_searches, settings.request_timeout_s
         EmbeddingsRoute(catalogue, self._read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
+        if self._service.writes is not None:
+            DocumentRoutes(self._service.writes, self._read_bytes, settings.collections).add_to(app)
 
     # ---- the node
 

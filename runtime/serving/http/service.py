@@ -13,8 +13,9 @@ from typing import Protocol
 from ipc import Stage
 from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
 from runtime.retrieval.attributes.filters import Wanted
+from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.library import About
+from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import PromptAnswers
@@ -153,6 +154,7 @@ class Service:
     answers: PromptAnswers | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
     catalogue: Catalogue | None = None  # None on a node without collections
+    writes: LiveWrites | None = None  # the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""One build of a collection as its clients have it open: its documents, and what it was embedded with."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runtime.errors import CollectionError
+from runtime.node.config import Verify
+from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
+from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
+from runtime.retrieval.live.manifest import is_live, read_description
+from runtime.retrieval.live.reading import LiveDocuments
+
+
+@dataclass(frozen=True)
+class About:
+    """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
+    or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
+    """
+
+    here: bool = False
+    size: int = 0
+    files: int = 0
+    document_bytes: int = 0
+    created_at: int = 0
+    dim: int = 0
+    metric: str = ""
+    embedder: str = ""
+
+
+@dataclass(frozen=True)
+class Build:
+    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with.
+
+    `file`: what the documents' file was when it was opened. `check` compares their checksum; None: nobody does.
+    `first_checked`: the documents are of no use before that has ended.
+    """
+
+    identity: str
+    documents: DocumentStore | LiveDocuments | None
+    embedder: EmbedderSpec | None
+    dim: int
+    about: About
+    file: tuple[int, ...]
+    check: Beside[None] | None
+    first_checked: bool
+
+    @property
+    def now(self) -> About:
+        """What it is by now: a live collection grows."""
+        documents = self.documents
+        if not isinstance(documents, LiveDocuments):
+            return self.about
+        return replace(self.about, size=documents.size, files=documents.size)
+
+    def close(self) -> None:
+        if self.check is not None:
+            self.check.stop()
+        if self.documents is not None:
+            self.documents.close()
+
+
+def identity_of(directory: Path) -> str:
+    """Of what lies in a directory now; "" if that cannot be read."""
+    try:
+        return read_description(directory).identity if is_live(directory) else identity_in(directory)
+    except CollectionError:
+        return ""
+
+
+def file_of(directory: Path) -> tuple[int, ...]:
+    """Which file holds the documents now, and when it was last written; () if there is none."""
+    try:
+        found = os.stat(directory / DOCUMENTS)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _built_at(directory: Path) -> int:
+    try:
+        return int(os.stat(directory / MANIFEST).st_mtime)
+    except OSError:
+        return 0
+
+
+def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
+    """The build that lies in a directory now. Raises `CollectionError`."""
+    if is_live(directory):
+        return _open_live(directory)
+
+    def opened(manifest: Manifest) -> Build:
+        file, check, documents = file_of(directory), None, None
+        if (facts := manifest.files.get(DOCUMENTS)) is not None:
+            documents = DocumentStore.open(directory / DOCUMENTS)
+            if documents.size != manifest.size:
+                documents.close()
+                raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+            if verify != "never":
+                try:
+                    checksums = Checksums({documents.path: facts})
+                except CollectionError:
+                    documents.close()
+                    raise
+                check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
+        waits = first_checked and check is not None
+        about = About(
+            here=True,
+            size=manifest.size,
+            files=(documents.file_count if documents else 0) or manifest.size,
+            document_bytes=facts.bytes if facts else 0,
+            created_at=_built_at(directory),
+            dim=manifest.dim,
+            metric=manifest.metric,
+            embedder="" if manifest.embedder is None else name_of(manifest.embedder),
+        )
+        return Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
+
+    return open_unchanged(directory, opened, Build.close)
+
+
+def _open_live(directory: Path) -> Build:
+    """A live collection is one build for ever: a row stands for one text."""
+    documents = LiveDocuments(directory)
+    told = documents.description
+    about = About(
+        here=True,
+        size=documents.size,
+        files=documents.size,
+        created_at=_built_at(directory),
+        dim=told.dim,
+        metric=told.metric,
+        embedder="" if told.embedder is None else name_of(told.embedder),
+    )
+    return Build(told.identity, documents, told.embedder, told.dim, about, (), None, False)

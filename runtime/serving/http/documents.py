@@ -1,0 +1,105 @@
+"""PUT and DELETE /v1/collections/{name}/documents: writing to live collections; and how they are."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import InvalidRequest, UnknownCollection
+from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.api_types import StrictModel, parse, wanted, wrong
+
+ReadBody = Callable[[Request], Awaitable[bytes]]
+
+
+def _many(value: object) -> object:
+    if not isinstance(value, list) or not value:
+        raise wrong("an array is needed, with one element at least")
+    if len(value) > MAX_BATCH:
+        raise wrong(f"{len(value)} in one request; the limit is {MAX_BATCH}")
+    return value
+
+
+class Document(StrictModel):
+    """A document to store. Without a `vector` it is embedded from its title and text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    text: str = ""
+    title: str = ""
+    attributes: dict[str, Any] = Field(default_factory=dict)
+    vector: list[float] | None = None
+
+
+class PutBody(StrictModel):
+    """PUT /v1/collections/{name}/documents."""
+
+    documents: Annotated[list[Document], BeforeValidator(_many)]
+
+
+class DeleteBody(StrictModel):
+    """DELETE /v1/collections/{name}/documents: by `ids`, or what passes `filter`."""
+
+    ids: Annotated[list[str], BeforeValidator(_many)] | None = None
+    filter: Annotated[Any, BeforeValidator(wanted)] = None
+
+
+class DocumentRoutes:
+    """The routes. `collections` are the names, `read` reads a request's body."""
+
+    def __init__(self, writes: LiveWrites, read: ReadBody, collections: Mapping[str, int]) -> None:
+        self._writes, self._read, self._collections = writes, read, collections
+
+    def add_to(self, app: Starlette) -> None:
+        """Serve them."""
+        app.add_route("/v1/collections/{name}/documents", self.put, methods=["PUT"])
+        app.add_route("/v1/collections/{name}/documents", self.delete, methods=["DELETE"])
+        app.add_route("/v1/collections/{name}/flush", self.flush, methods=["POST"])
+        app.add_route("/v1/collections/{name}", self.state, methods=["GET"])
+
+    async def put(self, http: Request) -> Response:
+        name = self._name(http)
+        body = parse(PutBody, await self._read(http))
+        documents = [Upserted(d.id, d.text, d.title, d.attributes, d.vector) for d in body.documents]
+        return _json(
+            {"object": "documents.stored", "collection": name, "count": await self._writes.upsert(name, documents)}
+        )
+
+    async def delete(self, http: Request) -> Response:
+        name = self._name(http)
+        body = parse(DeleteBody, await self._read(http))
+        if (body.ids is None) == (body.filter is None):
+            raise InvalidRequest("set either ids or filter", "ids")
+        if body.ids is not None:
+            count = await self._writes.delete(name, body.ids)
+        else:
+            count = await self._writes.delete_where(name, body.filter)
+        return _json({"object": "documents.deleted", "collection": name, "count": count})
+
+    async def flush(self, http: Request) -> Response:
+        name = self._name(http)
+        await self._writes.flush(name)
+        return _json({"object": "collection.flushed", "collection": name})
+
+    async def state(self, http: Request) -> Response:
+        name = self._name(http)
+        found = self._writes.states().get(name)
+        told: Json = {"object": "collection", "id": name, "writing": found is not None}
+        return _json(told if found is None else told | found._asdict())
+
+    def _name(self, http: Request) -> str:
+        name = str(http.path_params["name"])
+        if name not in self._collections:
+            loaded = ", ".join(self._collections) or "none"
+            raise UnknownCollection(f"no collection {name[:128]!r} is loaded; loaded: {loaded}", "collection")
+        return name
+
+
+def _json(value: Json) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,191 @@
+"""Documents written to live collections over HTTP: stored and deleted once, refused by name, kept over a restart."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.live.writing import MOST_AT_ONCE, LiveWrites
+from runtime.serving.http.service import Settings
+from tests.frontend.fakes import Cluster
+
+DIM = 16
+HASHING = Hashing(DIM)
+
+
+class Embeds:
+    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        assert kind == "passage"
+        return embedder.embed(texts, kind), 0
+
+
+def embedder_of(name: str) -> Embedder:
+    if name == "bare":
+        raise InvalidRequest("built from vectors")
+    return HASHING
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    create(tmp_path / "notes", DIM, metric="l2", degree=8)
+    create(tmp_path / "bare", DIM, metric="l2", degree=8)
+    (tmp_path / "sealed").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def writes(directory: Path) -> Iterator[LiveWrites]:
+    made = LiveWrites({name: directory / name for name in ("notes", "bare", "sealed")}, Embeds(), embedder_of)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def http(writes: LiveWrites) -> Iterator[httpx.Client]:
+    settings = Settings(collections={"notes": DIM, "bare": DIM, "sealed": DIM})
+    with Cluster(settings=settings, writes=writes) as cluster, cluster.http() as http:
+        yield http
+
+
+def put(http: httpx.Client, *documents: dict[str, Any], name: str = "notes") -> httpx.Response:
+    return http.put(f"/v1/collections/{name}/documents", json={"documents": documents})
+
+
+def delete(http: httpx.Client, **asked: Any) -> httpx.Response:
+    return http.request("DELETE", "/v1/collections/notes/documents", json=asked)
+
+
+def held(path: Path) -> dict[str, str]:
+    with LiveReader(path) as reader:
+        state = reader.state
+        rows = [row for row in range(1000) if not state.deleted([row])[0]]
+        return {document.id: document.text for document in state.documents(rows) if document is not None}
+
+
+def test_documents_are_stored_replaced_and_deleted_by_id_or_by_filter(http: httpx.Client, directory: Path) -> None:
+    first = {"id": "a", "text": "old", "attributes": {"tenant": "acme"}}
+    assert put(http, first, {"id": "b", "text": "two", "attributes": {"tenant": "blue"}}).json() == {
+        "object": "documents.stored", "collection": "notes", "count": 2,
+    }  # fmt: skip
+    for _ in range(2):  # once more is the same
+        assert put(http, first | {"text": "new"}).json()["count"] == 1
+    assert held(directory / "notes") == {"a": "new", "b": "two"}
+    assert delete(http, ids=["a", "nobody"]).json() == {
+        "object": "documents.deleted", "collection": "notes", "count": 1,
+    }  # fmt: skip
+    assert delete(http, ids=["a"]).json()["count"] == 0
+    assert delete(http, filter={"type": "eq", "key": "tenant", "value": "blue"}).json()["count"] == 1
+    assert held(directory / "notes") == {}
+
+
+def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
+    http: httpx.Client, directory: Path
+) -> None:
+    vector = [1.0] + [0.0] * (DIM - 1)
+    put(http, {"id": "a", "text": "some words"}, {"id": "b", "text": "some words", "vector": vector})
+    with LiveReader(directory / "notes") as reader:
+        (text,) = HASHING.embed(["some words"], "passage")
+        for query, row in ((text, 0), (vector, 1)):
+            rows, _ = reader.search([query], k=1)  # type: ignore[arg-type]
+            assert rows.tolist() == [[row]]
+
+
+def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
+    assert http.get("/v1/collections/notes").json() == {"object": "collection", "id": "notes", "writing": False}
+    put(http, *({"id": str(n), "text": "t"} for n in range(30)))
+    assert http.post("/v1/collections/notes/flush").json() == {"object": "collection.flushed", "collection": "notes"}
+    delete(http, ids=["3"])
+    found = http.get("/v1/collections/notes").json()
+    assert found.pop("log_bytes") > 0
+    assert found == {
+        "object": "collection", "id": "notes", "writing": True, "documents": 29, "segments": 1, "growing": 0,
+        "tombstones": 1, "sealed": 1, "merged": 0, "building": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"documents": []}, "one element at least"),
+        ({"documents": [{"id": "a"}] * 4097}, "4097 in one request; the limit is 4096"),
+        ({"documents": [{"text": "no id"}]}, "documents[0].id is missing"),
+        ({"documents": [{"id": "a", "texts": "?"}]}, "texts"),
+        ({"documents": [{"id": "a"}, {"id": "a"}]}, "'a' comes twice in the batch"),
+        ({"documents": [{"id": "a", "vector": [1, 2]}]}, "have 16 numbers"),
+        ({"documents": [{"id": "a", "attributes": {"x": {}}}]}, "attribute 'x' is {}"),
+        ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was a integer before"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name_and_nothing_of_it_is(
+    http: httpx.Client, directory: Path, body: dict[str, Any], message: str
+) -> None:
+    put(http, {"id": "first", "text": "t", "attributes": {"n": 1}})
+    refused = http.put("/v1/collections/notes/documents", json=body)
+    assert refused.status_code == 400
+    assert message in refused.json()["error"]["message"]
+    assert held(directory / "notes") == {"first": "t"}
+
+
+def test_collections_that_cannot_be_written_to_say_why(http: httpx.Client, directory: Path) -> None:
+    assert put(http, {"id": "a"}, name="none").status_code == 404
+    refused = put(http, {"id": "a"}, name="sealed")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+    assert "not a live one" in refused.json()["error"]["message"]
+    assert "has no embedder" in put(http, {"id": "a"}, name="bare").json()["error"]["message"]
+    with LiveWriter(directory / "notes", background=False):
+        busy = put(http, {"id": "a"})
+    assert (busy.status_code, busy.json()["error"]["code"]) == (503, "collection_busy")
+    assert put(http, {"id": "a"}).status_code == 200  # it is free again
+
+
+def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
+    for asked in ({}, {"ids": ["a"], "filter": {"type": "eq", "key": "n", "value": 1}}):
+        assert delete(http, **asked).json()["error"]["message"] == "set either ids or filter"
+    assert delete(http, filter={"type": "eq", "key": "n", "value": 1}).json()["error"]["code"] == "invalid_filter"
+
+
+def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: LiveWrites, directory: Path) -> None:
+    asyncio.run(writes.upsert("notes", [Upserted("a", "kept")]))
+    writes.close()
+    again = LiveWrites({"notes": directory / "notes"}, Embeds(), embedder_of)
+    assert asyncio.run(again.delete("notes", ["a"])) == 1
+    again.close()
+
+
+def test_more_writes_than_may_be_under_way_are_refused(writes: LiveWrites) -> None:
+    async def many() -> list[int | BaseException]:
+        asked = (writes.upsert("notes", [Upserted(str(n), "t")]) for n in range(MOST_AT_ONCE + 5))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    ended = asyncio.run(many())
+    assert ended.count(1) == MOST_AT_ONCE
+    assert sum(isinstance(one, Overloaded) for one in ended) == 5
+
+
+@pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
+def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes_on(
+    writes: LiveWrites, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
+) -> None:
+    def fails(self: LiveWriter, documents: object) -> int:
+        raise error
+
+    async def both() -> None:
+        await writes.upsert("notes", [Upserted("a", "t")])
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveWriter, "upsert", fails)
+            with pytest.raises(CollectionError):
+                await writes.upsert("notes", [Upserted("b", "t")])
+        assert ("notes" in writes.states()) == kept
+        assert await writes.upsert("notes", [Upserted("b", "t")]) == 1
+
+    asyncio.run(both())

@@ -1,0 +1,199 @@
+"""Live collections in a pool: what was written is found, what was deleted is not, while segments come and go."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, InvalidFilter, InvalidRequest
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.library import Library
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
+from tests.gpu.cases import clustered
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import Vectors, attached, collect
+
+DIM = 16
+SEALED = 300  # rows of a segment that is large enough for its graph to be walked
+
+
+def of(tenant: str) -> dict[str, Any]:
+    return {"type": "eq", "key": "tenant", "value": tenant}
+
+
+class Stand:
+    """A live collection, its writer, and what it holds: vectors and attributes by id."""
+
+    def __init__(self, path: Path, **made: Any) -> None:
+        create(path, DIM, metric="l2", **made)
+        self.path, self.writer = path, LiveWriter(path, background=False, seal_rows=1 << 20)
+        self.held: dict[str, tuple[Vectors, dict[str, Any]]] = {}
+        self._random = np.random.default_rng(5)
+
+    def upsert(self, *names: str, **attributes: Any) -> None:
+        vectors = clustered(self._random, len(names), DIM)
+        documents = [
+            Upserted(name, f"text of {name}", attributes=attributes, vector=vector)
+            for name, vector in zip(names, vectors, strict=True)
+        ]
+        self.writer.upsert(documents)
+        self.held |= {name: (vector, attributes) for name, vector in zip(names, vectors, strict=True)}
+
+    def delete(self, *names: str) -> None:
+        self.writer.delete(names)
+        for name in names:
+            self.held.pop(name, None)
+
+    def nearest(self, query: Vectors, k: int, told: Mapping[str, Any] | None = None) -> list[str]:
+        """Of the documents with these attributes."""
+        wanted = (told or {}).items()
+        near = {
+            name: float(np.square(v - query).sum()) for name, (v, own) in self.held.items() if wanted <= own.items()
+        }
+        return sorted(near, key=near.__getitem__)[:k]
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[Stand]:
+    made = Stand(tmp_path / "live")
+    yield made
+    made.writer.close()
+
+
+class Served:
+    """The collection through a pool, and its documents as an answering worker looks them up."""
+
+    def __init__(self, plan: NodePlan, pool: InProcessPool, client: SearchClient) -> None:
+        self.pool, self.client = pool, client
+        self._library = Library(plan)
+        self._library.follow("docs", client.identities("docs"))
+
+    def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
+        """Ids as texts say them."""
+        result = self.client.search(query, k, top_m=64, **asked)
+        found = self._library.passages("docs", result)
+        assert all(passage.text == f"text of {passage.id}" for passage in found)
+        return [passage.id for passage in found]
+
+    def until_found(self, query: Vectors, expected: list[str], **asked: Any) -> None:
+        until(lambda: self.find(query, max(len(expected), 1), **asked) == expected)
+
+
+@pytest.fixture
+def serve(make_pool: MakePool, make_client: MakeClient) -> Callable[..., Served]:
+    def start(path: Path, **settings: Any) -> Served:
+        plan = plan_of(path, **settings)
+        pool = make_pool(plan).start()
+        return Served(plan, pool, attached(make_client(plan)))
+
+    return start
+
+
+MakeServed = Callable[..., Served]
+
+
+def test_what_is_written_is_found_and_what_is_deleted_is_not(stand: Stand, serve: MakeServed) -> None:
+    served = serve(stand.path)
+    query = np.zeros(DIM, np.float32)
+    assert served.find(query) == []
+    stand.upsert("a", "b", "c")
+    served.until_found(query, stand.nearest(query, 3))
+    stand.delete("b")
+    assert "b" not in served.find(query)  # at once: no answer has a document that was deleted before it was asked
+    served.until_found(query, stand.nearest(query, 2))
+    stand.upsert("a")
+    served.until_found(stand.held["a"][0], stand.nearest(stand.held["a"][0], 2))
+
+
+def test_segments_are_sealed_and_merged_under_searches_and_every_answer_is_the_nearest(
+    stand: Stand, serve: MakeServed
+) -> None:
+    stand.upsert(*(f"first-{n}" for n in range(SEALED)))
+    stand.writer.flush()
+    served = serve(stand.path)
+    queries = clustered(np.random.default_rng(9), 5, DIM)
+    for change in range(4):
+        stand.upsert(*(f"{change}-{n}" for n in range(SEALED)))
+        stand.delete(*(f"first-{n}" for n in range(change, SEALED, 7)))
+        if change == 2:
+            stand.writer.compact()
+        elif change != 3:
+            stand.writer.flush()
+        for query in queries:
+            served.until_found(query, stand.nearest(query, 10))
+    loaded = served.pool.engine.dims
+    until(lambda: len(served.pool.engine.dims) == 2)  # one merged segment and the growing rows; the others have left
+    assert loaded
+
+
+def test_filters_see_what_was_written_since_they_were_evaluated(stand: Stand, serve: MakeServed) -> None:
+    stand.upsert(*(f"acme-{n}" for n in range(SEALED)), tenant="acme")
+    stand.writer.flush()
+    stand.upsert("blue-0", tenant="blue")
+    served, query = serve(stand.path), np.zeros(DIM, np.float32)
+    for tenant in ("acme", "blue"):
+        assert served.find(query, filter=of(tenant)) == stand.nearest(query, 10, {"tenant": tenant})
+    stand.upsert("blue-1", tenant="blue")
+    stand.delete(*stand.nearest(query, 3, {"tenant": "acme"}))
+    for tenant in ("acme", "blue"):
+        served.until_found(query, stand.nearest(query, 10, {"tenant": tenant}), filter=of(tenant))
+
+
+def test_an_attribute_that_is_met_for_the_first_time_can_be_asked_for_soon(stand: Stand, serve: MakeServed) -> None:
+    stand.upsert("a")
+    served, query = serve(stand.path), np.zeros(DIM, np.float32)
+    wanted = {"type": "eq", "key": "year", "value": 2024}
+    with pytest.raises(InvalidFilter, match="no attribute 'year'; the known ones: none"):
+        served.find(query, filter=wanted)
+    stand.upsert("b", year=2024)
+
+    def found() -> bool:
+        served.client.poll()
+        try:
+            return served.find(query, filter=wanted) == ["b"]
+        except InvalidFilter:
+            return False
+
+    until(found)
+
+
+def test_what_the_collection_demands_is_demanded_by_its_pool(tmp_path: Path, serve: MakeServed) -> None:
+    stand = Stand(tmp_path / "demanding", demanded="tenant")
+    stand.upsert("a", tenant="acme")
+    stand.upsert("b", tenant="blue")
+    served, query = serve(stand.path), np.zeros(DIM, np.float32)
+    with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
+        served.find(query)
+    assert served.find(query, filter={"type": "eq", "key": "tenant", "value": "blue"}) == ["b"]
+    stand.writer.close()
+
+
+def test_queries_in_flight_end_on_the_segments_that_they_began_with(
+    stand: Stand, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    for part in range(3):
+        stand.upsert(*(f"{part}-{n}" for n in range(SEALED)))
+        stand.writer.flush()
+    plan = plan_of(stand.path, slots=2)
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    queries = clustered(np.random.default_rng(9), 40, DIM)
+    with pool.held():
+        tickets = [client.submit(query, 5, top_m=64) for query in queries]
+        stand.writer.compact()
+    found = collect(client, len(tickets))
+    rows = stand.writer.state.rows_of([name for query in queries for name in stand.nearest(query, 5)])
+    for ticket, query in zip(tickets, queries, strict=True):
+        assert found[ticket].checked().ids.tolist() == [rows[name] for name in stand.nearest(query, 5)]
+
+
+def test_a_live_collection_has_one_shard(stand: Stand, make_pool: MakePool) -> None:
+    with pytest.raises(CollectionError, match="one shard, not 2"):
+        make_pool(plan_of(stand.path, shards=2, workers=2))
