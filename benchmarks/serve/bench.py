@@ -69,9 +69,11 @@ class Bench:
         return self._kept[kind]
 
     @contextmanager
-    def stand(self, kind: Kind, parts: Parts | None = None, **more: dict[str, Any]) -> Iterator[Stand]:
+    def stand(
+        self, kind: Kind, parts: Parts | None = None, *, models_last: bool = False, **more: dict[str, Any]
+    ) -> Iterator[Stand]:
         """A stand of a section's own; of other `parts` if they are given."""
-        with Stand(parts or self.parts, kind, **more) as stand:
+        with Stand(parts or self.parts, kind, models_last=models_last, **more) as stand:
             self._warm(stand)
             yield stand
 

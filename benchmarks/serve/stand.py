@@ -62,8 +62,10 @@ class Parts:
 class Stand:
     """A running node of one kind. A context: its processes end with it."""
 
-    def __init__(self, parts: Parts, kind: Kind = "node", **more: dict[str, Any]) -> None:
-        self.kind = kind
+    def __init__(self, parts: Parts, kind: Kind = "node", *, models_last: bool = False, **more: dict[str, Any]) -> None:
+        """`models_last`: prefill and decode run when nobody else wants their core (SCHED_IDLE). Frontend, pool and
+        client then do not wait for them, as if they had cores of their own; but what else runs here goes before too."""
+        self.kind, self._models_last = kind, models_last
         self.plan = resolve(parse_config(parts.config(kind, more)))
         self.tables = {
             worker.name: WorkerTable.create(worker.role, worker.name, self.plan.config.slo)
@@ -73,6 +75,7 @@ class Stand:
         self._listener = listen(self.plan.config.http)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._names: list[tuple[str, ...]] = []
         self._ended = threading.Event()
         self._control = ControlLoop(self.plan.config.control, self.plan.config.pool, self.tables)
         self._tuning = threading.Thread(target=self._tune, daemon=True)
@@ -93,6 +96,8 @@ class Stand:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
+        if self._models_last and workers[0].startswith(("prefill", "decode")):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -110,6 +115,20 @@ class Stand:
             if metric.name == name
         )
 
+    def used_s(self) -> tuple[float, float, float]:
+        """Processor seconds so far: of the models, of the rest of the node with this process, of all others here."""
+        tick = os.sysconf("SC_CLK_TCK")
+        models, light = 0.0, time.process_time()
+        for process, names in zip(self._processes, self._names, strict=True):
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
+            used = (int(fields[11]) + int(fields[12])) / tick
+            if names[0].startswith(("prefill", "decode")):
+                models += used
+            else:
+                light += used
+        user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
+        return models, light, (user + nice + system + irq + soft) / tick - models - light
+
     @property
     def reserve(self) -> float:
         """r, as the control loop wants it now."""
@@ -126,6 +145,9 @@ class Stand:
             env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         self._processes.append(process)
+        self._names.append(workers)
+        if self._models_last:
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         assert process.stdin is not None
         for name in workers:
             spec = WorkerSpec(self.plan, name, 1, self.tables[name].reference, os.getpid(), fd)

@@ -39,7 +39,7 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
         "prefill": prefill / n / config.prefill.workers,
         "decode": (output * step / slots + append) / config.decode.workers,
         "pool": (ask + probing) / max(config.pool.workers, 1),
-        "link": times.handover_s(round(prompt)) / config.decode.workers,
+        "link": times.copy_s(round(prompt)) / config.decode.workers,
     }
     if setup.placement == "with-prefill":
         found["pool"] = (ask + probing) * times.extend_shared / config.prefill.workers

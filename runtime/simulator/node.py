@@ -42,6 +42,7 @@ class Simulation:
         self._samples: list[Sample] = []
         self._timeout_ns = ns(setup.config.http.request_timeout_s)
         self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
+        self._frontend_ns = ns(setup.times.frontend_s)
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
         self._build_workers()
@@ -70,9 +71,9 @@ class Simulation:
         for i, gpu in enumerate(decode_gpus):
             pools = self._pools.group([len(prefill_gpus) + i]) if setup.placement == "coupled" else everyone
             decode = SimDecode(
-                f"decode-{i}", self.events, setup.times, config.decode, setup.workload, gpu,
-                Random(setup.seed * 64 + i), self._asker("decode", pools), self._pools.forget, self.router.report,
-                self._finish, self._kv_rows(),
+                f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s,
+                setup.workload, gpu, Random(setup.seed * 64 + i), self._asker("decode", pools), self._pools.forget,
+                self.router.report, self._finish, self._kv_rows(),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
@@ -141,7 +142,11 @@ class Simulation:
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
         self._timeouts.begin(request)
-        self.prefills[placement.prefill].receive(request)
+        prefill = self.prefills[placement.prefill]
+        if self._frontend_ns:
+            self.events.after(self._frontend_ns, partial(prefill.receive, request))
+        else:
+            prefill.receive(request)
 
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         request.left_prefill = True

@@ -1,7 +1,9 @@
 """A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows join and leave between steps.
 
-Unlike there, KV is pulled beside the running batch, over a link of its own, one hand-over at a time, and not before its
-row has a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
+Its loop looks around between two steps only, as the real one's does: what comes during a step, be it a hand-over, a
+probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
+steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
+a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
 youngest row makes room and is computed again (there is no swap space here).
 """
 
@@ -15,6 +17,7 @@ from runtime.node.config import DecodeSection
 from runtime.serving.kv.blocks import OutOfBlocks
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, Timeouts, ns
+from runtime.simulator.stages.embedder import Embedder
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.kv_rows import KvRows
 from runtime.simulator.stages.prefill import Ask
@@ -25,14 +28,27 @@ from runtime.simulator.workload import Workload
 
 _MOST_STEPS = 64  # in one run: contexts grow, and the time of a step with them
 _PROBE_TIMEOUT_NS = 2_000_000_000  # as in runtime.serving.decode
+_SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step at most, as there
 
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """A row's question to the pool."""
+    """A row's query to the pool. `query`: its number while the pool has it."""
 
     row: SimRequest
+    deadline_ns: int = 0
     query: int = -1
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _HandOver:
+    """A prompt whose KV is pulled: `left_ns` of copying, which ends at `end_ns` once nothing interrupts it."""
+
+    request: SimRequest
+    pulled: Callable[[], None]
+    left_ns: int
+    end_ns: int = 0
 
 
 class SimDecode:
@@ -44,6 +60,7 @@ class SimDecode:
         events: Events,
         times: ServiceTimes,
         limits: DecodeSection,
+        slice_s: float,
         workload: Workload,
         gpu: Gpu,
         random: Random,
@@ -55,10 +72,16 @@ class SimDecode:
     ) -> None:
         self.name = name
         self._events, self._times, self._limits, self._workload = events, times, limits, workload
+        self._embedder = Embedder(events, times.embed_s)
+        self._embedded: list[_Probe] = []
+        self._answered: list[tuple[_Probe, str]] = []
         self._gpu, self._random = gpu, random
         self._ask, self._forget, self._report, self._finish = ask, forget, report, finish
         self._timeouts: Timeouts[_Probe] = Timeouts(events, _PROBE_TIMEOUT_NS, self._timed_out)
         self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
+        self._pulling: deque[_HandOver] = deque()
+        self._link_ns = ns(times.link_s)
+        self._slice_ns = 0 if limits.devices[0] != "cpu" else ns(slice_s)  # 0: copied beside the steps
         self.slots = self.free = limits.slots
         self.rows = 0
         self.stalled = 0
@@ -69,7 +92,6 @@ class SimDecode:
         self.preemptions = 0
         self._context = 0  # cached tokens of all rows in the batch
         self._extra_s = 0.0
-        self._link_free_ns = 0
         self._counted_ns = 0
         self.link_busy_ns = 0
         self.row_ns = 0
@@ -80,30 +102,56 @@ class SimDecode:
     # ---- hand-over
 
     def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
+        self._events.after(self._link_ns, partial(self._offered, request, pulled))
+
+    def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         self.offers.append((request, pulled))
-        self._pull()
+        self.batch.poke()
         self._tell()
 
     def _pull(self) -> None:
+        """Give room to what is offered, and bring KV in."""
+        self._give_room()
+        while self._pulling and self._copy(self._pulling[0]):
+            self._arrived(self._pulling.popleft())
+            self._give_room()
+
+    def _give_room(self) -> None:
         while self.free and self.offers:
             request, pulled = self.offers[0]
             tokens = request.arrival.prompt_tokens
             if not request.ended and self.kv is not None:
                 if self._out or not self.kv.has_room(tokens, len(self.batch)):
-                    return  # who was here before comes first
+                    break  # who was here before comes first
                 self.kv.take(request, tokens)
             self.offers.popleft()
             if request.ended:
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
-            took = ns(self._times.handover_s(tokens))
-            self._link_free_ns = max(self._link_free_ns, self._events.now_ns) + took
+            took = ns(self._times.copy_s(tokens))
             self.link_busy_ns += took
-            self._events.at(self._link_free_ns, partial(self._arrived, request, pulled))
+            self._pulling.append(_HandOver(request, pulled, took))
 
-    def _arrived(self, request: SimRequest, pulled: Callable[[], None]) -> None:
-        pulled()
+    def _copy(self, handover: _HandOver) -> bool:
+        """Go on with the first hand-over; whether all of it is here now."""
+        now = self._events.now_ns
+        if handover.end_ns:
+            return handover.end_ns <= now
+        if self._slice_ns and (self.batch or self._joining):
+            step_ns = ns(self._times.decode_s(len(self.batch) + len(self._joining), self._context))
+            copied = min(handover.left_ns, self._slice_ns, step_ns // _SLICE_SHARE)
+            handover.left_ns -= copied
+            self._extra_s += copied / 1e9
+            return handover.left_ns == 0
+        handover.end_ns = now + handover.left_ns
+        if handover.end_ns > now:
+            self._events.at(handover.end_ns, self.batch.poke)
+        return handover.end_ns <= now
+
+    def _arrived(self, handover: _HandOver) -> None:
+        request = handover.request
+        handover.pulled()
         self.count_row_time()
         self.rows += 1
         request.first_token_ns = self._events.now_ns
@@ -147,8 +195,10 @@ class SimDecode:
             row.context += taken
             self._context -= row.context
             self._go_on(row)
+        self._take_answers()
         if self._out:
             self._bring_back()
+        self._pull()
         if self._joining:
             for row in self._joining:
                 self.batch.join(row, self._steps(row))
@@ -156,7 +206,7 @@ class SimDecode:
             self._joining.clear()
         most = self._secure() if self.kv is not None else _MOST_STEPS
         self._gpu.model_busy = bool(self.batch)
-        return most
+        return 1 if self._pulling and self._slice_ns else most
 
     def _step_ns(self) -> int:
         return ns(self._times.decode_s(len(self.batch), self._context))
@@ -172,12 +222,11 @@ class SimDecode:
         self.count_row_time()
         if self.kv is not None:
             self.kv.end(row)
-            if self._out:
-                self.batch.poke()
         self.rows -= 1
         self.free += 1
+        if self.offers or self._out:
+            self.batch.poke()
         self._finish(row)
-        self._pull()
         self._tell()
 
     # ---- KV blocks
@@ -195,7 +244,6 @@ class SimDecode:
             self.kv.take(row, row.context)
             self._extra_s += self._times.prefill_s(0, row.context)
             self._joining.append(row)
-        self._pull()
 
     def _secure(self) -> int:
         """Have blocks for the next steps of every row, the oldest first; how many steps they are for."""
@@ -240,21 +288,42 @@ class SimDecode:
         self.count_row_time()
         self.stalled += 1
         self.probes += 1
-        assert self._ask is not None
         probe = _Probe(row)
-        probe.query = self._ask(self._timeouts.begin(probe), partial(self._probed, probe))
+        probe.deadline_ns = self._timeouts.begin(probe)
+        self._embedder.put(partial(self._vector, probe))
 
-    def _timed_out(self, probe: "_Probe") -> None:
-        self._forget(probe.query)
-        self._probed(probe, "timeout")
+    def _vector(self, probe: _Probe) -> None:
+        self._embedded.append(probe)
+        self.batch.poke()
 
-    def _probed(self, probe: "_Probe", status: str) -> None:
+    def _reply(self, probe: _Probe, status: str) -> None:
+        probe.over = True
         self._timeouts.end(probe)
-        self.count_row_time()
-        self.stalled -= 1
-        if status == "ok" and self._random.random() < self._workload.probe_hit:
-            self._append(probe.row)
-        self._go_on_after_probe(probe.row)
+        self._answered.append((probe, status))
+        self.batch.poke()
+
+    def _timed_out(self, probe: _Probe) -> None:
+        if probe.query >= 0:
+            self._forget(probe.query)
+        self._reply(probe, "timeout")
+
+    def _take_answers(self) -> None:
+        """Ask with what is embedded, and let rows go on whose probes are answered."""
+        if self._embedded:
+            embedded, self._embedded = self._embedded, []
+            for probe in embedded:
+                if not probe.over:
+                    assert self._ask is not None
+                    probe.query = self._ask(probe.deadline_ns, partial(self._reply, probe))
+        if self._answered:
+            answered, self._answered = self._answered, []
+            self.count_row_time()
+            for probe, status in answered:
+                self.stalled -= 1
+                probe.row.stalled_ns += self._events.now_ns - probe.deadline_ns + _PROBE_TIMEOUT_NS
+                if status == "ok" and self._random.random() < self._workload.probe_hit:
+                    self._append(probe.row)
+                self._go_on_after_probe(probe.row)
 
     def _append(self, row: SimRequest) -> None:
         """New passages: a chunk that goes through the model with the row's next step."""

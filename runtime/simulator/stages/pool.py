@@ -86,7 +86,7 @@ class SimPool:
 class Pools:
     """All pool workers of a node, which are asked with the parameters that `limits` has as defaults.
 
-    Queries come through a ring, `delay_ns` after they were asked, and find the pools of a *group* in turn.
+    Queries come through a ring, and find the pools of a *group* in turn.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Pools:
         asks: int = _ASKS,
     ) -> None:
         self._events, self._random, self._limits = events, random, limits
-        self._delay_ns = ns(times.embed_s) + ns(times.ring_s)
+        self._ring_ns = ns(times.ring_s)
         self.pools = [SimPool(rules, times) for rules, _ in pools]
         self._groups: list[list[int]] = []
         self._replies: dict[int, Reply] = {}
@@ -150,8 +150,8 @@ class Pools:
         return len(self._state.groups) - 1
 
     def ask(self, group: int, stage: Stage, deadline_ns: int, reply: Reply) -> int:
-        """A text is embedded and asked; `reply` is told the status. The query's number, until then, to `forget` it."""
-        return self.ask_at(self._events.now_ns + self._delay_ns, group, stage, deadline_ns, reply)
+        """A vector is asked for; `reply` is told the status. The query's number, until then, to `forget` it."""
+        return self.ask_at(self._events.now_ns + self._ring_ns, group, stage, deadline_ns, reply)
 
     def ask_at(
         self,

@@ -1,11 +1,17 @@
-"""A simulated prefill worker. As `runtime.serving.prefill`: receive → retrieve → prefill → offer."""
+"""A simulated prefill worker. As `runtime.serving.prefill`: receive → retrieve → prefill → offer.
+
+Its loop looks around between two passes only, as the real one's does: what comes during a pass, be it a request, its
+query's vector or its passages, is taken up when the pass is over.
+"""
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, ns
+from runtime.simulator.stages.embedder import Embedder
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
@@ -31,34 +37,69 @@ class SimPrefill:
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
-        self.asking = 0
+        self._embedder = Embedder(events, times.embed_s)
+        self._arrived: list[SimRequest] = []
+        self._embedded: list[SimRequest] = []
+        self._answered: list[tuple[SimRequest, str]] = []
+        self.asking = 0  # arrived, and not yet waiting
         self.waiting: deque[SimRequest] = deque()
         self._running: list[SimRequest] = []
+        self._prompt_ns = ns(times.prompt_s) if ask is not None else 0
+        self._owed_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
         self.busy_ns = 0
         self.tokens = 0
 
     def receive(self, request: SimRequest) -> None:
-        if self._ask is None:
-            self._take(request)
-            return
         self.asking += 1
+        self._arrived.append(request)
+        self._look()
 
-        def reply(status: str) -> None:
-            self.asking -= 1
-            if status == "ok" or request.ended:
-                self._take(request)
-            else:
-                self._fail(request, status)
-
-        self._ask(request.deadline_ns, reply)
+    def _look(self) -> None:
+        """Something has come: the loop sees it now, or when the pass under way is over."""
+        if not self._gpu.model_busy:
+            self._round()
         self._tell()
+
+    def _round(self) -> None:
+        """What the loop does between two passes: take up what has come, and begin the next pass."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            for request in arrived:
+                request.taken_ns = self._events.now_ns
+                if self._ask is None:
+                    self._take(request)
+                else:
+                    self._embedder.put(partial(self._vector, request))
+        if self._embedded:
+            embedded, self._embedded = self._embedded, []
+            for request in embedded:
+                assert self._ask is not None
+                self._ask(request.deadline_ns, partial(self._reply, request))
+        if self._answered:
+            answered, self._answered = self._answered, []
+            for request, status in answered:
+                if status == "ok" or request.ended:
+                    self._take(request)
+                else:
+                    self.asking -= 1
+                    self._fail(request, status)
+        self._pass()
+
+    def _vector(self, request: SimRequest) -> None:
+        request.embedded_ns = self._events.now_ns
+        self._embedded.append(request)
+        self._look()
+
+    def _reply(self, request: SimRequest, status: str) -> None:
+        self._answered.append((request, status))
+        self._look()
 
     def _take(self, request: SimRequest) -> None:
+        request.searched_ns = self._events.now_ns
+        self._owed_ns += self._prompt_ns
+        self.asking -= 1
         self.waiting.append(request)
-        if not self._gpu.model_busy:
-            self._pass()
-        self._tell()
 
     def _pass(self) -> None:
         """One pass through the model, as long as there is anything to run."""
@@ -66,6 +107,7 @@ class SimPrefill:
             request = self.waiting.popleft()
             if not request.ended:
                 self.free -= 1
+                request.begun_ns = self._events.now_ns + self._owed_ns
                 self._running.append(request)
         budget, seconds = self._limits.expected_chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
@@ -78,7 +120,8 @@ class SimPrefill:
             budget -= tokens
         self._gpu.model_busy = bool(chunks)
         if chunks:
-            took = ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
+            took = self._owed_ns + ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
+            self._owed_ns = 0
             self.busy_ns += took
             self._events.after(took, lambda: self._passed(chunks))
 
@@ -93,15 +136,13 @@ class SimPrefill:
                 self._running.remove(request)
                 request.prefilled_ns = self._events.now_ns
                 self._offer(request, self._pulled)
-        self._pass()
+        self._round()
         self._tell()
 
     def _pulled(self) -> None:
         """Decode has the KV of an offer, or will not take it."""
         self._release()
-        if not self._gpu.model_busy:
-            self._pass()
-        self._tell()
+        self._look()
 
     def _release(self) -> None:
         self.free += 1

@@ -16,6 +16,10 @@ class SimRequest:
     received_ns: int
     deadline_ns: int
     placement: Placement
+    taken_ns: int = 0  # prefill's loop has seen it
+    embedded_ns: int = 0
+    searched_ns: int = 0
+    begun_ns: int = 0  # its first chunk goes through the model
     prefilled_ns: int = 0
     first_token_ns: int = 0
     end_ns: int = 0
@@ -23,6 +27,7 @@ class SimRequest:
     left_prefill: bool = False
     done_tokens: int = 0  # of the prompt
     generated: int = 0
+    stalled_ns: int = 0
     context: int = 0  # tokens cached by decode
 
     @property

@@ -47,6 +47,30 @@ class Line(msgspec.Struct, frozen=True):
         return cls(float(fixed), max(float(each), 0.0))
 
 
+def costs(parts: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
+    """What each part costs, if a measurement that took `took[i]` had `parts[i]` of them: least squares of relative
+    errors, in which no cost is below 0."""
+    matrix = np.asarray(parts, float) / np.asarray(took)[:, None]
+    found, left = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
+    while left:
+        values = np.linalg.lstsq(matrix[:, left], np.ones(len(took)), rcond=None)[0]
+        if values.min() >= 0:
+            found[left] = values
+            break
+        left.pop(int(values.argmin()))
+    return [float(value) for value in found]
+
+
+def prefill_parts(chunks: Sequence[tuple[int, int]]) -> list[float]:
+    """Of passes that are a chunk (start, tokens) each: passes, tokens, tokens behind others, pairs."""
+    return [
+        float(len(chunks)),
+        float(sum(tokens for _, tokens in chunks)),
+        float(sum(tokens for start, tokens in chunks if start)),
+        sum(tokens * (start + tokens / 2) for start, tokens in chunks),
+    ]
+
+
 def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
     """Measure what `config` names: its collections and its model; simulations take the first collection's extends.
 
@@ -96,6 +120,11 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
         engine.close()
 
 
+def _starts(far: int) -> list[int]:
+    """Where chunks begin that lie behind others."""
+    return sorted({max(1, far // part) for part in (8, 2, 1)}) if far > 0 else []
+
+
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
     from runtime.serving.kv.transfer import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -129,9 +158,10 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
     prompt(0, 2)
     lengths = sorted({max(1, longest // part) for part in (16, 8, 4, 2, 1)})
     prompts = [prompt(0, length) for length in lengths]
-    passes = Line.fit(lengths, prompts)
-    far = section.context_tokens - longest
-    pair_s = max(0.0, prompt(far, longest) - prompt(0, longest)) / (longest * max(far, 1))
+    chunks = [(0, length) for length in lengths]
+    chunks += [(start, length) for start in _starts(section.context_tokens - longest) for length in lengths[-2:]]
+    took = [*prompts, *(prompt(*chunk) for chunk in chunks[len(prompts) :])]
+    pass_s, token_s, behind_s, pair_s = costs([prefill_parts([chunk]) for chunk in chunks], took)
     active = sorted({1, max(1, rows // 4), max(1, rows // 2), rows})
     taken = [step(count, 16) for count in active]
     steps = Line.fit(active, taken)
@@ -147,8 +177,9 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         found = replace(found, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
     return replace(
         found,
-        prefill_pass_s=passes.fixed,
-        prefill_token_s=passes.each,
+        prefill_pass_s=pass_s,
+        prefill_token_s=token_s,
+        prefill_behind_s=behind_s,
         prefill_pair_s=pair_s,
         decode_step_s=steps.fixed,
         decode_row_s=steps.each,

@@ -7,13 +7,16 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 |---|---|---|
 | `prefill_pass_s` | 2 ms | launches and synchronisation of one pass; an assumption |
 | `prefill_token_s` | 30 µs | 2 · 8e9 FLOP a token at 55% of 989 TFLOP/s |
+| `prefill_behind_s` | 0 | what a token takes more in a chunk behind others; measured by `calibrate` |
 | `prefill_pair_s` | 1 ns | attention: 4 · 32 layers · 4096 FLOP for each earlier token, at the same rate |
 | `decode_step_s` | 6 ms | 16 GB of weights read at 80% of 3.35 TB/s |
 | `decode_row_s` | 40 µs | 2 · 8e9 FLOP a row at 40% of 989 TFLOP/s |
 | `decode_context_s` | 49 ns | 128 KiB of KV a token at 80% of 3.35 TB/s |
 | `kv_token_bytes` | 131,072 | 32 layers · 2 · 8 heads · 128 · 2 bytes |
 | `link_bytes_s` | 3.6e11 | NVLink 4: 450 GB/s a direction, 80% of it |
-| `link_s` | 50 µs | set-up of one hand-over; an assumption |
+| `link_s` | 50 µs | from prefill's offer to decode's hands; an assumption |
+| `frontend_s` | 0 | from the frontend's reading of a request to a prefill worker; measured by `benchmarks.serve` |
+| `prompt_s` | 0 | prefill's loop, for a request's passages and prompt; measured by `benchmarks.serve` |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
 | `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
@@ -50,6 +53,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     source: str = "defaults: H100 data sheet, an 8-billion-parameter Llama, not measured"
     prefill_pass_s: _Cost = 2e-3
     prefill_token_s: _Cost = 30e-6
+    prefill_behind_s: _Cost = 0.0
     prefill_pair_s: _Cost = 1e-9
     decode_step_s: _Cost = 6e-3
     decode_row_s: _Cost = 40e-6
@@ -57,6 +61,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_token_bytes: _Size = 131_072
     link_bytes_s: Annotated[float, Meta(gt=0)] = 3.6e11
     link_s: _Cost = 50e-6
+    frontend_s: _Cost = 0.0
+    prompt_s: _Cost = 0.0
     embed_s: _Cost = 2e-3
     ring_s: _Cost = 10e-6
     extend_s: _Cost = 30e-6
@@ -72,7 +78,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """A chunk of `tokens` behind `start` cached ones, without the pass's own share."""
-        return tokens * (self.prefill_token_s + self.prefill_pair_s * (start + tokens / 2))
+        each = self.prefill_token_s + self.prefill_pair_s * (start + tokens / 2)
+        return tokens * (each + self.prefill_behind_s if start else each)
 
     def decode_s(self, rows: int, context_tokens: int) -> float:
         """One step of `rows` rows that hold `context_tokens` together."""
@@ -84,9 +91,9 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             return self.roofline.search[0].extend_seconds(slots)
         return self.extend_s + slots * self.extend_slot_s
 
-    def handover_s(self, tokens: int) -> float:
-        """Pulling the KV of `tokens` tokens."""
-        return self.link_s + tokens * self.kv_token_bytes / self.link_bytes_s
+    def copy_s(self, tokens: int) -> float:
+        """Copying the KV of `tokens` tokens."""
+        return tokens * self.kv_token_bytes / self.link_bytes_s
 
     def save(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
