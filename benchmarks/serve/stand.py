@@ -96,8 +96,6 @@ class Stand:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        if self._models_last and workers[0].startswith(("prefill", "decode")):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -146,7 +144,7 @@ class Stand:
         )
         self._processes.append(process)
         self._names.append(workers)
-        if self._models_last:
+        if self._models_last and workers[0].startswith(("prefill", "decode")):
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         assert process.stdin is not None
         for name in workers:
