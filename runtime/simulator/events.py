@@ -1,7 +1,7 @@
 """The virtual clock: a heap of what will happen. Nothing here looks at a real clock or draws a random number."""
 
-import heapq
 from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -32,14 +32,14 @@ class Events:
     def at(self, when_ns: int, action: Action) -> None:
         """Plan `action` for a moment that is not in the past."""
         self._planned += 1
-        heapq.heappush(self._heap, (max(when_ns, self.now_ns), self._planned, action))
+        heappush(self._heap, (when_ns if when_ns > self.now_ns else self.now_ns, self._planned, action))
 
     def after(self, delay_ns: int, action: Action) -> None:
         self.at(self.now_ns + delay_ns, action)
 
     def run(self) -> None:
         """Let everything happen, until nothing is planned or `stop` is called."""
-        heap, pop, beside = self._heap, heapq.heappop, self.beside
+        heap, pop, beside = self._heap, heappop, self.beside
         self._stopped = False
         while not self._stopped:
             when = heap[0][0] if heap else _NEVER_NS

@@ -15,14 +15,14 @@ def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
     waiting: list[tuple[int, int]] = []
     ends: dict[int, int] = {}
 
-    def between(done: list[int], steps: int) -> int:
+    def between(done: list[int], steps: int) -> tuple[int, int, int]:
         ends.update(dict.fromkeys(done, events.now_ns))
         for name, count in waiting:
             batch.join(name, count)
         waiting.clear()
-        return most
+        return most, STEP + 3 * len(batch), 0
 
-    batch: StepBatch[int] = StepBatch(events, between, lambda: STEP + 3 * len(batch))
+    batch: StepBatch[int] = StepBatch(events, between)
     for name, (at, count) in enumerate(joins):
 
         def come(name: int = name, count: int = count) -> None:
@@ -47,15 +47,15 @@ def test_a_member_that_leaves_keeps_the_steps_that_it_had_left() -> None:
     events = Events()
     left = []
 
-    def between(done: list[str], steps: int) -> int:
+    def between(done: list[str], steps: int) -> tuple[int, int, int]:
         if events.now_ns == 0:
             batch.join("a", 10)
-            return 4
+            return 4, STEP, 0
         if "a" in batch:
             left.append(batch.leave("a"))
-        return 1
+        return 1, STEP, 0
 
-    batch: StepBatch[str] = StepBatch(events, between, lambda: STEP)
+    batch: StepBatch[str] = StepBatch(events, between)
     batch.poke()
     events.run()
     assert left == [6]
@@ -69,14 +69,14 @@ def told_of(
     events = Events()
     told: list[tuple[int, list[str], int]] = []
 
-    def between(done: list[str], steps: int) -> int:
+    def between(done: list[str], steps: int) -> tuple[int, int, int]:
         if not told:
             for name, count in members.items():
                 batch.join(name, count)
         told.append((events.now_ns, sorted(done), steps))
-        return most
+        return most, STEP, extra_ns
 
-    batch: StepBatch[str] = StepBatch(events, between, lambda: STEP, lambda: extra_ns)
+    batch: StepBatch[str] = StepBatch(events, between)
     batch.poke()
     for at in pokes:
         events.at(at, batch.poke)
@@ -104,15 +104,28 @@ def test_an_empty_batch_notices_a_poke_only_after_its_time_to_wake_and_a_running
     events = Events()
     called: list[int] = []
 
-    def between(done: list[str], steps: int) -> int:
+    def between(done: list[str], steps: int) -> tuple[int, int, int]:
         called.append(events.now_ns)
         if len(called) == 1:
             batch.join("a", 3)
-        return 1 << 30
+        return 1 << 30, STEP, 0
 
-    batch: StepBatch[str] = StepBatch(events, between, lambda: STEP, wake_ns=4)
+    batch: StepBatch[str] = StepBatch(events, between, wake_ns=4)
     for at in (100, 102, 115, 200):
         events.at(at, batch.poke)
     events.run()
     assert called == [104, 124, 134, 204]
     assert (batch.busy_ns, batch.member_steps) == (30, 3)  # sleep is no work
+
+
+def test_the_step_under_way_ends_where_a_poke_would_end_the_run() -> None:
+    events = Events()
+    batch: StepBatch[str] = StepBatch(events, lambda done, steps: (1 << 30, STEP, 7))
+    assert batch.boundary_ns() == 0  # nothing is under way
+    batch.join("a", 3)
+    batch.poke()
+    seen: list[tuple[int, int]] = []
+    for at in (1, 16, 17, 18, 30):
+        events.at(at, lambda: seen.append((events.now_ns, batch.boundary_ns())))
+    events.run()
+    assert seen == [(1, 17), (16, 17), (17, 17), (18, 27), (30, 37)]

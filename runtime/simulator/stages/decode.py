@@ -73,7 +73,7 @@ class SimDecode:
         self.name = name
         self._events, self._times, self._limits, self._workload = events, times, limits, workload
         self._embedder = Embedder(events, times.embed_s)
-        self._embedded: list[_Probe] = []
+        self._asking: list[_Probe] = []  # begun between these two steps
         self._answered: list[tuple[_Probe, str]] = []
         self._gpu, self._random = gpu, random
         self._ask, self._forget, self._report, self._finish = ask, forget, report, finish
@@ -81,11 +81,13 @@ class SimDecode:
         self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
         self._pulling: deque[_HandOver] = deque()
         self._link_ns = ns(times.link_s)
+        self._costs_ns = times.decode_step_s * 1e9, times.decode_row_s * 1e9, times.decode_context_s * 1e9
         self._slice_ns = 0 if limits.devices[0] != "cpu" else ns(slice_s)  # 0: copied beside the steps
         self.slots = self.free = limits.slots
         self.rows = 0
         self.stalled = 0
-        self.batch: StepBatch[SimRequest] = StepBatch(events, self._between, self._step_ns, self._extra_ns)
+        self.batch: StepBatch[SimRequest] = StepBatch(events, self._between)
+        self._members = self.batch.members
         self._joining: list[SimRequest] = []
         self.kv = kv
         self._out: set[SimRequest] = set()  # have made room, and wait for blocks
@@ -102,11 +104,19 @@ class SimDecode:
     # ---- hand-over
 
     def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
-        self._events.after(self._link_ns, partial(self._offered, request, pulled))
+        if self._link_ns:
+            self._events.after(self._link_ns, partial(self._offered, request, pulled))
+        else:
+            self._offered(request, pulled)
 
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         self.offers.append((request, pulled))
-        self.batch.poke()
+        if self._slice_ns or self._pulling or self.kv is not None:
+            self.batch.poke()
+        else:  # the loop sees it with the next step, and has nothing else to do than to begin the copy
+            self._give_room()
+            if self._pulling:
+                self._begin(self._pulling[0], self.batch.boundary_ns())
         self._tell()
 
     def _pull(self) -> None:
@@ -121,7 +131,7 @@ class SimDecode:
             request, pulled = self.offers[0]
             tokens = request.arrival.prompt_tokens
             if not request.ended and self.kv is not None:
-                if self._out or not self.kv.has_room(tokens, len(self.batch)):
+                if self._out or not self.kv.has_room(tokens, len(self._members)):
                     break  # who was here before comes first
                 self.kv.take(request, tokens)
             self.offers.popleft()
@@ -138,16 +148,22 @@ class SimDecode:
         now = self._events.now_ns
         if handover.end_ns:
             return handover.end_ns <= now
-        if self._slice_ns and (self.batch or self._joining):
-            step_ns = ns(self._times.decode_s(len(self.batch) + len(self._joining), self._context))
+        if self._slice_ns and (self._members or self._joining):
+            step_ns = self._step_ns(len(self._members) + len(self._joining))
             copied = min(handover.left_ns, self._slice_ns, step_ns // _SLICE_SHARE)
             handover.left_ns -= copied
             self._extra_s += copied / 1e9
             return handover.left_ns == 0
-        handover.end_ns = now + handover.left_ns
-        if handover.end_ns > now:
-            self._events.at(handover.end_ns, self.batch.poke)
+        self._begin(handover, now)
         return handover.end_ns <= now
+
+    def _begin(self, handover: _HandOver, at_ns: int) -> None:
+        """Copy all of it from then on; the loop sees its end."""
+        handover.end_ns = at_ns + handover.left_ns
+        if handover.end_ns > self._events.now_ns:
+            self._events.at(handover.end_ns, self.batch.poke)
+        else:
+            self.batch.poke()
 
     def _arrived(self, handover: _HandOver) -> None:
         request = handover.request
@@ -173,11 +189,11 @@ class SimDecode:
             self._join(row)
 
     def _join(self, row: SimRequest) -> None:
+        """With the next step. Only between two steps."""
         if self.kv is not None and not self.kv.holds(row):
             self._out.add(row)  # it has made room while it waited for its probe
         else:
             self._joining.append(row)
-        self.batch.poke()
 
     def _steps(self, row: SimRequest) -> int:
         """Tokens until the row's end or next probe."""
@@ -185,38 +201,45 @@ class SimDecode:
         every = self._workload.probe_every_tokens
         return min(left, every - row.generated % every) if every else left
 
-    def _between(self, done: list[SimRequest], steps: int) -> int:
-        taken = steps * (len(self.batch) + len(done))
+    def _between(self, done: list[SimRequest], steps: int) -> tuple[int, int, int]:
+        taken = steps * (len(self._members) + len(done))
         self._context += taken
         self.tokens += taken
         for row in done:
-            taken = self._steps(row)
+            taken = row.steps
             row.generated += taken
             row.context += taken
             self._context -= row.context
             self._go_on(row)
-        self._take_answers()
+        if self._answered:
+            self._take_answers()
         if self._out:
             self._bring_back()
-        self._pull()
+        if self.offers or self._pulling:
+            self._pull()
         if self._joining:
             for row in self._joining:
-                self.batch.join(row, self._steps(row))
+                row.steps = self._steps(row)
+                self.batch.join(row, row.steps)
                 self._context += row.context
             self._joining.clear()
         most = self._secure() if self.kv is not None else _MOST_STEPS
-        self._gpu.model_busy = bool(self.batch)
-        return 1 if self._pulling and self._slice_ns else most
+        self._gpu.model_busy = bool(self._members)
+        if self._pulling and self._slice_ns:
+            most = 1
+        extra_ns = self._gpu.take_debt_ns() if self._gpu.slowdown > 1.0 else 0
+        if self._extra_s:
+            extra_ns += ns(self._extra_s)
+            self._extra_s = 0.0
+        step_ns = self._step_ns(len(self._members))
+        if self._asking:
+            self._embed(self._events.now_ns + extra_ns + step_ns if self._members else 0)
+        return most, step_ns, extra_ns
 
-    def _step_ns(self) -> int:
-        return ns(self._times.decode_s(len(self.batch), self._context))
-
-    def _extra_ns(self) -> int:
-        debt_ns = self._gpu.take_debt_ns()
-        if not self._extra_s:
-            return debt_ns
-        extra, self._extra_s = self._extra_s, 0.0
-        return ns(extra) + debt_ns
+    def _step_ns(self, rows: int) -> int:
+        """`ServiceTimes.decode_s`, with the rows of the batch."""
+        fixed, row, context = self._costs_ns
+        return int(fixed + rows * row + self._context * context) or 1
 
     def _end(self, row: SimRequest) -> None:
         self.count_row_time()
@@ -235,7 +258,7 @@ class SimDecode:
         """Rows that made room get blocks again, the oldest first, and are computed anew with the batch's next step."""
         assert self.kv is not None
         for row in [row for row in self.kv if row in self._out]:
-            if not row.ended and not self.kv.has_room(row.context, len(self.batch) + len(self._joining)):
+            if not row.ended and not self.kv.has_room(row.context, len(self._members) + len(self._joining)):
                 break
             self._out.remove(row)
             if row.ended:
@@ -268,7 +291,7 @@ class SimDecode:
         for row in self.kv:
             if row in self.batch:
                 left = self.batch.left(row)
-                found.append((row, row.context + self._steps(row) - left + min(steps, left)))
+                found.append((row, row.context + row.steps - left + min(steps, left)))
         return found
 
     def _preempt(self, row: SimRequest) -> None:
@@ -276,7 +299,7 @@ class SimDecode:
         self.preemptions += 1
         self.kv.give_up(row)
         if row in self.batch:  # else it waits for a probe, or for its hand-over to end
-            taken = self._steps(row) - self.batch.leave(row)
+            taken = row.steps - self.batch.leave(row)
             row.generated += taken
             row.context += taken
             self._context -= row.context
@@ -290,11 +313,26 @@ class SimDecode:
         self.probes += 1
         probe = _Probe(row)
         probe.deadline_ns = self._timeouts.begin(probe)
-        self._embedder.put(partial(self._vector, probe))
+        self._asking.append(probe)
+
+    def _embed(self, boundary_ns: int) -> None:
+        """The pool is asked when the step that begins now is over, or later, when a vector is there."""
+        for probe in self._asking:
+            at_ns = self._embedder.begin()
+            if at_ns <= boundary_ns:
+                self._send(probe, boundary_ns)
+            else:
+                self._events.at(at_ns, partial(self._vector, probe))
+        self._asking.clear()
 
     def _vector(self, probe: _Probe) -> None:
-        self._embedded.append(probe)
-        self.batch.poke()
+        """The pool is asked when the step under way is over."""
+        if not probe.over:
+            self._send(probe, self.batch.boundary_ns())
+
+    def _send(self, probe: _Probe, at_ns: int) -> None:
+        assert self._ask is not None
+        probe.query = self._ask(at_ns, probe.deadline_ns, partial(self._reply, probe))
 
     def _reply(self, probe: _Probe, status: str) -> None:
         probe.over = True
@@ -308,22 +346,15 @@ class SimDecode:
         self._reply(probe, "timeout")
 
     def _take_answers(self) -> None:
-        """Ask with what is embedded, and let rows go on whose probes are answered."""
-        if self._embedded:
-            embedded, self._embedded = self._embedded, []
-            for probe in embedded:
-                if not probe.over:
-                    assert self._ask is not None
-                    probe.query = self._ask(probe.deadline_ns, partial(self._reply, probe))
-        if self._answered:
-            answered, self._answered = self._answered, []
-            self.count_row_time()
-            for probe, status in answered:
-                self.stalled -= 1
-                probe.row.stalled_ns += self._events.now_ns - probe.deadline_ns + _PROBE_TIMEOUT_NS
-                if status == "ok" and self._random.random() < self._workload.probe_hit:
-                    self._append(probe.row)
-                self._go_on_after_probe(probe.row)
+        """Let rows go on whose probes are answered."""
+        answered, self._answered = self._answered, []
+        self.count_row_time()
+        for probe, status in answered:
+            self.stalled -= 1
+            probe.row.stalled_ns += self._events.now_ns - probe.deadline_ns + _PROBE_TIMEOUT_NS
+            if status == "ok" and self._random.random() < self._workload.probe_hit:
+                self._append(probe.row)
+            self._go_on_after_probe(probe.row)
 
     def _append(self, row: SimRequest) -> None:
         """New passages: a chunk that goes through the model with the row's next step."""

@@ -1,6 +1,6 @@
 """The thread beside a simulated worker's loop that embeds texts, one after the other (`retrieval.embedding`)."""
 
-from runtime.simulator.events import Action, Events, ns
+from runtime.simulator.events import Events, ns
 
 
 class Embedder:
@@ -10,7 +10,7 @@ class Embedder:
         self._events, self._each_ns = events, ns(embed_s)
         self._free_ns = 0
 
-    def put(self, embedded: Action) -> None:
-        """Have a text embedded; `embedded` is called when its vector is there."""
+    def begin(self) -> int:
+        """Have a text embedded: when its vector is there."""
         self._free_ns = max(self._free_ns, self._events.now_ns) + self._each_ns
-        self._events.at(self._free_ns, embedded)
+        return self._free_ns

@@ -149,9 +149,10 @@ class Pools:
         self._renew(groups=np.concatenate([self._state.groups, row]))
         return len(self._state.groups) - 1
 
-    def ask(self, group: int, stage: Stage, deadline_ns: int, reply: Reply) -> int:
-        """A vector is asked for; `reply` is told the status. The query's number, until then, to `forget` it."""
-        return self.ask_at(self._events.now_ns + self._ring_ns, group, stage, deadline_ns, reply)
+    def ask(self, group: int, stage: Stage, at_ns: int, deadline_ns: int, reply: Reply) -> int:
+        """A vector is asked for at a moment; `reply` is told the status. The query's number, until then, to `forget`
+        it."""
+        return self.ask_at(at_ns + self._ring_ns, group, stage, deadline_ns, reply)
 
     def ask_at(
         self,
@@ -164,7 +165,7 @@ class Pools:
         extends: int = 0,
         top_m: int = 0,
     ) -> int:
-        """A query is at its pool `at_ns`, not before any that was asked earlier. 0 extends: as its `top_m` has it, and
+        """A query is at its pool `at_ns`. 0 extends: as its `top_m` has it, and
         some; `top_m` 0: the pool's own."""
         number: int = core.ask(
             self._handle, stage == "decode", group, at_ns, deadline_ns, extends, top_m or self._limits.top_m

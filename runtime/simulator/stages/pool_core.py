@@ -32,8 +32,8 @@ FIRST_IN_LINE_NS = 1 << 60  # how much earlier the stage seems to have come that
 _LOOK_NS = 100_000  # how often the policy is asked while someone waits and nobody comes or ends
 _TABLES = len(at.Tables._fields)
 
-# Words of all pools. Asks on their way to a pool and answers on their way back are rings: the way takes the same time
-# for all. DRAWN: how many of the drawn extends are used.
+# Words of all pools. Asks on their way to a pool and answers on their way back are rings, by time. DRAWN: how many of
+# the drawn extends are used.
 (NOW, FREE, COMING, CAME_FIRST, LEAVING, LEFT_FIRST, DRAWN, RING_NS, SEARCH_WIDTH, EXTENDS_LEAST, PLANS) = range(11)
 WORDS = 11
 
@@ -115,7 +115,7 @@ def _state(handle: Any) -> Any:
 
 @compiled
 def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends: int, top_m: int) -> Any:
-    """A query that is at the pool `at_ns`, not before those asked earlier: its number, or -1 if there is no room."""
+    """A query that is at the pool `at_ns`: its number, or -1 if there is no room."""
     s = _state(handle)
     w = s.words
     if w[FREE] == 0:
@@ -125,7 +125,11 @@ def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends:
     one = s.asks[number]
     one[STATE], one[STAGE], one[GROUP], one[AT], one[DEADLINE] = ON_ITS_WAY, stage, group, at_ns, deadline
     one[EXTENDS], one[TOP_M], one[BEGUN] = extends, top_m, 0
-    s.coming[(w[CAME_FIRST] + w[COMING]) % len(s.coming)] = number
+    place = w[CAME_FIRST] + w[COMING]
+    while place > w[CAME_FIRST] and s.asks[s.coming[(place - 1) % len(s.coming)], AT] > at_ns:
+        s.coming[place % len(s.coming)] = s.coming[(place - 1) % len(s.coming)]
+        place -= 1
+    s.coming[place % len(s.coming)] = number
     w[COMING] += 1
     return number
 

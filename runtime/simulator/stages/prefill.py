@@ -16,7 +16,7 @@ from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
-Ask = Callable[[int, Callable[[str], None]], int]  # (deadline, reply) → the number of a query on its way
+Ask = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply) → the number of a query
 
 
 class SimPrefill:
@@ -39,14 +39,17 @@ class SimPrefill:
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
         self._embedder = Embedder(events, times.embed_s)
         self._arrived: list[SimRequest] = []
-        self._embedded: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
         self.asking = 0  # arrived, and not yet waiting
         self.waiting: deque[SimRequest] = deque()
         self._running: list[SimRequest] = []
         self._prompt_ns = ns(times.prompt_s) if ask is not None else 0
+        self._chunk_tokens = limits.expected_chunk_tokens
         self._owed_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
+        self._busy = False
+        self._pass_end_ns = 0
+        self._told = (-1, -1)
         self.busy_ns = 0
         self.tokens = 0
 
@@ -57,7 +60,7 @@ class SimPrefill:
 
     def _look(self) -> None:
         """Something has come: the loop sees it now, or when the pass under way is over."""
-        if not self._gpu.model_busy:
+        if not self._busy:
             self._round()
         self._tell()
 
@@ -70,12 +73,7 @@ class SimPrefill:
                 if self._ask is None:
                     self._take(request)
                 else:
-                    self._embedder.put(partial(self._vector, request))
-        if self._embedded:
-            embedded, self._embedded = self._embedded, []
-            for request in embedded:
-                assert self._ask is not None
-                self._ask(request.deadline_ns, partial(self._reply, request))
+                    self._events.at(self._embedder.begin(), partial(self._vector, request))
         if self._answered:
             answered, self._answered = self._answered, []
             for request, status in answered:
@@ -87,9 +85,10 @@ class SimPrefill:
         self._pass()
 
     def _vector(self, request: SimRequest) -> None:
-        request.embedded_ns = self._events.now_ns
-        self._embedded.append(request)
-        self._look()
+        """The pool is asked now, or when the pass under way is over."""
+        now = request.embedded_ns = self._events.now_ns
+        assert self._ask is not None
+        self._ask(max(self._pass_end_ns, now), request.deadline_ns, partial(self._reply, request))
 
     def _reply(self, request: SimRequest, status: str) -> None:
         self._answered.append((request, status))
@@ -109,7 +108,10 @@ class SimPrefill:
                 self.free -= 1
                 request.begun_ns = self._events.now_ns + self._owed_ns
                 self._running.append(request)
-        budget, seconds = self._limits.expected_chunk_tokens, 0.0
+        if not self._running:
+            self._busy = self._gpu.model_busy = False
+            return
+        budget, seconds = self._chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
         for request in self._running:
             tokens = min(request.arrival.prompt_tokens - request.done_tokens, budget)
@@ -118,12 +120,13 @@ class SimPrefill:
             chunks.append((request, tokens))
             seconds += self._times.prefill_s(request.done_tokens, tokens)
             budget -= tokens
-        self._gpu.model_busy = bool(chunks)
-        if chunks:
-            took = self._owed_ns + ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
-            self._owed_ns = 0
-            self.busy_ns += took
-            self._events.after(took, lambda: self._passed(chunks))
+        if not self._busy:
+            self._busy = self._gpu.model_busy = True
+        took = self._owed_ns + ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
+        self._owed_ns = 0
+        self.busy_ns += took
+        self._pass_end_ns = self._events.now_ns + took
+        self._events.after(took, partial(self._passed, chunks))
 
     def _passed(self, chunks: list[tuple[SimRequest, int]]) -> None:
         for request, tokens in chunks:
@@ -152,4 +155,7 @@ class SimPrefill:
         return self.asking + len(self.waiting)
 
     def _tell(self) -> None:
-        self._report(Report(self.name, 1, 1, self.queued, self._limits.slots - self.free, self.free))
+        told = self.asking + len(self.waiting), self.free
+        if told != self._told:
+            self._told = told
+            self._report(Report(self.name, 1, 1, told[0], self.slots - self.free, self.free))

@@ -27,6 +27,7 @@ class SimRequest:
     left_prefill: bool = False
     done_tokens: int = 0  # of the prompt
     generated: int = 0
+    steps: int = 0  # until its end or its next probe, since it joined the batch
     stalled_ns: int = 0
     context: int = 0  # tokens cached by decode
 
