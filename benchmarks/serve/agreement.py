@@ -114,6 +114,10 @@ def run(bench: Bench) -> Section:
             "requests": len(real.ttft), "real": theirs, "simulated": ours, "real stages (ms)": real.by_stage(),
             "simulated stages (ms)": simulated.by_stage(), "cores used by models, the rest, others": cores[name],
         }  # fmt: skip
+    most = max(others for shares in cores.values() for _, _, others in shares)
+    section.measures.append(
+        Measure("cores that others used, at the most: over the bar no ratio counts", most, "", "≤", 0.1)
+    )
     section.details["capacity_per_s"] = capacity
     section.details["times"] = [
         {name: getattr(times, name) for name in times.__struct_fields__ if name != "roofline"} for times in known
