@@ -1,0 +1,70 @@
+"""The simulated node against the real workers' loops: the same requests, and the same cost of a pass, a step and a
+query, on a virtual clock. What they do to each other, and when each sees what, is each side's own."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.node.config import parse_config
+from runtime.simulator.node import Simulation
+from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Workload
+from runtime.testing.tiny_model import make_tiny_llama
+from tests.simulator.virtual_workers import run_workers, spans
+
+EXTEND_S = 10e-6  # 42 to 44 of them a query
+TIMES = ServiceTimes(
+    prefill_pass_s=2e-3, prefill_token_s=100e-6, prefill_behind_s=50e-6, prefill_pair_s=10e-9, decode_step_s=2e-3,
+    decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, embed_s=1e-3, ring_s=5e-6,
+    extend_s=EXTEND_S, extend_slot_s=0.0,
+)  # fmt: skip
+SECTIONS: dict[str, Any] = {
+    "prefill": {"slots": 8, "chunk_tokens": 256},
+    "decode": {"slots": 32, "probe_tokens": 64},
+    "http": {"max_in_flight": 10_000},
+}
+EVERY = 8
+MEAN_S = 2e-3 + 300 * 130e-6  # of prefill's time a request takes, which is the scarcest here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def arrivals(load: float, count: int = 250) -> list[Arrival]:
+    random, at_s, found = Random(3), 0.0, []
+    for _ in range(count):
+        at_s += random.expovariate(load / MEAN_S)
+        found.append(Arrival(round(at_s, 9), random.randint(40, 560), random.randint(4, 60)))
+    return found
+
+
+@pytest.mark.parametrize("passages", [False, True])
+@pytest.mark.parametrize("load", [0.05, 0.4, 0.6, 0.8])
+def test_first_and_later_tokens_agree_with_the_real_workers_loops(
+    load: float, passages: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = arrivals(load)
+    tokens = {round(arrival.at_s * 1e9): arrival.output_tokens for arrival in requests}
+    search_s = 43 * EXTEND_S + 2 * TIMES.ring_s
+    done = run_workers(
+        monkeypatch, model, TIMES, requests, search_s=search_s, every=EVERY, passages=passages, **SECTIONS
+    )
+    real = spans(done, tokens)
+    workload = Workload(probe_every_tokens=EVERY, probe_hit=float(passages))
+    simulation = Simulation(Setup(config=parse_config(SECTIONS), times=TIMES, workload=workload), requests)
+    simulation.run()
+    simulated = {
+        "ttft": [request.ttft_s * 1e3 for request in simulation.requests],
+        "tpot": [request.tpot_s * 1e3 for request in simulation.requests],
+    }
+    for name, theirs in real.items():
+        for percent in (50, 95):
+            ours, wanted = (float(np.percentile(values, percent)) for values in (simulated[name], theirs))
+            assert ours == pytest.approx(wanted, rel=0.05), f"{name} p{percent}"

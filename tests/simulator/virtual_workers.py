@@ -1,0 +1,251 @@
+"""The real prefill and decode workers on a virtual clock: what a pass through the model takes is told, not measured.
+
+Their loops run as they are. A step begins when the last one ended, or when something has come for a loop that sleeps;
+a pass moves the worker's clock on, and what is sent before and after it is seen by the other side from then on. Steps
+are taken in the order in which they begin, so nobody sees what is sent later.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.node.config import parse_config
+from runtime.node.placement.plan import resolve
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.retriever import Found
+from runtime.serving import stages
+from runtime.serving.decode import bridge
+from runtime.serving.decode import process as decode_process
+from runtime.serving.messages import Prefill, Retrieval, Sampling, Tokens
+from runtime.serving.prefill import process as prefill_process
+from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+from runtime.testing.worker import worker_of
+
+_EPOCH = 7
+_NEVER_NS = 1 << 62
+
+
+class Clock:
+    """That of the worker whose turn it is."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+class Mail:
+    """What was sent, by when it is there."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._numbers = clock, count()
+        self._heap: list[tuple[int, int, Any]] = []
+
+    def put(self, what: Any, at_ns: int | None = None) -> None:
+        heappush(self._heap, (self._clock.now_ns if at_ns is None else at_ns, next(self._numbers), what))
+
+    def take(self) -> list[Any]:
+        found = []
+        while self._heap and self._heap[0][0] <= self._clock.now_ns:
+            found.append(heappop(self._heap)[2])
+        return found
+
+    @property
+    def next_ns(self) -> int:
+        return self._heap[0][0] if self._heap else _NEVER_NS
+
+
+class Link:
+    """To the frontend: `done` has the stamps of every request that ended."""
+
+    socket = None
+    frontend_epoch = _EPOCH
+    released = False
+    malformed = SimpleNamespace(count=0)
+
+    def __init__(self, clock: Clock) -> None:
+        self.mail = Mail(clock)
+        self.receive = self.mail.take
+        self.done: list[dict[str, int]] = []
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Tokens) and message.finish_reason is not None:
+            self.done.append(dict(message.stages))
+
+    def report(self, *_: Any) -> None:
+        pass
+
+
+class Handover:
+    """Both ends of KV's way: an offer, and its acknowledgement. Copies take no time."""
+
+    socket = None
+    name = ""
+
+    def __init__(self, clock: Clock, kv_bytes: int, leases: int) -> None:
+        self.memory = memoryview(bytearray(kv_bytes))
+        self.offers, self.outcomes = Mail(clock), Mail(clock)
+        self.receive, self.poll = self.offers.take, self.outcomes.take
+        self.free_leases, self._ids = leases, count(1)
+
+    def lease(self) -> int | None:
+        if not self.free_leases:
+            return None
+        self.free_leases -= 1
+        return 0
+
+    def release(self, lease: int) -> None:
+        self.free_leases += 1
+
+    def offer(self, endpoint: str, lease: int, payload: bytes) -> int:
+        number = next(self._ids)
+        self.offers.put(SimpleNamespace(offer_id=number, payload=payload))
+        return number
+
+    def withdraw(self, number: int) -> None:
+        pass
+
+    def current(self, offer: Any) -> bool:
+        return True
+
+    def pull(self, *_: Any) -> Any:
+        return SimpleNamespace(step=lambda for_ns: True, busy_ns=0, bytes=0, settled=True)
+
+    def acknowledge(self, offer: Any) -> None:
+        self.outcomes.put(SimpleNamespace(offer_id=offer.offer_id, accepted=True, reason=""))
+
+    def statistics(self) -> Any:
+        return SimpleNamespace(malformed=0)
+
+
+class Retriever:
+    """Embeds texts one after the other; `poll` sends on what is embedded and brings what the pool has answered."""
+
+    def __init__(self, clock: Clock, embed_ns: int, search_ns: int, passages: bool) -> None:
+        self._clock, self._embed_ns, self._search_ns, self._passages = clock, embed_ns, search_ns, passages
+        self._tickets = count(1)
+        self._free_ns = 0
+        self.embedding, self.searching = Mail(clock), Mail(clock)
+
+    def ask(self, *_: Any, **__: Any) -> int:
+        self._free_ns = max(self._free_ns, self._clock.now_ns) + self._embed_ns
+        ticket = next(self._tickets)
+        self.embedding.put((ticket, self._free_ns), self._free_ns)
+        return ticket
+
+    def poll(self) -> list[Found]:
+        for ticket, embedded_ns in self.embedding.take():
+            passages = (Passage(f"p{ticket}", "", 0.0, "words " * 99),) if self._passages else ()
+            found = Found(ticket, passages, embedded_ns=embedded_ns)
+            self.searching.put(found, self._clock.now_ns + self._search_ns)
+        return self.searching.take()
+
+    def cancel(self, ticket: int) -> None:
+        pass
+
+
+class Loop:
+    """A worker, and when its next step begins."""
+
+    def __init__(
+        self, worker: Any, clock: Clock, cost_s: Callable[[Sequence[Any]], float], mail: Sequence[Mail]
+    ) -> None:
+        self.step: Callable[[], None] = worker.step
+        self._clock, self._mail, self._next_ns, self._sleeps = clock, mail, 0, True
+        worker._sleep = self._sleep
+        worker._follower = SimpleNamespace(step=lambda now_ns: None)
+        vocabulary = worker._model.info.vocabulary
+
+        def forward(chunks: Sequence[Any]) -> torch.Tensor:
+            clock.now_ns += round(cost_s(chunks) * 1e9)
+            return torch.zeros(len(chunks), vocabulary)
+
+        worker._model.forward = forward
+
+    def _sleep(self) -> None:
+        self._sleeps = True
+
+    @property
+    def next_ns(self) -> int:
+        return max(self._next_ns, min(mail.next_ns for mail in self._mail)) if self._sleeps else self._next_ns
+
+    def run(self) -> None:
+        self._clock.now_ns, self._sleeps = self.next_ns, False
+        self.step()
+        self._next_ns = self._clock.now_ns
+
+
+def run_workers(
+    patch: pytest.MonkeyPatch,
+    model: Path,
+    times: ServiceTimes,
+    arrivals: Sequence[Arrival],
+    *,
+    search_s: float,
+    every: int,
+    passages: bool,
+    **sections: Any,
+) -> list[dict[str, int]]:
+    """The stamps of every request, in the order of their ends. `search_s`: what the pool takes; `passages`: whether
+    probes bring some."""
+    clock = Clock()
+    plan = resolve(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **sections}))
+    assert plan.config.own_model is not None
+    handover = Handover(clock, 1 << 26, plan.config.prefill.slots)
+    transport: Any = SimpleNamespace(
+        source=lambda *_, **__: handover, sink=lambda endpoint: handover, device="cpu", kernels="cpu"
+    )
+    prefill: Any = prefill_process.PrefillWorker(worker_of(plan, "prefill-0"), transport)
+    decode: Any = decode_process.DecodeWorker(worker_of(plan, "decode-0"), transport)
+    for module in (prefill_process, decode_process, bridge):
+        patch.setattr(module, "time", clock)
+    links = []
+    loops = []
+    for worker, mail in ((prefill, handover.outcomes), (decode, handover.offers)):
+        worker._link.close()
+        worker._retriever.close()
+        worker._link = Link(clock)
+        worker._retriever = Retriever(clock, round(times.embed_s * 1e9), round(search_s * 1e9), passages)
+        links.append(worker._link)
+        mails = (mail, worker._link.mail, worker._retriever.embedding, worker._retriever.searching)
+        cost = _pass_s if worker is prefill else _step_s
+        loops.append(Loop(worker, clock, lambda chunks, cost=cost: cost(times, chunks), mails))  # type: ignore[misc]
+    prefill._retriever._passages = False
+    decode._probes._retriever, decode._probes._clock = decode._retriever, clock.monotonic_ns
+    decode._counted_ns = 0
+    decode._step_ns = round(times.decode_step_s * 1e9)
+    for number, arrival in enumerate(arrivals):
+        at_ns = round(arrival.at_s * 1e9)
+        retrieval = Retrieval("docs", 1, every)
+        message = Prefill(
+            f"r{number}", _EPOCH, Sampling(arrival.output_tokens, ignore_eos=True), "decode-0", "", at_ns, 1 << 62,
+            prompt=tuple((number * 7 + i * i) % 250 + 3 for i in range(arrival.prompt_tokens)), retrieval=retrieval,
+        )  # fmt: skip
+        links[0].mail.put(message, at_ns)
+    while len(links[1].done) < len(arrivals):
+        min(loops, key=lambda loop: loop.next_ns).run()
+    return links[1].done
+
+
+def _pass_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
+    return times.prefill_pass_s + sum(times.prefill_s(chunk.start, len(chunk.tokens)) for chunk in chunks)
+
+
+def _step_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
+    more = sum(times.prefill_s(chunk.start, len(chunk.tokens) - 1) for chunk in chunks if len(chunk.tokens) > 1)
+    return times.decode_s(len(chunks), sum(chunk.start for chunk in chunks)) + more
+
+
+def spans(done: Sequence[dict[str, int]], tokens: dict[int, int]) -> dict[str, list[float]]:
+    """TTFT and TPOT in ms; `tokens`: of each request's answer, by when it was received."""
+    ttft = [(one[stages.FIRST_TOKEN] - one[stages.RECEIVED]) / 1e6 for one in done]
+    tpot = [(one[stages.END] - one[stages.FIRST_TOKEN]) / 1e6 / (tokens[one[stages.RECEIVED]] - 1) for one in done]
+    return {"ttft": ttft, "tpot": tpot}
