@@ -125,6 +125,8 @@ class SimDecode:
         while self._pulling and self._copy(self._pulling[0]):
             self._arrived(self._pulling.popleft())
             self._give_room()
+            if self._slice_ns and (self._members or self._joining):
+                return  # one between two steps
 
     def _give_room(self) -> None:
         while self.free and self.offers:

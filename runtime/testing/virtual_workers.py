@@ -5,14 +5,16 @@ a pass moves the worker's clock on, and what is sent before and after it is seen
 are taken in the order in which they begin, so nobody sees what is sent later.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from runtime.node.config import parse_config
@@ -22,7 +24,7 @@ from runtime.retrieval.retriever import Found
 from runtime.serving import stages
 from runtime.serving.decode import bridge
 from runtime.serving.decode import process as decode_process
-from runtime.serving.messages import Prefill, Retrieval, Sampling, Tokens
+from runtime.serving.messages import Generation, Prefill, Retrieval, Sampling, Tokens
 from runtime.serving.prefill import process as prefill_process
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
@@ -184,7 +186,6 @@ class Loop:
 
 
 def run_workers(
-    patch: pytest.MonkeyPatch,
     model: Path,
     times: ServiceTimes,
     arrivals: Sequence[Arrival],
@@ -205,34 +206,51 @@ def run_workers(
     )
     prefill: Any = prefill_process.PrefillWorker(worker_of(plan, "prefill-0"), transport)
     decode: Any = decode_process.DecodeWorker(worker_of(plan, "decode-0"), transport)
-    for module in (prefill_process, decode_process, bridge):
-        patch.setattr(module, "time", clock)
-    links = []
-    loops = []
-    for worker, mail in ((prefill, handover.outcomes), (decode, handover.offers)):
-        worker._link.close()
-        worker._retriever.close()
-        worker._link = Link(clock)
-        worker._retriever = Retriever(clock, round(times.embed_s * 1e9), round(search_s * 1e9), passages)
-        links.append(worker._link)
-        mails = (mail, worker._link.mail, worker._retriever.embedding, worker._retriever.searching)
-        cost = _pass_s if worker is prefill else _step_s
-        loops.append(Loop(worker, clock, lambda chunks, cost=cost: cost(times, chunks), mails))  # type: ignore[misc]
-    prefill._retriever._passages = False
-    decode._probes._retriever, decode._probes._clock = decode._retriever, clock.monotonic_ns
+    retrievers = [
+        Retriever(clock, round(times.embed_s * 1e9), round(search_s * 1e9), some) for some in (False, passages)
+    ]
+    links = [Link(clock), Link(clock)]
+    for parts in (prefill._link, prefill.retriever, decode.link, decode._retriever):
+        parts.close()
+    prefill._link, prefill.retriever = links[0], retrievers[0]
+    decode.link, decode._retriever = links[1], retrievers[1]
+    loops = [
+        Loop(worker, clock, partial(cost, times), (mail, link.mail, retriever.embedding, retriever.searching))
+        for worker, cost, mail, link, retriever in zip(
+            (prefill, decode), (_pass_s, _step_s), (handover.outcomes, handover.offers), links, retrievers, strict=True
+        )
+    ]
+    decode.probes.retriever, decode.probes.clock = retrievers[1], clock.monotonic_ns
     decode._counted_ns = 0
     decode._step_ns = round(times.decode_step_s * 1e9)
     for number, arrival in enumerate(arrivals):
         at_ns = round(arrival.at_s * 1e9)
-        retrieval = Retrieval("docs", 1, every)
-        message = Prefill(
-            f"r{number}", _EPOCH, Sampling(arrival.output_tokens, ignore_eos=True), "decode-0", "", at_ns, 1 << 62,
-            prompt=tuple((number * 7 + i * i) % 250 + 3 for i in range(arrival.prompt_tokens)), retrieval=retrieval,
-        )  # fmt: skip
+        asked = Generation(
+            Sampling(arrival.output_tokens, ignore_eos=True),
+            received_ns=at_ns,
+            deadline_ns=1 << 62,
+            prompt=tuple((number * 7 + i * i) % 250 + 3 for i in range(arrival.prompt_tokens)),
+            retrieval=Retrieval("docs", 1, every),
+        )
+        message = Prefill(f"r{number}", _EPOCH, asked, "decode-0", "")
         links[0].mail.put(message, at_ns)
-    while len(links[1].done) < len(arrivals):
-        min(loops, key=lambda loop: loop.next_ns).run()
+    with _on(clock):
+        while len(links[1].done) < len(arrivals):
+            min(loops, key=lambda loop: loop.next_ns).run()
     return links[1].done
+
+
+@contextmanager
+def _on(clock: Clock) -> Iterator[None]:
+    """The modules whose stamps count look at this clock."""
+    modules: tuple[Any, ...] = (prefill_process, decode_process, bridge)
+    for module in modules:
+        module.time = clock
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.time = time
 
 
 def _pass_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
