@@ -184,7 +184,8 @@ def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: Node
     expected = [chat(node, text, max_tokens=400)["choices"][0]["token_ids"] for text in asked]
     with ThreadPoolExecutor(len(asked)) as threads:
         answers = [threads.submit(chat, gateway, text, max_tokens=400) for text in asked]
-        eventually(lambda: node.metric("trinity_requests_in_flight") == len(asked), 60, "the server to have them")
+        # Of all six no look may ever find as many: the first can have ended before the last has begun.
+        eventually(lambda: node.metric("trinity_requests_in_flight") >= 1, 60, "the server to have the first of them")
         node.kill("frontend-0")
         found = [answer.result() for answer in answers]
     assert [answer["choices"][0]["token_ids"] for answer in found] == expected

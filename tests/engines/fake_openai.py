@@ -28,7 +28,8 @@ class Behaviour:
     `renders`: shows a chat as text (llama.cpp); `strict`: refuses what OpenAI does not have.
 
     `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
-    `hangs_after`: or it falls silent; `down`: nobody listens; `ends`: the model ends its answer after so many tokens.
+    `hangs_after`: or it falls silent; `down`: nobody listens; `leaves`: it takes nothing
+    new; `ends`: the model ends its answer after so many tokens.
     """
 
     token_ids: bool = True
@@ -52,6 +53,7 @@ class Behaviour:
     letters: str = "abcdefghijklmnopqrstuvwxyz "
     kv_role: str = ""
     metrics: str | None = None
+    leaves: bool = False
 
 
 @dataclass
@@ -90,6 +92,10 @@ class FakeServer:
         if how.refuses is not None:
             return _json(*how.refuses)
         return self._post(path, asked)
+
+    @property
+    def listens(self) -> bool:
+        return not self.behaviour.leaves
 
     async def close(self) -> None:
         """Nothing is open."""

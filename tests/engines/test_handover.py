@@ -281,3 +281,22 @@ def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() ->
             assert len(member.prefixes) == 0
 
     run(test())
+
+
+def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour()) as at:
+            first = at.chat("one", max_tokens=30)
+            await until(lambda: at.fakes[0].open == 1)
+            at.fakes[0].behaviour.leaves = True
+            for number in range(3):
+                await whole(at.chat(f"{number}", max_tokens=2))
+            assert (await whole(first)).text == expected("one", 30)
+            assert [len(fake.generations()) for fake in at.fakes] == [1, 3]
+            assert at.engine.statistics().restarts == 0
+            at.fakes[0].behaviour.leaves = False  # another process is there
+            at.clock.forward(60.0)
+            await at.engine.servers.look()
+            assert len(at.engine.servers.up) == 2
+
+    run(test())

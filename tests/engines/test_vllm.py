@@ -34,6 +34,7 @@ CONFIG = """
 [node]
 name = "fake-vllm"
 run_dir = "run"
+drain_s = 600
 [http]
 port = 0
 [model]

@@ -4,6 +4,7 @@ import itertools
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,9 +13,11 @@ from prometheus_client.core import Metric
 from runtime.checks.diagnosis import diagnose
 from runtime.checks.needs import needed_bytes
 from runtime.checks.vllm import host_bytes
+from runtime.engines.openai.http import AioHttp
 from runtime.engines.vllm.ask import unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
 from runtime.engines.vllm.lines import Lines
+from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
@@ -175,3 +178,24 @@ def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_conne
     assert found["vLLM"].text == "0.32.0, 1 prefill and 2 decode × m, KV by TrinityKvFiles"
     assert found["memory for vLLM"].level == "error"
     assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice
+
+
+def test_an_instance_that_leaves_ends_when_two_looks_in_a_row_have_found_no_request(tmp_path: Path) -> None:
+    found = iter([2, 0, 1, None, 0, 0, 7])
+    worker = SimpleNamespace(awaits_release=True)
+    watch = SimpleNamespace(socket=str(tmp_path / "x.sock"), look=lambda: True, unfinished=lambda: next(found))
+    instance = SimpleNamespace(wait=lambda seconds: False)
+    (tmp_path / "x.sock").touch()
+    drain(worker, instance, watch)  # type: ignore[arg-type]
+    assert next(found) == 7
+    assert not (tmp_path / "x.sock").exists()
+
+
+def test_a_socket_that_was_renamed_takes_nothing_new_whatever_connections_are_open(tmp_path: Path) -> None:
+    socket = tmp_path / "x.sock"
+    socket.touch()
+    http = AioHttp(1.0, str(socket))
+    assert http.listens
+    socket.rename(tmp_path / "x.sock.old")
+    assert not http.listens
+    assert AioHttp(1.0).listens

@@ -25,6 +25,7 @@ CONFIG = """
 [node]
 name = "split"
 run_dir = "run"
+drain_s = 600
 [http]
 port = 0
 [model]
@@ -186,7 +187,10 @@ def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_p
         ({"prefill": {}, "decode": {}, "instances": 2}, r"model.instances = 2: with \[model.prefill\]"),
         ({"prefill": {"devices": ["cpu"]}, "decode": {}}, "give both, on GPUs both or on the CPU"),
         ({"prefill": {"devices": ["cpu"]}, "decode": {"devices": ["cuda:0"]}}, "give both, on GPUs both"),
-        ({"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:0"]}}, "a GPU is named twice"),
+        (
+            {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:0"]}},
+            r"model.prefill.devices and model.decode.devices name a GPU twice",
+        ),
         ({"prefill": {"devices": ["cuda:0"]}, "decode": {}, "devices": ["cuda:1"]}, "the devices stand there, or in"),
         (
             {"prefill": {"instances": 2, "devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1"]}},

@@ -1,6 +1,7 @@
 """HTTP to servers: one request, and its answer's bytes as they come. `aiohttp` has the connections."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
@@ -33,6 +34,10 @@ class Http(Protocol):
     async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
         """The answer to a request, once its head is there. Raises Disconnected."""
 
+    @property
+    def listens(self) -> bool:
+        """False if it is known that nothing new is taken there."""
+
     async def close(self) -> None:
         """Close all connections."""
 
@@ -51,6 +56,11 @@ class AioHttp:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a URL that is none
             raise Disconnected(_why(error)) from error
         return _Reply(answer)
+
+    @property
+    def listens(self) -> bool:
+        """A server at a socket that leaves gives it another name, which connections that are open would not notice."""
+        return not self._socket or os.path.exists(self._socket)
 
     async def close(self) -> None:
         if self._made is not None:

@@ -105,6 +105,11 @@ class Server:
         async with self._asked("POST", self.url + path, body, request_id) as answer:
             yield self._chunks(answer)
 
+    @property
+    def listens(self) -> bool:
+        """False if it is known to take nothing new."""
+        return self._http.listens
+
     async def close(self) -> None:
         """Close its connections."""
         await self._http.close()

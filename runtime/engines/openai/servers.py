@@ -89,15 +89,15 @@ class Servers:
 
     @property
     def up(self) -> list[Member]:
-        """Those that answer."""
-        return [member for member in self.members if member.abilities is not None]
+        """Those that answer, and take what is new."""
+        return [member for member in self.members if member.abilities is not None and member.server.listens]
 
     def fitting(self, fits: Fits) -> list[Member]:
         """The servers that answer and can take a request: `fits` says why one cannot.
 
         Raises EngineUnreachable if none answers, else what it says if none fits.
         """
-        up = [(member, member.abilities) for member in self.members if member.abilities is not None]
+        up = [(member, member.abilities) for member in self.up if member.abilities is not None]
         if not up:
             problems = "; ".join(member.problem for member in self.members)
             raise EngineUnreachable(f"no server of the model answers: {problems}")
@@ -163,6 +163,9 @@ class Servers:
 
     def due(self) -> list[Coroutine[None, None, None]]:
         """To be run: each asks a server again that is down. One that takes its time keeps no other waiting."""
+        for member in self.members:
+            if member.abilities is not None and not member.server.listens:
+                self.failed(member, EngineUnreachable("it takes nothing new"))
         found = [m for m in self.members if m.abilities is None and not m.asking and m.due_ns <= self._clock()]
         for member in found:
             member.asking = True

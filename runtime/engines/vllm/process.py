@@ -24,6 +24,7 @@ from runtime.node.worker import Worker
 _LOOK_S = 0.5  # between two looks at /health, and with it at how long a death is not seen that no pidfd tells
 _ANSWER_S = 10.0
 _METRICS_EVERY = 4  # looks
+_QUIET = 2  # looks in a row without a request: one that was sent just before is counted once vLLM has read it
 _END_S = 10.0
 
 
@@ -96,16 +97,18 @@ def _serve(worker: Worker, instance: Instance, watch: Watch, clock: Callable[[],
         if instance.wait(_LOOK_S):
             raise EngineFailed(instance.how())
     if worker.awaits_release and ready:
-        _drain(worker, instance, watch)
+        drain(worker, instance, watch)
     instance.terminate(_END_S)
 
 
-def _drain(worker: Worker, instance: Instance, watch: Watch) -> None:
+def drain(worker: Worker, instance: Instance, watch: Watch) -> None:
     """Nobody new comes; wait for those that are there. The supervisor bounds it."""
     with contextlib.suppress(OSError):
         os.rename(watch.socket, f"{watch.socket}.old")
         watch.socket = f"{watch.socket}.old"
+    quiet = 0
     while worker.awaits_release and not instance.wait(_LOOK_S):
         watch.look()
-        if watch.unfinished() == 0:
+        quiet = quiet + 1 if watch.unfinished() == 0 else 0
+        if quiet == _QUIET:
             return

@@ -30,7 +30,7 @@ def check_vllm(section: VllmSection) -> None:
             raise ConfigError(f"{key} has {len(devices)} entries: {needs} need {count}")
     named = [device for _, devices, _, _ in lists for device in devices if device != _CPU]
     if len(set(named)) < len(named):
-        raise ConfigError(f"{' and '.join(key for key, _, _, _ in lists)}: a GPU is named twice")
+        raise ConfigError(f"{' and '.join(key for key, _, _, _ in lists)} name{'s' * (len(lists) == 1)} a GPU twice")
 
 
 def _check_stages(section: VllmSection) -> None:
