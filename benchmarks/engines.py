@@ -9,6 +9,8 @@ in an order drawn at random, and what counts is the difference or the ratio of t
 - TTFT added with retrieval (directly: the same messages with the passages in them), less embedding and search: 4 ms.
 - Time per token: at most 1.02 times.
 - Throughput with 8 streams, rounds each way in turn: at least .97 times.
+- A probe's stall, against the server's time to the first token behind the same sequence with the passages when it has
+  all before them cached: at most 1.3 times.
 - Greedy answers are the same both ways.
 
 Writes engines.json and engines.md.
@@ -31,7 +33,7 @@ from aiohttp import ClientSession
 
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.common.report import table, write
-from runtime.engines.openai.assembly import fit, with_passages
+from runtime.engines.openai.assembly import fit, inserted_text, with_passages
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
@@ -160,6 +162,36 @@ class Bench:
         added: float = answers["through"].ttft_s - answers["direct"].ttft_s - spans["embed"] - spans["retrieval"]
         return added
 
+    async def probe(self, collection: str, probe_tokens: int) -> tuple[float, float]:
+        """Seconds that an answer stands still for its one probe, and that the passages' own prefill takes."""
+        salt = {"cache_salt": str(self.random.getrandbits(63))}
+        retrieval = {"retrieval": {"collection": collection, "k": 2, "every_tokens": 16}}
+        body = self.body(self.question(), 24) | salt | retrieval | {"return_token_ids": True, "stream": True}
+        prompt, told, passages, stall = list[int](), list[int](), list[Json](), 0.0
+        async with self.clients["through"].post(f"{self.urls['through']}/chat/completions", json=body) as answer:
+            async for line in answer.content:
+                chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                prompt = chunk.get("prompt_token_ids") or prompt
+                passages += [one for one in chunk.get("retrieval", {}).get("passages", ()) if one["at_token"]]
+                stall = chunk.get("timings", {}).get("probe_stall", stall)
+                for choice in chunk.get("choices") or ():
+                    told += choice.get("token_ids") or ()
+        found = [Passage(one["id"], one["title"], one["distance"], one["text"]) for one in passages]
+        text = {"model": self.model, "prompt": inserted_text(fit(found, probe_tokens)), "add_special_tokens": False}
+        root = self.urls["direct"].removesuffix("/v1")
+        async with self.clients["direct"].post(f"{root}/tokenize", json=text) as answer:
+            inserted = (await answer.json())["tokens"]
+        before = [*prompt, *told[:16]]
+        own = {"model": self.model, "max_tokens": 1, "temperature": 0, "cache_salt": f"own {salt['cache_salt']}"}
+        url, seconds = f"{self.urls['direct']}/completions", 0.0
+        for sequence in (before, [*before, *inserted]):  # the first has it cache what is before the passages
+            begin = time.perf_counter()
+            async with self.clients["direct"].post(url, json=own | {"prompt": sequence}) as answer:
+                answer.raise_for_status()
+                await answer.read()
+            seconds = time.perf_counter() - begin
+        return stall, seconds
+
     async def round(self, way: str, requests: int, tokens: int) -> float:
         """Tokens a second over so many requests, eight at a time."""
         waiting = [self.body(self.question(), tokens) for _ in range(requests)]
@@ -175,7 +207,7 @@ class Bench:
         return made / (time.perf_counter() - begin)
 
 
-async def measure(bench: Bench, collection: str, passage_tokens: int, pairs: int, rounds: int, tokens: int) -> Json:
+async def measure(bench: Bench, collection: str, section: ServedSection, pairs: int, rounds: int, tokens: int) -> Json:
     """Everything, paired."""
     for _ in range(3):
         await bench.pair(4)
@@ -183,9 +215,10 @@ async def measure(bench: Bench, collection: str, passage_tokens: int, pairs: int
     added = [one["through"].ttft_s - one["direct"].ttft_s for one in short]
     long = [await bench.pair(tokens) for _ in range(max(5, pairs // 5))]
     ratios = [one["through"].rest_s / one["direct"].rest_s for one in long]
-    retrieval = []
+    retrieval, probes = list[float](), list[tuple[float, float]]()
     if collection:
-        retrieval = [await bench.with_retrieval(collection, passage_tokens) for _ in range(pairs)]
+        retrieval = [await bench.with_retrieval(collection, section.passage_tokens) for _ in range(pairs)]
+        probes = [await bench.probe(collection, section.probe_tokens) for _ in range(max(5, pairs // 3))]
     throughput = []
     for number in range(rounds):
         order = ("direct", "through") if number % 2 else ("through", "direct")
@@ -195,6 +228,8 @@ async def measure(bench: Bench, collection: str, passage_tokens: int, pairs: int
         "ttft_added_ms": statistics.median(added) * 1e3,
         "ttft_direct_ms": statistics.median(one["direct"].ttft_s for one in short) * 1e3,
         "ttft_retrieval_added_ms": statistics.median(retrieval) * 1e3 if retrieval else None,
+        "probe_ratio": statistics.median(stall / own for stall, own in probes) if probes else None,
+        "probe_stall_ms": statistics.median(stall for stall, _ in probes) * 1e3 if probes else None,
         "token_ratio": statistics.median(ratios),
         "token_direct_ms": statistics.median(one["direct"].rest_s / (tokens - 1) for one in long) * 1e3,
         "throughput_ratio": statistics.median(throughput),
@@ -216,6 +251,7 @@ def report(found: Json) -> str:
     measured = [
         row("TTFT added without retrieval, p50, ms", found["ttft_added_ms"], ".2f", 3.0),
         row("TTFT added with retrieval, less embedding, search", found["ttft_retrieval_added_ms"], ".2f", 4),
+        row("a probe's stall to the passages' own prefill, ratio", found["probe_ratio"], ".2f", 1.3),
         row("time per token, ratio", found["token_ratio"], ".3f", 1.02),
         row("throughput at 8 streams, ratio", found["throughput_ratio"], ".3f", 0.97, most=False),
         row("greedy answers that are the same, of 10", found["same"], ".0f", 10, most=False),
@@ -259,9 +295,7 @@ def main() -> None:
             socket = str(node.run_dir / "engine-0.sock")
             bench = Bench("http://engine-0/v1", through, section.name, "", options.seed, socket)
         async with bench:
-            return await measure(
-                bench, collection, section.passage_tokens, options.pairs, options.rounds, options.tokens
-            )
+            return await measure(bench, collection, section, options.pairs, options.rounds, options.tokens)
 
     with running(options.config, "--quiet") as node:
         found = asyncio.run(measured(node))
