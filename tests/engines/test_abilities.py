@@ -62,6 +62,10 @@ class Nonsense:
         models = b'{"data": [{"id": "%s"}]}' % MODEL.encode()
         return Bytes(models if method == "GET" else b"data: " + self._content + b"\n\ndata: [DONE]\n\n")
 
+    @property
+    def listens(self) -> bool:
+        return True
+
     async def close(self) -> None:
         """There is nothing to close."""
 
