@@ -17,7 +17,7 @@ from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo
 
 _GIB = 1 << 30
-_PROCESSES = 1500 << 20
+_PROCESSES = 2000 << 20
 """Of an instance's server, core and worker, measured without weights and KV (0.32's build for CPUs)."""
 _KV_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
 
