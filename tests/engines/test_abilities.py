@@ -221,7 +221,8 @@ def test_back_off_doubles_until_a_server_answers() -> None:
             await servers.look()  # too early: it is not asked
             clock.now = member.due_ns
             await servers.look()
-        assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[:6]))
+        assert delays[0] == 0  # who fails once may be there again
+        assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[1:6]))
         assert max(delays) <= 10e9
         fake.behaviour.down = False
         clock.now = member.due_ns
