@@ -164,6 +164,16 @@ def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
     run(test())
 
 
+def test_a_client_does_not_say_where_kv_comes_from() -> None:
+    async def test() -> None:
+        async with split() as (at, (prefill,), (decode,)):
+            with pytest.raises(InvalidRequest, match="is the node's own to say"):
+                at.chat(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_host": "elsewhere"})
+            assert prefill.generations() == decode.generations() == []
+
+    run(test())
+
+
 def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
     async def test() -> None:
         async with split() as (at, (prefill,), (decode,)):
