@@ -134,6 +134,11 @@ class OpenAiEngine(Engine):
             )
         retrieval = asked.retrieval
         probes = retrieval is not None and retrieval.every_tokens > 0
+        if sent.get("kv_transfer_params") and any(member.server.stage for member in self.servers.members):
+            raise InvalidRequest(
+                "kv_transfer_params: where KV comes from is the node's own to say here; leave it out",
+                "kv_transfer_params",
+            )
         if retrieval is not None and isinstance(asked.prompt, tuple):
             raise InvalidRequest(
                 "retrieval needs a prompt that is text: this engine cannot put passages before token ids", "prompt"
