@@ -10,6 +10,8 @@ simulated: production's policy, compiled, over virtual clocks; the same seed giv
   prefill query each, then a decode query every 32 tokens. A tenth of decode's is large (130 extends beside 19). Each
   third query has a caller's deadline. `attainment`: prefill within L_pre,max and decode within a quarter of a second,
   over all sent. `misses`: of those with a deadline, the share that was not answered by then.
+- **pool, flood**: the same pool, for a second of queries alike at random times: prefill's 15% of what it can serve,
+  decode's 200%. **pool, mixed**: decode queries alone at random times, 70% of what it can serve, a tenth of them large.
 - **node**: the whole node of `benchmarks.policy`, whose pool is its scarcest resource, at 110%. "prefill p99" is TTFT's
   there, "decode/s" tokens, `attainment` of TTFT and TPOT, `misses` the share of requests that ended without an answer.
 
@@ -37,6 +39,7 @@ import numpy as np
 from benchmarks.common.machine import machine
 from benchmarks.common.report import keep, table
 from benchmarks.policy.bench import TRACES, node, scarce_pool
+from ipc import Stage
 from runtime.node.config import NodeConfig
 from runtime.simulator.capacity import capacity
 from runtime.simulator.node import Simulation
@@ -50,9 +53,14 @@ ROOT = Path(__file__).parents[1]
 CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)
 POOL_LOADS, NODE_LOADS = (0.7, 0.95, 1.3), (1.1,)
 PROBE_TOKENS, TOKEN_S = 32, 0.025
+Kind = tuple[int, int]
 USUAL, SMALL, LARGE = (128, 35), (64, 19), (512, 130)  # top_m, extends: as MiniLM's 70,639 vectors have them
 LIMITS_NS = {"prefill": 10_000_000, "decode": 100_000_000}  # of callers' deadlines
 IN_TIME_NS = {"prefill": 50_000_000, "decode": 250_000_000}
+AT_RANDOM: dict[str, dict[Stage, tuple[float, list[Kind]]]] = {
+    "pool, flood": {"prefill": (0.15, [USUAL]), "decode": (2.0, [USUAL])},
+    "pool, mixed": {"decode": (0.7, [SMALL] * 9 + [LARGE])},
+}
 SHARES = ("attainment", "misses")
 FIGURES = ("prefill p99", "decode/s", "small p99", "large p99", *SHARES)
 LEAST = 0.05
@@ -93,7 +101,8 @@ VARIANTS = (
     Variant("no room kept in the queue", _SETTINGS, "self.queue - self.queue // 4", "self.queue"),
     Variant("no credit", _POLICY, "float(w[at.AGING_NS]))", "0.0)"),
     Variant("credit pauses nobody at once", _POLICY, "pressed = credit or ", "pressed = "),
-    Variant("credit keeps all slots filled", _POLICY, "lean_slots(t, slots))", "slots)"),
+    Variant("no bursts", _POLICY, "credit and (there > owed or", "w[at.RULES] < 0 and (there > owed or"),
+    Variant("each prefill query a burst", _POLICY, "credit and (there > owed or", "credit and (there > 0 or"),
     Variant("no turns", _POLICY, "if decode and w[at.RULES] == at.TRINITY:", "if decode and w[at.RULES] < 0:"),
     Variant(
         "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and not w[at.QUEUED]", "if not w[at.RULES] + 1"
@@ -101,7 +110,6 @@ VARIANTS = (
     Variant("_STRETCH 8 → 2", _POLICY, "_STRETCH = 8.0", "_STRETCH = 2.0"),
     Variant("_STRETCH 8 → 32", _POLICY, "_STRETCH = 8.0", "_STRETCH = 32.0"),
     Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    slots", "    slots"),
-    Variant("_LEAN_SHARE .25 → .1", _ESTIMATE, "_LEAN_SHARE = 0.25", "_LEAN_SHARE = 0.1"),
     Variant("_INERTIA 16 → 0", _ESTIMATE, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
     Variant("_MEMORY 64 → 8", _ESTIMATE, "_MEMORY = 64.0", "_MEMORY = 8.0"),
     Variant("FIXED_SHARE .1 → .03", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.03"),
@@ -115,10 +123,14 @@ VARIANTS = (
 def figures(options: argparse.Namespace) -> Cases:
     """Of the source that this process runs."""
     found: Cases = {}
+    for case in AT_RANDOM:
+        found[case] = [of_pool(random_queries(case, seed)) for seed in range(options.seeds)]
     for trace in options.traces.split(","):
         windows = [window(options, trace, seed) for seed in range(options.seeds)]
         for load in POOL_LOADS:
-            found[f"pool, {trace} {load:.0%}"] = [of_pool(one, load, seed) for seed, one in enumerate(windows)]
+            found[f"pool, {trace} {load:.0%}"] = [
+                of_pool(queries_of(one, load, seed)) for seed, one in enumerate(windows)
+            ]
         for load in NODE_LOADS:
             found[f"node, {trace} {load:.0%}"] = [of_node(trace, one, load, seed) for seed, one in enumerate(windows)]
     return found
@@ -140,10 +152,7 @@ def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
             kind = LARGE if random.random() < 0.1 else SMALL
             drawn.append((arrival.at_s + TOKEN_S * PROBE_TOKENS * (probe + random.random()), "decode", kind))
     drawn.sort()
-    slots = slots_of(NodeConfig().pool, CPU)
-    extend_s = (CPU.extend_time_s(slots) + CPU.round_s) / slots
-    needed_s = sum(kind[1] * extend_s + CPU.query_s for _, _, kind in drawn)
-    pace = needed_s / load / drawn[-1][0]
+    pace = sum(needed_s(kind) for _, _, kind in drawn) / load / drawn[-1][0]
     return [
         Query(
             round(at_s * pace * 1e9),
@@ -156,22 +165,38 @@ def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
     ]
 
 
-def of_pool(arrivals: list[Arrival], load: float, seed: int) -> Figures:
-    queries = queries_of(arrivals, load, seed)
+def random_queries(case: str, seed: int) -> list[Query]:
+    """A second of a case's queries."""
+    random, drawn = Random(seed), []
+    for stage, (load, kinds) in AT_RANDOM[case].items():
+        rate, at_s = load / fmean(needed_s(kind) for kind in kinds), 0.0
+        while (at_s := at_s + random.expovariate(rate)) < 1.0:
+            top_m, extends = random.choice(kinds)
+            drawn.append(Query(round(at_s * 1e9), stage, extends + random.randint(-2, 3), top_m))
+    return sorted(drawn, key=lambda query: query.at_ns)
+
+
+def needed_s(kind: Kind) -> float:
+    """What a query takes of a pool whose slots are all in use."""
+    slots = slots_of(NodeConfig().pool, CPU)
+    return kind[1] * (CPU.extend_time_s(slots) + CPU.round_s) / slots + CPU.query_s
+
+
+def of_pool(queries: list[Query]) -> Figures:
     both = list(zip(queries, run_pool(queries, CPU, NodeConfig()), strict=True))
     done = [(query, fate.latency_ns) for query, fate in both if fate.status == "ok"]
     limited = sum(query.limit_ns is not None for query in queries)
     met = sum(query.limit_ns is not None and latency <= query.limit_ns for query, latency in done)
     last_ns = queries[-1].at_ns  # what is answered after the last has come is not the policy's throughput
     decoded = sum(query.stage == "decode" and query.at_ns + latency <= last_ns for query, latency in done)
-    return {
+    found = {
         "prefill p99": _p99([latency for query, latency in done if query.stage == "prefill"]),
         "decode/s": decoded / last_ns * 1e9,
         "small p99": _p99([latency for query, latency in done if query.top_m == SMALL[0]]),
         "large p99": _p99([latency for query, latency in done if query.top_m == LARGE[0]]),
         "attainment": sum(latency <= IN_TIME_NS[query.stage] for query, latency in done) / len(queries),
-        "misses": 1 - met / limited,
     }
+    return found | ({"misses": 1 - met / limited} if limited else {})
 
 
 def of_node(trace: str, arrivals: list[Arrival], load: float, seed: int) -> Figures:

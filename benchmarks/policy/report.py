@@ -15,9 +15,10 @@ def markdown(report: Report) -> str:
         "# Policies and placements, simulated",
         "",
         f"`python -m benchmarks.policy`: windows of {report.requests} requests of each trace that begin at requests "
-        f"{', '.join(map(str, report.windows))}; seed {report.seed}; {report.took_s:.0f} s on {machine['processor']}, "
-        f"{machine['cores']} cores, Python {machine['python']}. Simulated, not measured: service times of an H100 with "
-        "an 8-billion-parameter Llama from data sheets (`runtime/simulator/times/service.py`).",
+        f"{', '.join(map(str, report.windows))}, as far as it is long enough; {report.took_s:.0f} s on "
+        f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}. Simulated, not measured: "
+        "service times of an H100 with an 8-billion-parameter Llama from data sheets "
+        "(`runtime/simulator/times/service.py`).",
         "",
         *_policies(report),
     ]
@@ -40,14 +41,14 @@ def _policies(report: Report) -> Iterator[str]:
     yield ""
     yield (
         "3 prefill and 4 decode GPUs; a pool that is busy all the time at 100% load: `fixed` of an extend does not "
-        "depend on its slots, and N, the slots that the pool finds for itself, does on that (by window). SLOs: "
+        "depend on its slots, and N, the slots that the pool finds for itself, does on that. SLOs: "
         + ", ".join(f"{name} TTFT {slo.ttft_s} s, TPOT {slo.tpot_s * 1e3:.0f} ms" for name, slo in report.slos.items())
-        + ". `±` is a standard error of the difference to the best other policy, in the ratio's unit. Shipped is "
-        '`policy = "trinity"` with r = 0.3; r: where the control law moved it.'
+        + ". `±` is a standard error of the difference to the best of all but adaptive, over windows, as a ratio. "
+        'Shipped is `policy = "trinity"` with r = 0.3; r: where the control law moved it.'
     )
     yield ""
-    head = "trace, fixed, N, load, sent/s, shipped, adaptive, paper, FIFO, static, best fixed r, / best other, ±"
-    yield from table([*head.split(", "), "/ best fixed", "adaptive / best fixed", "r"], map(_cells, report.rows))
+    head = "trace, fixed, N, load, sent/s, shipped, adaptive, paper, FIFO, static, best fixed r, / best, ±"
+    yield from table([*head.split(", "), "adaptive / best fixed", "r"], map(_cells, report.rows))
     yield ""
     yield _verdict(report.rows)
 
@@ -57,15 +58,14 @@ def _cells(row: Row) -> list[str]:
     return [
         row.trace,
         f"{row.fixed_s * 1e6:.0f} µs",
-        ", ".join(map(str, row.slots)),
+        _range(row.slots),
         f"{row.load:.0%}",
         f"{row.sent_per_s:.2f}",
         f"{ours:.2f}",
         *(f"{row.goodput[name]:.2f}" for name in (ADAPTIVE, *OTHERS)),
         f"{best_fixed:.2f} ({row.best_fixed[6:]})",
-        _ratio(ours, row.best_other),
-        _ratio(row.error, row.best_other),
-        _ratio(ours, best_fixed),
+        _ratio(ours, row.best, 3),
+        _ratio(row.error, row.best, 3),
         _ratio(row.goodput[ADAPTIVE], best_fixed),
         f"{row.reserve[0]:.2f}–{row.reserve[1]:.2f}",
     ]
@@ -76,7 +76,7 @@ def _verdict(rows: list[Row]) -> str:
         return f"{row.trace} {row.fixed_s * 1e6:.0f} µs {row.load:.0%}"
 
     behind = [row for row in rows if row.against_all < 0.98]
-    missed = ", ".join(f"{named(row)}: {row.against_all:.3f} ± {row.error / row.best_other:.3f}" for row in behind)
+    missed = ", ".join(f"{named(row)}: {row.against_all:.3f} ± {row.error / row.best:.3f}" for row in behind)
     most = max(rows, key=lambda row: row.goodput[ADAPTIVE] / max(row.goodput[row.best_fixed], 1e-9))
     least = min(rows, key=lambda row: row.goodput[ADAPTIVE] / max(row.goodput[row.best_fixed], 1e-9))
     ends = " and ".join(
@@ -111,6 +111,10 @@ def _placements(report: Report) -> Iterator[str]:
         others = max(plan.rate for plan in row.best[1:])
         rows.append([row.trace, f"×{row.cost}", *cells, _ratio(row.best[0].rate, others)])
     yield from table(("trace", "search", "pool of its own", "with prefill", "coupled", "own / best other"), rows)
+
+
+def _range(values: list[int]) -> str:
+    return "–".join(map(str, dict.fromkeys((min(values), max(values)))))
 
 
 def _ratio(value: float, other: float, digits: int = 2) -> str:

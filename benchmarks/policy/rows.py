@@ -11,15 +11,15 @@ from runtime.simulator.workload import Slos
 SHIPPED, ADAPTIVE = "configured", "adaptive"
 OTHERS = ("paper", "fifo", "static")
 FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
-Runs = dict[str, list[tuple[Result, list[bool]]]]  # by policy, a window each: the result, and which requests were good
+Runs = dict[str, list[Result]]  # by policy, a window each
 
 
 class Row(msgspec.Struct, kw_only=True):
     """One trace at one load and one kind of pool, over all windows: goodput by policy in requests/s.
 
     `fixed_s`: the fixed part of an extend; `slots`: N, by window.
-    `error`: a standard error of the shipped policy's goodput less the best other one's, from the requests that only one
-    of the two served within its SLOs. (Requests of one trace are not independent: it is rather too small.)
+    `error`: a standard error of the shipped policy's goodput less that of the best of all others but `adaptive`, from
+    how the difference varies over windows; 0 with one window.
     """
 
     trace: str
@@ -35,16 +35,11 @@ class Row(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, trace: str, fixed_s: float, slots: list[int], load: float, runs: Runs) -> "Row":
-        goodput = {name: statistics.mean(result.goodput for result, _ in found) for name, found in runs.items()}
-        best = max(OTHERS, key=lambda name: goodput[name])
-        pairs = [
-            pair
-            for (_, ours), (_, theirs) in zip(runs[SHIPPED], runs[best], strict=True)
-            for pair in zip(ours, theirs, strict=True)
-        ]
-        differing = sum(one != other for one, other in pairs)
-        sent_per_s = statistics.mean(result.sent_per_s for result, _ in runs[SHIPPED])
-        reserves = [sample.reserve for result, _ in runs[ADAPTIVE] for sample in result.samples]
+        goodput = {name: statistics.mean(result.goodput for result in found) for name, found in runs.items()}
+        best = max((*OTHERS, *FIXED), key=lambda name: goodput[name])
+        differences = [ours.goodput - theirs.goodput for ours, theirs in zip(runs[SHIPPED], runs[best], strict=True)]
+        sent_per_s = statistics.mean(result.sent_per_s for result in runs[SHIPPED])
+        reserves = [sample.reserve for result in runs[ADAPTIVE] for sample in result.samples]
         return cls(
             trace=trace,
             fixed_s=fixed_s,
@@ -52,11 +47,9 @@ class Row(msgspec.Struct, kw_only=True):
             load=load,
             sent_per_s=sent_per_s,
             goodput=goodput,
-            attainment={
-                name: statistics.mean(result.attainment for result, _ in found) for name, found in runs.items()
-            },
-            error=differing**0.5 / len(pairs) * sent_per_s,
-            changes=statistics.mean(result.use["changes"] for result, _ in runs[ADAPTIVE]),
+            attainment={name: statistics.mean(result.attainment for result in found) for name, found in runs.items()},
+            error=statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0,
+            changes=statistics.mean(result.use["changes"] for result in runs[ADAPTIVE]),
             reserve=(min(reserves), max(reserves)),
         )
 
@@ -69,14 +62,18 @@ class Row(msgspec.Struct, kw_only=True):
         return max(FIXED, key=lambda name: self.goodput[name])
 
     @property
+    def best(self) -> float:
+        """The best of all the others, every fixed reserve among them."""
+        return max(self.best_other, self.goodput[self.best_fixed], 1e-9)
+
+    @property
     def against_all(self) -> float:
-        """Over the best of all the others, every fixed reserve among them."""
-        return self.goodput[SHIPPED] / max(self.best_other, self.goodput[self.best_fixed], 1e-9)
+        return self.goodput[SHIPPED] / self.best
 
     @property
     def standing(self) -> str:
-        """Against the best of the others: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
-        behind = self.best_other - self.goodput[SHIPPED]
+        """Against the best of all: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
+        behind = self.best - self.goodput[SHIPPED]
         return "ahead" if behind <= 1e-9 else "even" if behind <= 2 * self.error else "behind"
 
     def line(self) -> str:

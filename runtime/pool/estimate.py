@@ -18,7 +18,6 @@ _MEMORY = 64.0  # queries after which an old one counts for 1/e
 _EXTENDS = 256.0  # the same of extends
 _INERTIA = 16.0  # slots², how much spread it takes to change what is fixed in proportion to what is not
 _OUTLIER = 4.0  # an extend that took longer than this many times what was expected counts as that long
-_LEAN_SHARE = 0.25
 
 
 @compiled
@@ -86,13 +85,3 @@ def learn_cost(tables: Any, active: float, took_ns: float) -> None:
     each = (cost[COST_AT] - mean * total + _INERTIA * shaped) / (cost[COST_AA] - mean * mean + _INERTIA)
     cost[EACH_NS] = min(max(each, 0.0), total / mean)
     cost[FIXED_NS] = total - cost[EACH_NS] * mean
-
-
-@compiled
-def lean_slots(tables: Any, most: int) -> Any:
-    """The fewest active slots, 1..most, of whose extend no more than a quarter is its fixed part."""
-    fixed, each = tables.floats[FIXED_NS], tables.floats[EACH_NS]
-    share = _LEAN_SHARE / (1.0 - _LEAN_SHARE)
-    if each * share * most <= fixed:
-        return most
-    return max(1, int(np.ceil(fixed / (each * share))))

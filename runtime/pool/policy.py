@@ -17,12 +17,14 @@ given out before every extend:
   whatever prefill does, no later than (p + 1)·(aging + the rest of one prefill query + the longest decode query + an
   extend) after it came, where a query's time is its extends with N active.
 
-Two rules are not the paper's (`trinity` has them, `paper` does not):
+Three rules are not the paper's (`trinity` has them, `paper` does not):
 
 - **Credit.** What of its share r prefill leaves to decode it may take back later, up to `aging` of the whole batch:
-  while it has credit, all N slots are owed to it, a decode query is paused for it at once, and as many more as make
-  its extends faster: down to the fewest slots of whose extend a quarter is fixed. So at less than its share prefill is
-  as fast as if it were alone, and beyond it r divides.
+  while it has credit, all N slots are owed to it, and a decode query is paused for it at once. So at less than its
+  share prefill waits for no decode query, and beyond it r divides.
+- **Bursts.** With credit, once more prefill queries are there than ⌈rN⌉ and until none is left, no decode query is
+  active beside them: that makes their extends faster. Who comes in a burst is prefill's p99. Fewer active queries are
+  less throughput, which an overloaded pool misses several times over; bursts are rare enough for it not to show.
 - **Turns.** A decode query's turn is its arrival plus `_STRETCH` times what a query of its size takes alone, its size
   being Ê rounded up to a power of two. Q_dec is in the order of turns: queries alike are first come, first served,
   shorter ones pass longer ones that came a little earlier, and `p` above grows no more once a query has waited for
@@ -38,7 +40,7 @@ from typing import Any
 
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
-from runtime.pool.estimate import extend_ns, lean_slots, learn_cost, learn_extends, row_of_kind
+from runtime.pool.estimate import extend_ns, learn_cost, learn_extends, row_of_kind
 from runtime.pool.queues import before, leave, list_in, note, push, queue_of, take, unlist
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
@@ -123,6 +125,8 @@ def schedule(t: Any, now: int) -> None:
     if now - w[at.RAN_NS] >= w[at.AGING_NS] and _active(t) < slots and _may_start(t, at.DECODE, hold):
         t.entries[_start(t, at.DECODE), at.PAUSES] = w[at.MAX_PAUSES]
     owed, credit = reserved(t, slots), t.floats[at.CREDIT] > 0.0
+    there = w[at.QUEUED] + w[at.LISTED + at.PREFILL]
+    w[at.BURST] = credit and (there > owed or (w[at.BURST] and there > 0))
     if credit:
         owed = slots
     while _may_start(t, at.PREFILL, hold) and w[at.LISTED + at.PREFILL] < owed:
@@ -131,13 +135,12 @@ def schedule(t: Any, now: int) -> None:
             if not pressed or not _pause_one(t):
                 break
         _start(t, at.PREFILL)
-    room = slots
-    if credit and w[at.LISTED + at.PREFILL]:
-        room = max(w[at.LISTED + at.PREFILL], lean_slots(t, slots))
-        while _active(t) > room and _pause_one(t):
+    if w[at.BURST] and w[at.LISTED + at.PREFILL]:
+        while _pause_one(t):
             pass
-    while _active(t) < room and _may_start(t, at.DECODE, hold):
-        _start(t, at.DECODE)
+    else:
+        while _active(t) < slots and _may_start(t, at.DECODE, hold):
+            _start(t, at.DECODE)
     while _active(t) < slots and _may_start(t, at.PREFILL, hold):
         _start(t, at.PREFILL)
     if w[at.RULES] == at.TRINITY and not w[at.QUEUED] and not hold:

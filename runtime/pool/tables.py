@@ -46,7 +46,8 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
 
 # Words. SLOTS … RULES: settings, see `Policy`. Then counts: of free entries, of each queue (QUEUED: prefill's, then
 # decode's), of the lists (LISTED: active prefill, active decode, paused), of the last schedule's changes (CHANGED:
-# admitted, paused, resumed, late); DONE: extends so far; RAN_NS: when a decode query was active, or none wanted to be.
+# admitted, paused, resumed, late); DONE: extends so far; RAN_NS: when a decode query was active, or none wanted to be;
+# BURST: whether more prefill queries were there at once than are reserved slots, and some still are.
 (
     SLOTS,
     ENGINE_SLOTS,
@@ -63,8 +64,9 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
     DONE,
     RAN_NS,
     KINDS_KNOWN,
+    BURST,
     QUEUED,
-) = range(16)
+) = range(17)
 LISTED = QUEUED + 2
 CHANGED = LISTED + 3
 LAST_TURN = CHANGED + 4  # of the decode queries whose expected extends have so many bits

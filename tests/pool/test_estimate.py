@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.pool import tables as at
-from runtime.pool.estimate import kind_a, kind_b, lean_slots, learn_extends, row_of_kind
+from runtime.pool.estimate import kind_a, kind_b, learn_extends, row_of_kind
 from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy
 
@@ -21,9 +21,9 @@ def line(made: Scheduler[int]) -> tuple[float, float]:
     return fixed, each
 
 
-def test_before_anything_is_learnt_nothing_costs_anything_and_only_slots_count() -> None:
+def test_before_anything_is_learnt_nothing_costs_anything() -> None:
     made: Scheduler[int] = Scheduler(Policy(slots=32))
-    assert (made.extend_ns(8), lean_slots(made.tables, 32)) == (0.0, 32)
+    assert made.extend_ns(8) == 0.0
 
 
 def test_the_line_through_the_costs_is_found() -> None:
@@ -62,11 +62,6 @@ def test_an_extend_in_which_the_process_lost_its_core_counts_as_four() -> None:
     made = learnt([1, 8], fixed=100.0, each=10.0, times=200)
     made.learn_cost(4, 1e9)
     assert made.extend_ns(4) < 1.1 * 140.0
-
-
-@pytest.mark.parametrize(("fixed", "each", "fewest"), [(100.0, 0.0, 32), (99.0, 10.0, 30), (9.9, 10.0, 3), (0, 1, 1)])
-def test_lean_is_the_fewest_slots_of_whose_extend_a_quarter_is_fixed(fixed: float, each: float, fewest: int) -> None:
-    assert lean_slots(learnt([1, 8], fixed, each).tables, 32) == fewest
 
 
 def test_a_kind_takes_what_those_before_it_took_and_until_then_what_its_top_m_says() -> None:

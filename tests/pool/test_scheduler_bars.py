@@ -63,8 +63,12 @@ def test_small_queries_among_large_ones_are_three_times_faster_than_in_static_ba
     assert fmean(ours[LARGE]) <= (1.5 if load < 0.8 else 1.75) * fmean(static[LARGE])
 
 
-@pytest.mark.parametrize(("costs", "least"), [(CPU, 0.95), (SLOWER_CALLS, 0.94)], ids=["cpu", "slower-calls"])
-def test_under_a_flood_prefill_is_as_fast_as_alone_and_decode_keeps_its_share(costs: Costs, least: float) -> None:
+@pytest.mark.parametrize(
+    ("costs", "most", "least"), [(CPU, 1.25, 0.95), (SLOWER_CALLS, 2.5, 0.98)], ids=["cpu", "slower-calls"]
+)
+def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_share(
+    costs: Costs, most: float, least: float
+) -> None:
     seconds, end = 1.5, 1_500_000_000
     kinds, policy = {USUAL: 1.0}, shipped(costs)
     crowd = serve(full(arrivals(4000, 0.5, "decode", kinds, 9)), costs, policy)
@@ -80,7 +84,7 @@ def test_under_a_flood_prefill_is_as_fast_as_alone_and_decode_keeps_its_share(co
         served = {stage: sum(one.stage == stage for one in answers) for stage in ("prefill", "decode")}
         slower.append(p99(answers, USUAL, "prefill") / p99(alone, USUAL, "prefill"))
         share.append(served["decode"] / (len(only) - served["prefill"]))
-    assert fmean(slower) <= 1.25
+    assert fmean(slower) <= most
     assert fmean(share) >= least
 
 

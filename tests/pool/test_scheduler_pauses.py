@@ -1,6 +1,7 @@
-"""Who gives an active slot to whom: decode to prefill, within r, its credit and bounds; and not without end."""
+"""Who gives an active slot to whom: decode to prefill, within r, its credit and bounds, and in bursts; and not without
+end."""
 
-from runtime.pool.scheduler import Changes, Entry
+from runtime.pool.scheduler import Changes, Entry, Scheduler
 from tests.pool.schedulers import LONG, entry, filled, measured, names, scheduler, with_credit
 
 
@@ -182,15 +183,51 @@ def test_credit_is_no_more_than_the_aging_time_and_not_earned_while_decode_wants
     assert alone.credit_ns == 0
 
 
-def test_beside_prefill_with_credit_decode_goes_on_as_far_as_fewer_would_not_be_faster() -> None:
-    active = {}
-    for name, fixed, each in (("cpu", 100, 1000), ("gpu", 10_000, 10)):
-        made = measured(scheduler(8, 0.5), fixed, each)
-        filled(made, *(entry("decode", number) for number in range(8)))
-        made.next(0)
-        with_credit(made)
-        measured(made, fixed, each)
-        filled(made, entry("prefill", 10))
-        made.next(1)
-        active[name] = made.running
-    assert active == {"cpu": {"prefill": 1, "decode": 0}, "gpu": {"prefill": 1, "decode": 7}}
+# ---- bursts
+
+
+def in_burst(made: Scheduler[int], prefill: int) -> list[Entry[int]]:
+    """So many prefill queries come while decode has all slots and prefill has credit."""
+    filled(made, *(entry("decode", number) for number in range(8)))
+    made.next(0)
+    with_credit(made)
+    came = [entry("prefill", 100 + number, arrival=1) for number in range(prefill)]
+    filled(made, *came)
+    made.next(1)
+    return came
+
+
+def test_as_many_prefill_queries_as_slots_are_reserved_share_the_batch_with_decode() -> None:
+    made = scheduler(8, 0.25)
+    in_burst(made, 2)
+    assert made.running == {"prefill": 2, "decode": 6}
+
+
+def test_more_prefill_queries_than_reserved_slots_have_the_batch_to_themselves_until_none_is_left() -> None:
+    made = scheduler(8, 0.25)
+    active = []
+    for one in in_burst(made, 3):
+        active.append(made.running)
+        made.finished(one, 13)
+        made.next(2)
+    assert active == [{"prefill": left, "decode": 0} for left in (3, 2, 1)]
+    assert made.running == {"prefill": 0, "decode": 8}
+    filled(made, entry("prefill", 200, arrival=3))
+    made.next(3)
+    assert made.running == {"prefill": 1, "decode": 7}
+
+
+def test_a_burst_is_over_when_the_credit_is_used_up() -> None:
+    made = scheduler(8, 0.25, aging_ns=1000)
+    in_burst(made, 3)
+    assert made.running == {"prefill": 3, "decode": 0}
+    while made.credit_ns:
+        made.advanced(1, 100)
+    made.next(2)
+    assert made.running == {"prefill": 3, "decode": 5}
+
+
+def test_prefill_queries_that_the_engine_has_no_slot_for_do_not_stop_decode() -> None:
+    made = scheduler(2, 0.25, engine_slots=2)
+    in_burst(made, 3)
+    assert made.running == {"prefill": 0, "decode": 2}
