@@ -105,7 +105,7 @@ def test_queries_that_wake_a_pool_are_answered_without_entering_python(
     assert found == [wanted[number % len(queries)] for number in range(1000)]
 
 
-def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(make_pool: MakePool, queries: Vectors) -> None:
+def test_a_pool_with_much_to_do_hears_who_asks_for_a_session(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(timing=Timing(control_ns=_AN_HOUR_NS))
     with left_to_itself(pool), RingClient(pool.endpoint, "busy", timeout_ms=60_000.0) as busy:
         attached: list[RingClient] = []
