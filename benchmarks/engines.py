@@ -23,7 +23,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -34,9 +35,11 @@ from aiohttp import ClientSession
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.common.report import table, write
 from runtime.engines.openai.assembly import fit, inserted_text, with_passages
+from runtime.node.config import CollectionSection
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
+from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.passages import Passage
 from runtime.testing.node import Node, running
 
@@ -162,8 +165,9 @@ class Bench:
         added: float = answers["through"].ttft_s - answers["direct"].ttft_s - spans["embed"] - spans["retrieval"]
         return added
 
-    async def probe(self, collection: str, probe_tokens: int) -> tuple[float, float]:
-        """Seconds that an answer stands still for its one probe, and that the passages' own prefill takes."""
+    async def probe(self, collection: str, probe_tokens: int, texts: Mapping[str, str]) -> tuple[float, float]:
+        """Seconds that an answer stands still for its one probe, and that the passages' own prefill takes; `texts`:
+        of all passages by their ids."""
         salt = {"cache_salt": str(self.random.getrandbits(63))}
         retrieval = {"retrieval": {"collection": collection, "k": 2, "every_tokens": 16}}
         body = self.body(self.question(), 24) | salt | retrieval | {"return_token_ids": True, "stream": True}
@@ -176,7 +180,7 @@ class Bench:
                 stall = chunk.get("timings", {}).get("probe_stall", stall)
                 for choice in chunk.get("choices") or ():
                     told += choice.get("token_ids") or ()
-        found = [Passage(one["id"], one["title"], one["distance"], one["text"]) for one in passages]
+        found = [Passage(one["id"], one["title"], one["distance"], texts[one["id"]]) for one in passages]
         text = {"model": self.model, "prompt": inserted_text(fit(found, probe_tokens)), "add_special_tokens": False}
         root = self.urls["direct"].removesuffix("/v1")
         async with self.clients["direct"].post(f"{root}/tokenize", json=text) as answer:
@@ -207,7 +211,9 @@ class Bench:
         return made / (time.perf_counter() - begin)
 
 
-async def measure(bench: Bench, collection: str, section: ServedSection, pairs: int, rounds: int, tokens: int) -> Json:
+async def measure(
+    bench: Bench, collection: CollectionSection | None, section: ServedSection, pairs: int, rounds: int, tokens: int
+) -> Json:
     """Everything, paired."""
     for _ in range(3):
         await bench.pair(4)
@@ -216,9 +222,12 @@ async def measure(bench: Bench, collection: str, section: ServedSection, pairs: 
     long = [await bench.pair(tokens) for _ in range(max(5, pairs // 5))]
     ratios = [one["through"].rest_s / one["direct"].rest_s for one in long]
     retrieval, probes = list[float](), list[tuple[float, float]]()
-    if collection:
-        retrieval = [await bench.with_retrieval(collection, section.passage_tokens) for _ in range(pairs)]
-        probes = [await bench.probe(collection, section.probe_tokens) for _ in range(max(5, pairs // 3))]
+    if collection is not None:
+        with closing(Collection.open(Path(collection.path))) as held:
+            assert held.documents is not None, "it has passages"
+            texts = {found.id: found.text for found in held.documents.get(range(held.documents.size))}
+        retrieval = [await bench.with_retrieval(collection.name, section.passage_tokens) for _ in range(pairs)]
+        probes = [await bench.probe(collection.name, section.probe_tokens, texts) for _ in range(max(5, pairs // 3))]
     throughput = []
     for number in range(rounds):
         order = ("direct", "through") if number % 2 else ("through", "direct")
@@ -284,7 +293,7 @@ def main() -> None:
     section = config.model
     if not isinstance(section, ServedSection):
         sys.exit(f'{options.config}: [model] has neither engine = "openai" nor engine = "vllm"')
-    collection = config.collections[0].name if config.collections else ""
+    collection = config.collections[0] if config.collections else None
     before = machine_load()
 
     async def measured(node: Node) -> Json:
