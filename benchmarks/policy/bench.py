@@ -179,6 +179,7 @@ def day(bench: Bench) -> Day:
 
 def main() -> None:
     options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     bench = Bench(options)
     with ProcessPoolExecutor(options.processes) as pool:

@@ -28,7 +28,8 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "probes": probes.run,
     "goodput": goodput.run,
     "changes": changes.run,
-    "control": control.run,
+    "orders": control.orders,
+    "link": control.link,
     "agreement": agreement.run,
 }
 
