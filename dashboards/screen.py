@@ -31,8 +31,9 @@ class Section:
 
 
 def sections(live: Live) -> list[Section]:
-    """All but the table of workers."""
-    return [_promises(live), _up(live), _queues(live), _saturation(live), _latency(live), _controller(live)]
+    """All but the table of workers; what is written only where there is something to write to."""
+    found = [_promises(live), _up(live), _queues(live), _saturation(live), _latency(live), _controller(live)]
+    return [*found, _written(live)] if live.value(FrontendMetrics.LIVE_LOG_BYTES) else found
 
 
 WORKER_COLUMNS = ("worker", "device", "state", "restarts", "heartbeat", "memory", "threads", "fds")
@@ -158,6 +159,19 @@ def _controller(live: Live) -> Section:
             Line("preemptions/s", number(live.rate(PoolMetrics.PREEMPTIONS))),
             Line("missed/s", number(live.rate(PoolMetrics.DEADLINE_MISSES))),
             Line("changes", count(live.value(ControlMetrics.CHANGES))),
+        ],
+    )
+
+
+def _written(live: Live) -> Section:
+    return Section(
+        "What is written?",
+        [
+            Line("writes p95", seconds(live.quantile(0.95, FrontendMetrics.WRITE_TIME))),
+            Line("segments", count(live.value(FrontendMetrics.LIVE_SEGMENTS))),
+            Line("documents", count(live.value(FrontendMetrics.LIVE_DOCUMENTS))),
+            Line("not sealed", count(live.value(FrontendMetrics.LIVE_GROWING))),
+            Line("log", size(live.value(FrontendMetrics.LIVE_LOG_BYTES))),
         ],
     )
 

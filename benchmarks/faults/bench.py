@@ -69,7 +69,8 @@ def load(node: Node, config: NodeConfig) -> Iterator[Counter[str]]:
             except TrinityError as error:
                 ends[error.code] += 1
 
-    with Background(partial(ask, *item) for item in bodies(config).items()) as asking:
+    asking = Background(partial(ask, *item) for item in bodies(config).items())
+    with asking:
         yield ends
 
 

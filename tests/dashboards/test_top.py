@@ -83,11 +83,23 @@ def lines(live: Live, title: str) -> dict[str, str]:
     return {line.name: line.text for line in section.lines}
 
 
-def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source) -> None:
+def questions(*, written: bool) -> list[str]:
+    """The overview's, but for the last, which is the table."""
+    rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
+    return [row for row in rows[:-1] if written or row != "What is written?"]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source, written: bool) -> None:
+    if written:
+        source.tables["frontend-0"].set(FrontendMetrics.LIVE_LOG_BYTES, 1 << 20)
+        source.tables["frontend-0"].set(FrontendMetrics.LIVE_SEGMENTS, 3)
     live = Live()
     live.add(Snapshot.parse(0.0, source()))
-    rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
-    assert [section.title for section in screen.sections(live)] == rows[:-1]  # the last is the table
+    assert [section.title for section in screen.sections(live)] == questions(written=written)
+    if written:
+        found = lines(live, "What is written?")
+        assert (found["segments"], found["log"]) == ("3", "1 MiB")
 
 
 def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
@@ -229,8 +241,7 @@ def test_in_a_real_terminal_the_whole_screen_is_there_and_q_ends_it(url: str) ->
         expected = ("workers ready     4 of 5", "Q_pre             7 waiting", "prefill           250 ms", "backoff")
         until(lambda: "burns 10.0×" in text() and all(words in text() for words in expected))
         shown = text()
-        titles = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"][:-1]
-        places = [shown.index(title) for title in titles]
+        places = [shown.index(title) for title in questions(written=False)]
         assert places == sorted(places)
         assert shown.startswith(" node n1 tiny")
         os.write(ours, b"q")

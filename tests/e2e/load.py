@@ -42,7 +42,8 @@ def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counte
             answers[status] += 1
 
     searching, generating = partial(ask, "/v1/retrieval", SEARCH), partial(ask, "/v1/completions", GENERATE)
-    with Background([searching] * searchers + [generating] * generators) as asking:
+    asking = Background([searching] * searchers + [generating] * generators)
+    with asking:
         yield answers
 
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 
+import httpx
 import pytest
 
 from dashboards.files import all_dashboards
 from dashboards.overview import overview
 from dashboards.rules import alerts, rules_yaml
+from runtime.retrieval.live.collection import create
+from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.dashboards.tools import promtool
@@ -27,15 +30,32 @@ ttft_s = 30.0
 tpot_s = 5.0
 search_s = 1.0
 """
+LIVE = """
+[[collections]]
+name = "notes"
+path = "{path}"
+"""
 SLO_OF_ITS_OWN = "search"  # what is slowed below
 
 
 @pytest.fixture(scope="module")
 def watched(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Prometheus]]:
-    node = start_node(more=SLO)
+    notes = tmp_path_factory.mktemp("notes") / "notes"
+    create(notes, 4, metric="l2", degree=4)
+    node = start_node(more=SLO + LIVE.format(path=notes))
     target = node.info.url.removeprefix("http://")
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_yaml(SCALE, interval_s=0.5))
-    with load(node) as answers:
+
+    def write() -> None:
+        documents = [{"id": "a", "text": "a note", "vector": [1.0, 2.0, 3.0, 4.0]}]
+        while not writing.ended.wait(0.2):
+            put = httpx.put(
+                f"{node.info.url}/v1/collections/notes/documents", json={"documents": documents}, timeout=60
+            )
+            assert put.status_code == 200, put.text
+
+    writing = Background([write])
+    with writing, load(node) as answers:
         eventually(lambda: answers[200] > 20, 180, "answers")
         for part in ("queue_time", "time_per_output_token"):  # a generation's begin and its end: both within its sight
             wanted = f"rate(trinity_request_{part}_seconds_count[30s]) > 0"

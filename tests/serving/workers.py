@@ -31,7 +31,9 @@ class FakePool:
         self.asked = 0
         self._open: dict[int, list[int]] = {}
 
-    def ask(self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "") -> int:
+    def ask(
+        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", wanted: bytes = b""
+    ) -> int:
         self.asked += 1
         place = crc32(text.encode()) if self._by_text else (self.asked - 1) * k
         self._open[self.asked] = [self.polls, k, place % len(self.passages)]
