@@ -1,6 +1,6 @@
 """A worker's library follows the pools that its client is attached to, and the worker's table tells how that goes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 
 from runtime.node.metrics.columns import RetrievingMetrics
@@ -21,6 +21,7 @@ class Follower:
         self._library, self._offered, self._table = library, offered, table
         self._due_ns = 0
         table.begin_knob("reload", 0.0)
+        table.begin_knob("reload_of", -1.0)
 
     def step(self, now_ns: int) -> None:
         """Open the documents of what is served by now, and say of which collections they are missing."""
@@ -32,10 +33,15 @@ class Follower:
         builds = {collection: self._offered(collection) for collection in self._library.dims}
         for collection, offered in builds.items():
             self._library.follow(collection, offered)
-        if reloading and all(starmap(self._library.up_to_date, builds.items())):
+        if reloading and all(starmap(self._library.up_to_date, self._of_the_reload(builds))):
             self._table.set(RetrievingMetrics.RELOAD, reload)
         troubles = self._library.troubles
         self._table.set(RetrievingMetrics.WITHOUT_DOCUMENTS, len(troubles))
         note = "; ".join(f"collection {name}: {trouble}" for name, trouble in troubles.items())
         if self._table.note != note:
             self._table.note = note
+
+    def _of_the_reload(self, builds: Mapping[str, Sequence[str]]) -> Sequence[tuple[str, Sequence[str]]]:
+        """Of these collections, which are in the configuration's order, that which is reloaded; or all."""
+        number = int(self._table.knob("reload_of"))
+        return list(builds.items())[number : number + 1] if number >= 0 else list(builds.items())

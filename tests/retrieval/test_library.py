@@ -183,3 +183,23 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
         offered[:] = [read_manifest(docs.path).identity]
         follower.step(10**9 + 20_000_000)
         assert table.value(RetrievingMetrics.RELOAD) == 3
+
+
+def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_too(tmp_path: Path) -> None:
+    sections, served = [], {}
+    for name in ("docs", "code"):
+        Collection.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
+        sections.append({"name": name, "path": str(tmp_path / name)})
+        served[name] = [read_manifest(tmp_path / name).identity]
+    library = Library(resolve(parse_config({"collections": sections})))
+    Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
+    with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
+        follower = Follower(library, lambda name: served[name], table)
+        for number, collection in ((1, 0.0), (2, 1.0), (3, -1.0)):
+            table.set_knob("reload_of", collection)
+            table.set_knob("reload", float(number))
+            follower.step(number * 10**9)
+            assert table.value(RetrievingMetrics.RELOAD) == 1  # the others ask for what is not served yet
+        served["code"] = [read_manifest(tmp_path / "code").identity]
+        follower.step(4 * 10**9)
+        assert table.value(RetrievingMetrics.RELOAD) == 3

@@ -327,11 +327,12 @@ Knob = Literal[
     "reload_of",  # which collection by its place in the configuration, or -1 for all,
     "reload",  # is to be reloaded; another number asks once more
 ]
+_RELOADS: tuple[Knob, ...] = ("reload_of", "reload")
 KNOBS: dict[Role, tuple[Knob, ...]] = {
     "pool": get_args(Knob),
-    "prefill": ("reload",),
-    "decode": ("reload",),
+    "prefill": _RELOADS,
+    "decode": _RELOADS,
     "engine": (),
-    "frontend": ("reload",),
+    "frontend": _RELOADS,
 }
 """What the supervisor sets in a worker at run time, through its table."""

@@ -68,8 +68,7 @@ class Reloading:
         table, pool = child.table, child.place.role == "pool"
         if self._told != child.name:
             self._told = child.name
-            if pool:
-                table.set_knob("reload_of", self._which)
+            table.set_knob("reload_of", self._which)
             table.set_knob("reload", float(self._number))
         elif table.value(PoolMetrics.RELOAD if pool else RetrievingMetrics.RELOAD) == self._number:
             self._waiting.pop(0)
