@@ -101,6 +101,12 @@ class LiveIndexes:
         if self._leaving:
             self._unload(self._scopes.indexes(in_use))
 
+    @property
+    def indexes(self) -> dict[str, GraphIndex]:
+        """Its segments' indexes, by the engine's names."""
+        segments = self._segments.values()
+        return {own.key: own.source.index for own in segments if isinstance(own.source, Segment)}
+
     def close(self, forget: Forget) -> None:
         """The collection is served no more, and no session offers it."""
         forget(self._scopes.withdraw(self.served_as))
@@ -206,12 +212,7 @@ class LiveCollections:
     @property
     def indexes(self) -> dict[str, GraphIndex]:
         """The segments' indexes, by the engine's names."""
-        return {
-            own.key: own.source.index
-            for one in self._served.values()
-            for own in one._segments.values()
-            if isinstance(own.source, Segment)
-        }
+        return {key: index for one in self._served.values() for key, index in one.indexes.items()}
 
     def schema(self, key: str) -> Schema:
         """What filters may name by now, of one that is served."""
