@@ -102,9 +102,10 @@ class SteppedWorkers:
         self.prefill.step()
         for worker in list(self.decodes.values()):
             worker.step()
-        self._receive()
+        self.hear()
 
-    def _receive(self) -> None:
+    def hear(self) -> None:
+        """Take in what workers have said."""
         while self._frontend.poll(0):
             identity, content = self._frontend.recv_multipart()
             message = decode_to_frontend(content)
@@ -116,9 +117,16 @@ class SteppedWorkers:
     def heard(self, message: ToFrontend) -> None:
         """A worker has said this; nobody waits for answers here."""
 
-    def offer(self, request_id: str, decode: str = "decode-0") -> None:
-        """Prefill alone goes on until it has offered this request's KV and the offer can be read by `decode`."""
-        while request_id not in [job.id for job in self.prefill._offered.values()]:
+    def offer(self, *request_ids: str, decode: str = "decode-0") -> None:
+        """Prefill alone goes on until it has offered the KV of all these requests and `decode` can read of it, however
+        long messages take. Where decode is asked to keep room first it keeps it for all of them, before any offer."""
+        wanted = set(request_ids)
+        if self.plan.config.handover.order == "decode_first":
+            while not wanted <= {job.id for job in self.prefill._announced.values()}:
+                self.prefill.step()
+            while not wanted <= set(self.decodes[decode].bridge._reserved):
+                self.decodes[decode].step()
+        while not wanted <= {job.id for job in self.prefill._offered.values()}:
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 

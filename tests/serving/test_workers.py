@@ -94,10 +94,19 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "swap_blocks": swap_blocks, "chunk_tokens": 32},
-        handover={"order": order, "waiting_share": 0.3, "slice_s": 1e-6},
+        handover={"order": order, "waiting_share": 0.7, "slice_s": 1e-6},
     )
-    prompts = ragged(24, seed=1)
-    assert answers(workers, prompts, 40) == [reference.generate(prompt, 40) for prompt in prompts]
+    random = np.random.default_rng(2)
+    crowd = [random.integers(0, VOCABULARY, 100).tolist() for _ in range(3)]  # 3 * 140 tokens: more than 44 blocks
+    prompts = [*crowd, *ragged(24, seed=1)]
+    for number, prompt in enumerate(crowd):
+        workers.submit(f"r{number}", prompt, 40)
+    workers.offer("r0", "r1", "r2")  # all three are written at once, even if later hand-overs are slower than answers
+    for number, prompt in enumerate(prompts[3:], start=3):
+        workers.submit(f"r{number}", prompt, 40)
+    workers.run()
+    found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+    assert found == [reference.generate(prompt, 40) for prompt in prompts]
     swapped, recomputed = preemptions(workers)
     assert (swapped > 0) == (swap_blocks > 0)
     assert swapped + recomputed > 0
@@ -360,23 +369,30 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         context=320,
         prefill={"slots": 4, "chunk_tokens": 64, "kv_blocks": 80},
         decode={"slots": 8, "kv_blocks": 44, "swap_blocks": 6, "chunk_tokens": 48},
-        handover={"order": order, "waiting_share": 0.3, "slice_s": 1e-5},
+        handover={"order": order, "waiting_share": 0.9, "slice_s": 1e-5},
     )
     prompts = ragged(100, seed=5)
-    for number, prompt in enumerate(prompts):
-        workers.submit(f"r{number}", prompt, 24, decode=f"decode-{number % 2}")
+    for number, size in zip((0, 2, 4, 6), (130, 130, 40, 10), strict=True):  # the latter two make room for the former
+        prompts[number] = random.integers(0, VOCABULARY, size).tolist()
+        workers.submit(f"r{number}", prompts[number], 24)
+    workers.offer("r0", "r2", "r4", "r6")
+    others = [number for number in range(100) if number not in (0, 2, 4, 6)]
+    while not all(preemptions(workers)):
+        number = others.pop(0)
+        workers.submit(f"r{number}", prompts[number], 24, decode=f"decode-{number % 2}")
         for _ in range(int(random.integers(0, 4))):
             workers.round()
-    for _ in range(400):
-        if all(preemptions(workers)):
-            break
-        workers.round()
-    assert all(preemptions(workers))
+    while not workers.told["r0"].tokens:
+        workers.hear()
+    lost = [f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.told[f"r{number}"].ended]
+    assert any(workers.told[name].tokens for name in lost), "some are in the middle of their answer"
     workers.lose("decode-0", unheard=2)
-    lost = [f"r{number}" for number in range(0, 100, 2) if not workers.told[f"r{number}"].ended]
-    assert any(workers.told[name].tokens for name in lost), "some were in the middle of their answer"
     for name in lost:
         workers.restart(name, "decode-1")
+    for number in others:
+        workers.submit(f"r{number}", prompts[number], 24, decode="decode-1")
+        for _ in range(int(random.integers(0, 4))):
+            workers.round()
     workers.run()
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) > 0
     found = [workers.told[f"r{number}"].tokens for number in range(100)]

@@ -184,11 +184,12 @@ class Workers(SteppedWorkers):
             self.round()
         raise AssertionError("workers still hold requests")
 
-    def _receive(self) -> None:
+    def hear(self) -> None:
+        """Take in what workers have said."""
         late, self._late = self._late, []
         for message in late:
             self.heard(message)
-        super()._receive()
+        super().hear()
 
     def heard(self, message: ToFrontend) -> None:
         if isinstance(message, Hello | Report):
