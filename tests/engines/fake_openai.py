@@ -18,6 +18,7 @@ Json = dict[str, Any]
 
 URL = "http://fake/v1"
 MODEL = "fake-model"
+ENDLESS = 2000  # tokens of a server that heeds no limit
 END = 0  # the token that ends an answer
 
 
@@ -29,7 +30,7 @@ class Behaviour:
 
     `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
     `hangs_after`: or it falls silent; `down`: nobody listens; `leaves`: it takes nothing
-    new; `ends`: the model ends its answer after so many tokens.
+    new; `ends`: the model ends its answer after so many tokens; `endless`: it heeds no limit.
     """
 
     token_ids: bool = True
@@ -54,6 +55,7 @@ class Behaviour:
     kv_role: str = ""
     metrics: str | None = None
     leaves: bool = False
+    endless: bool = False
 
 
 @dataclass
@@ -123,6 +125,8 @@ class FakeServer:
         if len(prompt) + limit > how.context:
             return _json(400, _error(f"maximum context length is {how.context} tokens", "context_length_exceeded"))
         count = body.get("n", 1) if how.choices else 1
+        if how.endless:
+            limit = ENDLESS
         answers = [self._answer(prompt, limit, index, body.get("stop") or []) for index in range(count)]
         ids = bool(body.get("return_token_ids")) and how.token_ids
         if wrong := self._wrong_transfer(body, prompt):

@@ -247,6 +247,64 @@ def test_every_choice_of_n_is_told_and_ends() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retrieval", [None, PROBES], ids=["plain", "probes"])
+def test_a_server_that_writes_on_behind_max_tokens_is_cut_there_and_left(
+    kind: str, retrieval: Retrieval | None
+) -> None:
+    async def test() -> None:
+        async with stand(replace(KINDS[kind], endless=True)) as at, stand(KINDS[kind]) as heeding:
+            chunks: list[int] = []
+            at.fake.on_chunk = chunks.append
+            expected = await whole(heeding.chat(retrieval=retrieval, max_tokens=20))
+            told = await whole(at.chat(retrieval=retrieval, max_tokens=20))
+            assert (told.text, told.ids) == (expected.text, expected.ids)
+            assert told.last.finish_reason == "length"
+            assert at.fake.open == 0
+            assert max(chunks) < 30, "its stream is not read to the end"
+            assert [(ended.code, ended.completion_tokens) for ended in at.ended] == [("length", 20)]
+
+    run(test())
+
+
+def test_every_choice_is_cut_at_its_own_end_and_thoughts_count() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(token_ids=False)) as at:
+            deltas = [(0, "content"), (1, "reasoning_content"), (1, "content"), (1, "content"), (0, "content")] * 5
+            at.fake.says = [{"choices": [{"index": index, "delta": {name: "x"}}]} for index, name in deltas]
+            told = await whole(at.chat(n=2, max_tokens=3))
+            pieces = [choice for piece in told.pieces if isinstance(piece, Relayed) for choice in piece.choices]
+            for index, texts in ((0, 3), (1, 2)):
+                choices = [choice for choice in pieces if choice["index"] == index]
+                assert [choice["delta"].get("content") for choice in choices].count("x") == texts
+                assert [choice.get("finish_reason") for choice in choices if choice.get("finish_reason")] == ["length"]
+            assert at.fake.open == 0
+
+    run(test())
+
+
+def test_an_answer_without_a_limit_is_cut_at_the_context() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(endless=True, context=300)) as at:
+            assert len((await whole(at.chat())).ids) == 300
+
+    run(test())
+
+
+def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_none() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(token_ids=False, hangs_after=6)) as at:
+            request = at.chat(max_tokens=20)
+            for _ in range(5):
+                await request.next()
+            at.clock.forward(61)
+            at.engine.tick()
+            assert (await _refusal(request)).message == "the request's deadline passed after 5 tokens"
+            assert [ended.completion_tokens for ended in at.ended] == [5]
+
+    run(test())
+
+
 REFUSED_WITH_PROBES = [
     {"n": 2},
     {"tools": [{"type": "function"}]},

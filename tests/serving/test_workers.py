@@ -384,7 +384,9 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
             workers.round()
     while not workers.told["r0"].tokens:
         workers.hear()
-    lost = [f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.told[f"r{number}"].ended]
+    lost = [
+        f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.told[f"r{number}"].ended
+    ]
     assert any(workers.told[name].tokens for name in lost), "some are in the middle of their answer"
     workers.lose("decode-0", unheard=2)
     for name in lost:

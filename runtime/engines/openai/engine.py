@@ -103,7 +103,7 @@ class OpenAiEngine(Engine):
     def tick(self) -> None:
         """End what is late; have servers that are down asked again."""
         for request in self.requests.late(self._clock()):
-            told = len(request.told.tokens)
+            told = request.told.count
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
         for look in (*self.servers.due(), *self.servers.loads_due()):
             task = asyncio.create_task(look)

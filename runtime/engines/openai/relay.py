@@ -54,12 +54,22 @@ class Relay:
         self.requests = 0
         self._held: list[tuple[Json, str, list[int]]] = []
         self._finished: dict[int, Json] = {}
+        self._budget: int | None = None
+        self._made: dict[int, int] = {}
+        self._cut: set[int] = set()
         self.ended = False
 
     # ---- one request
 
-    def begin(self) -> None:
-        """Another request's chunks come now. What was held back is not told: the request goes on from before it."""
+    def begin(self, budget: int | None = None) -> None:
+        """Another request's chunks come now. What was held back is not told: the request goes on from before it.
+
+        budget: tokens of each choice; one that goes on behind them is cut there. Where a server tells no token ids,
+        each piece of text counts as one.
+        """
+        self._budget = budget
+        self._made.clear()
+        self._cut.clear()
         if self.requests == 1 and self.usage:
             self._prompt_tokens = int(self.usage.get("prompt_tokens", 0))
         self._held.clear()
@@ -73,6 +83,11 @@ class Relay:
         """Of the first choice, once it is there."""
         choice = self._finished.get(0)
         return None if choice is None else str(choice["finish_reason"])
+
+    @property
+    def cut(self) -> bool:
+        """Whether all choices have ended, some of them here and not at the server."""
+        return bool(self._cut) and len(self._finished) == self._choices
 
     @property
     def stopped(self) -> bool:
@@ -117,6 +132,12 @@ class Relay:
         text = (choice.get("text") if delta is None else delta.get("content")) or ""
         if not isinstance(text, str):
             raise TypeError(f"its text is {type(text).__name__}")
+        if self._over_budget(index, len(ids) or int(bool(text or _thought(delta)))):
+            if index in self._cut:
+                return None
+            self._cut.add(index)
+            choice, text, ids = {"index": index, "logprobs": None, "finish_reason": "length"}, "", []
+            choice["delta" if self._chat else "text"] = delta = {} if self._chat else ""
         loud = bool(text or ids) or (delta is not None and any(delta[name] for name in delta if name not in _SILENT))
         if loud and self._wants_logprobs and choice.get("logprobs") is None and text:
             raise InvalidRequest("logprobs: the engine does not tell any; leave it out", "logprobs")
@@ -128,6 +149,11 @@ class Relay:
         elif not loud and index == 0:
             return None  # who speaks: the answer's opening says it
         return (choice, text, ids) if index == 0 else (choice, "", [])
+
+    def _over_budget(self, index: int, tokens: int) -> bool:
+        """Whether a choice has more than it was asked for, with this many more."""
+        self._made[index] = self._made.get(index, 0) + tokens
+        return self._budget is not None and self._made[index] > self._budget
 
     def _pass_on(self, loud: list[tuple[Json, str, list[int]]]) -> None:
         if self.whole_characters:
@@ -262,6 +288,10 @@ class Relay:
     def _take_probes(self) -> tuple[Probe, ...]:
         probes, self.probes = self.probes, []
         return tuple(probes)
+
+
+def _thought(delta: Json | None) -> object:
+    return delta is not None and (delta.get("reasoning_content") or delta.get("reasoning"))
 
 
 def _set_text(choice: Json, text: str) -> None:

@@ -75,6 +75,14 @@ def sequel(way: Way, sent: Json, script: Script) -> tuple[str, Json]:
     return "/completions", base | {"prompt": f"{before}{script.text}"}
 
 
+def budget(body: Json, context: int) -> int | None:
+    """Tokens that each choice of a request can have at most; None: nobody says. `context` 0: not known."""
+    if body.get("echo"):
+        return None  # the prompt comes back too
+    limit: int | None = body.get("max_tokens", body.get("max_completion_tokens"))
+    return limit or context or None
+
+
 def why_not(abilities: Abilities, sent: Json, *, probes: bool) -> InvalidRequest | None:
     """Why a server cannot take a request; None if it can."""
     chat = "messages" in sent

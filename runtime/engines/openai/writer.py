@@ -14,7 +14,7 @@ from runtime.engines.openai.assembly import Fitted, fit, inserted_text, room_for
 from runtime.engines.openai.handover import Handover, Handovers, prompt_text
 from runtime.engines.openai.probing import Probing
 from runtime.engines.openai.relay import Relay
-from runtime.engines.openai.sequel import Way, sequel, way_of, why_not
+from runtime.engines.openai.sequel import Way, budget, sequel, way_of, why_not
 from runtime.engines.openai.server import StreamBroken
 from runtime.engines.openai.servers import Member, Servers
 from runtime.errors import (
@@ -227,7 +227,7 @@ class AnswerWriter:
             handover = await self._means.handovers.computed(body, path, prefix, self._request.id)
         asked_ns, fields = clock(), handover.fields if handover is not None else {}
         async with member.server.stream(path, body | fields, self._request.id) as chunks:
-            relay.begin()
+            relay.begin(budget(body, self._context()))
             async for chunk in chunks:
                 if handover is not None:
                     self._means.handovers.taken(handover, clock() - asked_ns)
@@ -238,6 +238,9 @@ class AnswerWriter:
                 if relay.stopped:
                     relay.end("stop")
                     return
+                if relay.cut:
+                    log.info("%s writes on behind max_tokens: cut", member.name, extra={"request": self._request.id})
+                    break
                 if self._probing is not None and not self._probing.waits and await self._prefetched():
                     return
         if relay.finish_reason == "length" and self._stops_for_probe(body.get("max_tokens", 0)):

@@ -40,12 +40,14 @@ class Progress:
     tokens: list[int] = field(default_factory=list)
     inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after how many tokens → what a probe brought
     passages: list[str] = field(default_factory=list)
+    count: int = 0  # of tokens; of an answer whose tokens nobody tells, of its pieces
 
     def add(self, piece: Piece) -> None:
         """Take note of a piece."""
         if isinstance(piece, Tokens):
             self.prompt = piece.prompt_token_ids or self.prompt
             self.tokens += piece.token_ids
+            self.count = piece.completion_tokens if isinstance(piece, Relayed) else len(self.tokens)
         else:
             self.passages += [passage.id for passage in piece.passages]
             if piece.inserted:
@@ -70,10 +72,10 @@ class Progress:
 class Request:
     """One request in flight, as its consumer sees it: pieces in order, then its end.
 
-    What waits here is bounded by the request's own max_tokens, so a slow reader needs no other limit. A request with
-    retrieval has its passages from the prefill worker, over a connection of its own, so the decode worker's first
-    pieces can be here sooner: all are `held` until both are there. Until then it can be started again as if nothing
-    had happened; after that (`opened`) it can be resumed, from what it `told`.
+    What waits here is bounded by the request's own max_tokens, or by the context, so a slow reader needs no other
+    limit. A request with retrieval has its passages from the prefill worker, over a connection of its own, so the
+    decode worker's first pieces can be here sooner: all are `held` until both are there. Until then it can be started
+    again as if nothing had happened; after that (`opened`) it can be resumed, from what it `told`.
 
     `placement` is where it runs, or ran last (then it is not `placed`). `attempts` counts how often it was started
     again, `sent_again` how often within one attempt: by an engine that looks after this itself.
@@ -196,15 +198,14 @@ class RequestTable:
         request.told.add(piece)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
-            count = piece.completion_tokens if isinstance(piece, Relayed) else len(request.told.tokens)
-            self._end(request, piece.finish_reason, piece.prompt_tokens, count, piece.stages)
+            self._end(request, piece.finish_reason, piece.prompt_tokens, request.told.count, piece.stages)
 
     def fail(self, request: Request, error: TrinityError) -> bool:
         """End a request with an error. False, and nothing happens, when it has ended before."""
         if request.ended:
             return False
         request.put(error)
-        self._end(request, error.code, 0, len(request.told.tokens), {})
+        self._end(request, error.code, 0, request.told.count, {})
         return True
 
     def of_worker(self, name: str) -> list[Request]:

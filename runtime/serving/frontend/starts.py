@@ -118,4 +118,4 @@ class Starts:
             if not request.attempts:
                 return
             self.restarts += 1
-            log.info("request %s starts again after %d tokens", request.id, len(request.told.tokens))
+            log.info("request %s starts again after %d tokens", request.id, request.told.count)

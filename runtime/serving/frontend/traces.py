@@ -172,7 +172,7 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
         decode_worker=request.placement.decode if request else "",
         restarts=request.attempts + request.sent_again if request else 0,
         prompt_tokens=len(request.told.prompt) if request else 0,
-        completion_tokens=len(request.told.tokens) if request else 0,
+        completion_tokens=request.told.count if request else 0,
         elapsed_s=since(now_ns),
         first_token_s=None if first is None else since(first),
         stages=tuple(

@@ -189,7 +189,7 @@ class WorkerLink(Engine):
             where = "decode" if request.prefilled else "prefill"
             self._fail(
                 request,
-                DeadlineExceeded(f"the request's deadline passed in {where}, after {len(request.told.tokens)} tokens"),
+                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.told.count} tokens"),
             )
 
     def close(self) -> None:
