@@ -2,7 +2,7 @@
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--out benchmarks/results/collections]
-    python -m benchmarks.collections --kills 200    writer and pool of a node killed under writes and searches
+    python -m benchmarks.collections --kills 200    processes of a node killed under writes, searches, seals and merges
     python -m benchmarks.collections --beside       a node's searches alone, and beside 200 upserts a second
 
 DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
@@ -28,7 +28,9 @@ import numpy as np  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
-from benchmarks.live_node import beside, kill  # noqa: E402
+from benchmarks.live_kills import kill  # noqa: E402
+from benchmarks.live_kills import report as report_of_kills  # noqa: E402
+from benchmarks.live_node import beside  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.cpu.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
@@ -270,7 +272,7 @@ def report(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--kills", type=int, default=0, help="kill a node's writer and pool so often, no more")
+    parser.add_argument("--kills", type=int, default=0, help="kill a node's processes so often, no more")
     parser.add_argument("--beside", action="store_true", help="a node's searches beside writes, no more")
     parser.add_argument("--set", default="minilm-384-cosine")
     parser.add_argument("--rows", type=int, default=20_000)
@@ -281,7 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.kills or options.beside:
         with tempfile.TemporaryDirectory() as home:
             if options.kills:
-                print(kill(Path(home), options.kills, seed=options.seed, say=print))
+                told = kill(Path(home), options.kills, seed=options.seed, say=partial(print, flush=True))
+                found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **told.figures()}
+                write(found, report_of_kills(told), options.out.with_name(f"{options.out.name}-kills"))
             else:
                 print(beside(Path(home), options.rows))
         return

@@ -21,12 +21,14 @@ from runtime.pool.scopes import LIVE, Filtered, InUse, Part, Parts, Scopes, part
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
+from runtime.retrieval.live.applied import Applied
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.segment import Segment
 
 POLL_NS = 20_000_000
-"""How often it is looked whether something was written: as late a write can be found."""
+"""How often it is looked whether something was written: as late it can be found, and as long a delete takes."""
+_NEVER_NS = 1 << 62
 
 Forget = Callable[[Iterable[int]], None]
 
@@ -73,6 +75,7 @@ class LiveIndexes:
         self._grown = 0
         self._leaving: dict[str, int] = {}
         self._stale = False
+        self._applied: Applied | None = None
         parts = self._parts()
         self._scope = scopes.reserve(parts)
         self._current = parts
@@ -85,8 +88,10 @@ class LiveIndexes:
     def schema(self) -> Schema:
         return self.reader.state.schema
 
-    def step(self, in_use: InUse, forget: Forget) -> None:
+    def step(self, in_use: Callable[[], InUse], forget: Forget) -> None:
         """Take in what was written. Raises `CollectionError`, `GpuError`; what was served goes on being served."""
+        if self._applied is None:  # before the log is read: a writer that sees nobody waits for nobody
+            self._applied = Applied(self.reader.directory)
         self._stale |= self.reader.poll()
         if self._stale:  # also what the engine had no room for the last time
             parts = self._parts()
@@ -98,8 +103,9 @@ class LiveIndexes:
                 self._current = parts
             forget(self._scopes.changed(self.served_as))
             self._stale = False
+        self._applied.tell(self.reader.state.sequence)
         if self._leaving:
-            self._unload(self._scopes.indexes(in_use))
+            self._unload(self._scopes.indexes(in_use()))
 
     @property
     def indexes(self) -> dict[str, GraphIndex]:
@@ -109,12 +115,18 @@ class LiveIndexes:
 
     def close(self, forget: Forget) -> None:
         """The collection is served no more, and no session offers it."""
+        self.leave()
         forget(self._scopes.withdraw(self.served_as))
         self._scopes.release(self._scope)
         for own in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._leaving[own.key] = own.number
         self._segments, self._growing = {}, None
         self.reader.close()
+
+    def leave(self) -> None:
+        """No writer waits for this process any more."""
+        if self._applied is not None:
+            self._applied.close()
 
     def gone(self, in_use: InUse) -> bool:
         """After `close`: whether all of its indexes have left the engine."""
@@ -190,9 +202,15 @@ class LiveCollections:
         self._troubles: dict[str, str] = {}
         self._due_ns = 0
 
+    @property
+    def due_ns(self) -> int:
+        """When `step` has something to do, at the latest."""
+        return self._due_ns if self._served else _NEVER_NS
+
     def begin(self, key: str, reader: LiveReader, demanded: str) -> None:
         """Serve one. Raises `GpuError`."""
         self._served[key] = LiveIndexes(key, reader, demanded, self._engine, self._scopes)
+        self._due_ns = 0  # before a query comes
 
     def end(self, key: str, in_use: InUse, forget: Forget) -> bool:
         """No session offers it any more. Whether it has left the engine: ask again until it has."""
@@ -223,13 +241,17 @@ class LiveCollections:
         if now_ns < self._due_ns or not self._served:
             return
         self._due_ns = now_ns + POLL_NS
-        used = in_use()
         for key, one in self._served.items():
             try:
-                one.step(used, forget)
+                one.step(in_use, forget)
                 trouble = ""
             except (CollectionError, GpuError) as error:
                 trouble = str(error)
             if trouble != self._troubles.get(key, ""):
                 self._log.error("collection %s: what was written last is not served: %s", key, trouble or "it is now")
             self._troubles[key] = trouble
+
+    def close(self) -> None:
+        """The process ends."""
+        for one in self._served.values():
+            one.leave()

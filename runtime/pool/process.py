@@ -136,10 +136,12 @@ class Pool:
 
     def step(self) -> None:
         """One turn: queries are served, until there is something to do that only Python can."""
-        stopped = self.loop.serve(self._control_ns)
+        stopped = self.loop.serve(min(self._control_ns, self._replacing.due_ns))
         now = time.monotonic_ns()
         if stopped == CALLED or now >= self._control_ns:
             self._control(now)
+        else:
+            self._replacing.follow_writers(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""

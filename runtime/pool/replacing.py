@@ -48,9 +48,9 @@ class Replacing:
         renewed = False
         for change in (*self._pending_ones(), *self._catalogue.poll(now_ns)):
             renewed |= self._apply(change)
-        renewed |= self._follow_writers(now_ns)
         if renewed:
             self._server.renew(self._catalogue.offer)
+        renewed |= self.follow_writers(now_ns)
         for key, shard in tuple(self._leaving.items()):
             if self._server.in_use(shard.served.name, shard.served.identity):
                 continue
@@ -110,8 +110,15 @@ class Replacing:
             number = self._backend.number(shard.key)
             self._scopes.serve(desk_number(shard.served, number), shard.filtered(number))
 
-    def _follow_writers(self, now_ns: int) -> bool:
-        """Bring live collections up to date. Whether sessions are to be told of attributes that are new."""
+    @property
+    def due_ns(self) -> int:
+        """When live collections are to be looked at again."""
+        return self._live.due_ns
+
+    def follow_writers(self, now_ns: int) -> bool:
+        """Bring live collections up to date, if that is due. Whether sessions were told of attributes that are new."""
+        if now_ns < self._live.due_ns:
+            return False
         self._live.step(now_ns, self._loop.parts_in_use, self._loop.forget_scopes)
         learnt = False
         for shard in self._catalogue.served:
@@ -120,6 +127,8 @@ class Replacing:
                 if schema != shard.served.attributes:
                     self._catalogue.learn(shard.served.name, schema)
                     learnt = True
+        if learnt:
+            self._server.renew(self._catalogue.offer)
         return learnt
 
     def _tell(self) -> None:
@@ -134,4 +143,5 @@ class Replacing:
 
     def close(self) -> None:
         """End what is done beside the loop."""
+        self._live.close()
         self._catalogue.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from runtime.errors import Overloaded
 from runtime.retrieval.live.writer import LiveWriter
+from runtime.testing.waiting import until
 from tests.live.small import contents, documents, new_writer, open_writer
 
 
@@ -15,6 +16,15 @@ def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
         expected = contents(writer)
     with open_writer(tmp_path / "a") as writer:
         assert contents(writer) == expected
+
+
+def test_segments_of_flushes_are_merged_too(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a", background=True) as writer:
+        for number in range(4):
+            writer.upsert(documents(range(8 * number, 8 * number + 8)))
+            writer.flush()
+        until(lambda: writer.statistics().merged == 1)
+        assert len(writer.state.segments) == 1
 
 
 def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:

@@ -1,5 +1,6 @@
 """Live collections in a pool: what was written is found, what was deleted is not, while segments come and go."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest
 from runtime.node.placement.plan import NodePlan
+from runtime.pool.process import Timing
 from runtime.retrieval.library import Library
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
@@ -110,6 +112,45 @@ def test_what_is_written_is_found_and_what_is_deleted_is_not(stand: Stand, serve
     served.until_found(query, stand.nearest(query, 2))
     stand.upsert("a")
     served.until_found(stand.held["a"][0], stand.nearest(stand.held["a"][0], 2))
+
+
+def test_no_search_of_any_client_finds_a_row_whose_delete_was_acknowledged_before(
+    stand: Stand, serve: MakeServed
+) -> None:
+    served = serve(stand.path)
+    for change in range(5):
+        stand.upsert("a", "b", *(f"{change}-{n}" for n in range(20)))
+        row, query = stand.writer.state.rows_of(["a"])["a"], stand.held["a"][0]
+        until(lambda row=row, query=query: served.client.search(query, 1).ids.tolist() == [row])  # type: ignore[misc]
+        stand.delete("a")
+        assert row not in served.client.search(query, 10).ids
+        if change == 2:
+            stand.writer.flush()
+
+
+def test_a_delete_waits_for_a_pool_that_has_not_taken_it_in(stand: Stand, serve: MakeServed) -> None:
+    stand.upsert("a", "b")
+    served = serve(stand.path)
+    served.until_found(np.zeros(DIM, np.float32), stand.nearest(np.zeros(DIM, np.float32), 2))
+    deletion = threading.Thread(target=lambda: stand.delete("a"))
+    with served.pool.held():
+        deletion.start()
+        until(lambda: stand.writer.state.sequence == 2)  # it is in the log
+        assert deletion.is_alive()
+    deletion.join(60)
+    assert not deletion.is_alive()
+
+
+def test_what_is_written_is_taken_in_however_seldom_the_pool_does_all_that_only_python_can(
+    stand: Stand, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = plan_of(stand.path)
+    pool = make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
+    client = attached(make_client(plan))
+    turns = pool.pool.control_turns
+    stand.upsert("a")
+    until(lambda: len(client.search(np.zeros(DIM, np.float32), 1).ids) == 1)
+    assert pool.pool.control_turns <= turns + 1
 
 
 def test_segments_are_sealed_and_merged_under_searches_and_every_answer_is_the_nearest(

@@ -4,8 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.attributes.schema import Schema, learn
+from runtime.retrieval.attributes.schema import learn
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
+from runtime.retrieval.live.applied import Serving
 from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.incoming import Upserted, check, plain, vectors_of
@@ -26,6 +26,7 @@ from runtime.retrieval.live.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
 from runtime.retrieval.live.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
 from runtime.retrieval.live.operations import Delete, Operation, Upsert, encode
+from runtime.retrieval.live.pending import Group, Pending
 from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.segment import Segment, segment_path
@@ -37,28 +38,6 @@ SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared wit
 MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
 _MOST_GROWING = 16  # times SEAL_ROWS: beyond, upserts are refused until segments were sealed
 _log = logging.getLogger("live")
-
-
-@dataclass
-class _Group:
-    """Operations that become one record: what has been decided in it so far."""
-
-    next_row: int
-    schema: Schema
-    operations: list[Operation] = field(default_factory=list)
-    rows: dict[str, int | None] = field(default_factory=dict)  # of ids: None where it deletes them
-    size: int = 0
-
-
-@dataclass
-class _Pending:
-    """A write that waits for its record."""
-
-    decide: Callable[[_Group], int]
-    alone: bool  # decided by what is stored: nothing may stand before it in a record
-    result: int = 0
-    error: TrinityError | None = None
-    done: bool = False
 
 
 class LiveWriter:
@@ -102,9 +81,10 @@ class LiveWriter:
             self.repaired = f"{log_path(directory, first)}: the last {torn} bytes were no whole record, and were cut"
             _log.warning("%s", self.repaired)
         self._log_first = first
+        self._serving = Serving(directory)
         self._broken = ""
         self._closed = False
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
         self.building = threading.RLock()  # one build at a time
         self._sealed = self._merged = 0
@@ -126,23 +106,27 @@ class LiveWriter:
         if self.state.growing.count >= _MOST_GROWING * self._seal_rows:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
-        return self._write(_Pending(lambda group: self._decide_upsert(group, documents, vectors), alone=False))
+        return self._write(Pending(lambda group: self._decide_upsert(group, documents, vectors), alone=False))
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents by id; those that are not there are passed over. How many were there. Raises as `upsert`."""
+        """Delete documents by id; those that are not there are passed over. How many were there.
+
+        Returns when no search finds them any more that begins from then on, in whichever process. Raises as `upsert`,
+        and `Unavailable` if a process that serves the collection takes nothing in: they are deleted then too.
+        """
         if isinstance(ids, str):
             raise InvalidDocument("ids is a string; a list of them is needed", "ids")
-        return self._write(_Pending(lambda group: self._decide_delete(group, ids), alone=False)) if ids else 0
+        return self._hide(Pending(lambda group: self._decide_delete(group, ids), alone=False)) if ids else 0
 
     def delete_where(self, wanted: Filter) -> int:
-        """Delete the documents that pass a filter. How many. Raises `InvalidFilter`, and as `upsert`."""
+        """Delete the documents that pass a filter. How many. Returns and raises as `delete`, and `InvalidFilter`."""
 
-        def decide(group: _Group) -> int:
+        def decide(group: Group) -> int:
             rows = self.state.rows_passing(wanted)
             group.operations += [Delete(rows)] if rows else []
             return len(rows)
 
-        return self._write(_Pending(decide, alone=True))
+        return self._hide(Pending(decide, alone=True))
 
     def search(
         self,
@@ -164,6 +148,7 @@ class LiveWriter:
         """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
         with self.building:
             self._seal(self.build_here)
+        self.maintenance.wake()  # there may be a segment too many by now
 
     def compact(self) -> None:
         """Make one segment of everything, without what is deleted, and wait for that. Raises as `flush`."""
@@ -209,7 +194,7 @@ class LiveWriter:
 
     # --- writing
 
-    def _write(self, pending: _Pending) -> int:
+    def _write(self, pending: Pending) -> int:
         with self._pending_lock:
             self._pending.append(pending)
         with self._commit_lock:
@@ -221,10 +206,16 @@ class LiveWriter:
             self.maintenance.wake()
         return pending.result
 
+    def _hide(self, pending: Pending) -> int:
+        """Write, and wait until everyone who serves the collection has it."""
+        count = self._write(pending)
+        self._serving.wait(self.state.sequence)
+        return count
+
     def _commit(self) -> None:
         """Make a record of what waits."""
-        group = _Group(self.state.growing.next_row, self.state.schema)
-        taken: list[_Pending] = []
+        group = Group(self.state.growing.next_row, self.state.schema)
+        taken: list[Pending] = []
         with self._pending_lock:
             waiting = list(self._pending)
         for pending in waiting:
@@ -268,7 +259,7 @@ class LiveWriter:
         self.state.apply(operations)
         return None
 
-    def _decide_upsert(self, group: _Group, documents: Sequence[Upserted], vectors: NDArray[np.float32]) -> int:
+    def _decide_upsert(self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32]) -> int:
         schema = group.schema
         for document in documents:
             schema = learn(schema, document.attributes)
@@ -292,13 +283,13 @@ class LiveWriter:
         group.next_row, group.schema = group.next_row + len(ids), schema
         return len(ids)
 
-    def _decide_delete(self, group: _Group, ids: Sequence[str]) -> int:
+    def _decide_delete(self, group: Group, ids: Sequence[str]) -> int:
         rows = self._rows_of(group, list(dict.fromkeys(ids)))
         group.operations += [Delete(sorted(rows.values()))] if rows else []
         group.rows |= dict.fromkeys(rows)
         return len(rows)
 
-    def _rows_of(self, group: _Group, ids: list[str]) -> dict[str, int]:
+    def _rows_of(self, group: Group, ids: list[str]) -> dict[str, int]:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])
         decided = {name: row for name in ids if (row := group.rows.get(name)) is not None}
         return stored | decided

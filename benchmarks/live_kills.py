@@ -1,0 +1,279 @@
+"""A live collection in a node whose processes are killed while it is written to, searched, sealed and merged.
+
+Two threads write documents of their own, over and over, and a third has what was written sealed, so that segments are
+merged again and again. Each kill has a victim and a moment: any, while a segment is being sealed (its directory is
+there, and no process builds it), or while a merge's process runs. After each kill, once the node is ready again, every
+document is compared with what was acknowledged.
+
+`python -m benchmarks.collections --kills N` runs this; the end-to-end test runs one kill of each kind that differs.
+"""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import httpx
+import psutil
+
+from benchmarks.common.report import table
+from benchmarks.live_node import DOCUMENTS, FLUSH, Live
+
+Moment = Literal["any", "seal", "merge"]
+Victim = Literal["frontend-0", "pool-0", "supervisor", "builder"]
+_NAMES = 30  # that a writer uses over and over: those of both writers are the answer to one search
+_ALL = 64
+_VISIBLE_S = 2.0
+_LONGEST_MERGE_S = 1.5
+_LONGEST_SEAL_S = 0.02
+
+
+class Kill(NamedTuple):
+    """The frontend writes and seals, the builder merges."""
+
+    victim: Victim
+    moment: Moment
+
+
+KILLS = (
+    Kill("frontend-0", "seal"),
+    Kill("supervisor", "merge"),
+    Kill("pool-0", "any"),
+    Kill("builder", "merge"),
+    Kill("frontend-0", "merge"),
+    Kill("frontend-0", "any"),
+    Kill("supervisor", "any"),
+    Kill("pool-0", "merge"),
+    Kill("supervisor", "seal"),
+)
+
+
+@dataclass
+class Killed:
+    """What became of it. wrong: documents that are not as they were acknowledged, or answers that mix two."""
+
+    kills: Counter[Kill] = field(default_factory=Counter)
+    acknowledged: int = 0
+    unacknowledged: int = 0
+    compared: int = 0
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self) | {"kills": {f"{one.victim}, {one.moment}": count for one, count in self.kills.items()}}
+
+
+class Writer:
+    """A thread that upserts and deletes documents of its own; what is acknowledged is remembered."""
+
+    def __init__(self, live: Live, number: int) -> None:
+        self._live, self._number, self._stop = live, number, threading.Event()
+        self.known: dict[str, str | None] = {}  # text by id, None: deleted
+        self.doubtful: dict[str, set[str | None]] = {}  # asked since, and not acknowledged
+        self.acknowledged = self.unacknowledged = 0
+        self.between = threading.Lock()
+        """Not held between two writes: who has it sees what is acknowledged, and nothing is under way."""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=60, trust_env=False) as http:
+            for step in itertools.count():
+                if self._stop.is_set():
+                    return
+                name = f"w{self._number}-{step % _NAMES}"
+                text = None if step % 7 == 6 else f"text {step} of {name}"
+                with self.between:
+                    self.doubtful.setdefault(name, set()).add(text)
+                    if self._write(http, name, text):
+                        self.known[name] = text
+                        self.doubtful[name].clear()
+                        self.acknowledged += 1
+                        continue
+                    self.unacknowledged += 1
+                self._stop.wait(0.05)
+
+    def _write(self, http: httpx.Client, name: str, text: str | None) -> bool:
+        url = self._live.url + DOCUMENTS
+        try:
+            if text is None:
+                return http.request("DELETE", url, json={"ids": [name]}).status_code == 200
+            return http.put(url, json={"documents": [{"id": name, "text": text}]}).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def decide(self, found: dict[str, str]) -> None:
+        """What was in doubt is as it was found: from now on it stays so."""
+        for name, texts in self.doubtful.items():
+            if texts:
+                self.known[name] = found.get(name)
+                texts.clear()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Sealer:
+    """A thread that has what was written sealed, again and again: four such segments become one."""
+
+    def __init__(self, live: Live, chance: random.Random) -> None:
+        self._live, self._chance, self._stop = live, chance, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=60, trust_env=False) as http:
+            while not self._stop.wait(self._chance.uniform(0.02, 0.2)):
+                try:
+                    http.post(self._live.url + FLUSH)
+                except httpx.HTTPError:
+                    self._stop.wait(0.05)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def kill(
+    home: Path, kills: int, writes: int = 30, seed: int = 0, say: Callable[[str], object] = lambda _: None
+) -> Killed:
+    """Kill something every `writes` acknowledged writes or a little later, when the moment has come."""
+    begin, told, chance = time.monotonic(), Killed(), random.Random(seed)
+    with Live(home) as live:
+        writers = [Writer(live, number) for number in range(2)]
+        sealer = Sealer(live, random.Random(seed))
+        try:
+            for one in itertools.islice(_order(chance), kills):
+                _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
+                _kill(live, one, chance)
+                told.kills[one] += 1
+                told.wrong += (wrong := _compare(live, writers, told))
+                say(f"{told.kills.total()} kills ({one.victim}, {one.moment}), {len(wrong)} wrong: {wrong[:3]}")
+            _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
+            told.wrong += _compare(live, writers, told)
+        finally:
+            sealer.stop()
+            for writer in writers:
+                writer.stop()
+    told.acknowledged = sum(writer.acknowledged for writer in writers)
+    told.unacknowledged = sum(writer.unacknowledged for writer in writers)
+    told.seconds = time.monotonic() - begin
+    return told
+
+
+def _order(chance: random.Random) -> "itertools.chain[Kill]":
+    """First as they stand, then shuffled over and over."""
+    return itertools.chain(KILLS, itertools.chain.from_iterable(chance.sample(KILLS, len(KILLS)) for _ in iter(int, 1)))
+
+
+def _until(live: Live, writers: list[Writer], acknowledged: int) -> None:
+    live.node.wait(lambda: sum(writer.acknowledged for writer in writers) >= acknowledged, what="writes")
+
+
+def _kill(live: Live, one: Kill, chance: random.Random) -> None:
+    """Wait for the moment, and for a random while longer; kill, if it has not passed."""
+    frontend = live.node.pid("frontend-0")
+    while True:
+        if one.moment == "any":
+            time.sleep(chance.uniform(0.0, 0.2))
+        elif one.moment == "merge":
+            live.node.wait(lambda: _builders(frontend), what="a merge")
+            time.sleep(chance.uniform(0.0, _LONGEST_MERGE_S))
+        else:
+            live.node.wait(lambda: _seals(live, frontend), what="a segment to be sealed")
+            time.sleep(chance.uniform(0.0, _LONGEST_SEAL_S))
+        builders = _builders(frontend)
+        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(live, frontend)):
+            continue
+        if one.victim == "supervisor":
+            live.kill_supervisor()
+        else:
+            os.kill(builders[0] if one.victim == "builder" else live.node.pid(one.victim), signal.SIGKILL)
+        return
+
+
+def _builders(frontend: int) -> list[int]:
+    """Processes that merge segments."""
+    try:
+        children = psutil.Process(frontend).children()
+        return [child.pid for child in children if "runtime.retrieval.live.build" in child.cmdline()]
+    except psutil.Error:
+        return []
+
+
+def _seals(live: Live, frontend: int) -> bool:
+    """Whether the writer itself builds a segment."""
+    return any((live.collection / "segments").glob(".building-*")) and not _builders(frontend)
+
+
+def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
+    """Every document, with nothing under way. What is acknowledged may take a moment until it is found."""
+    for writer in writers:
+        writer.between.acquire()
+    try:
+        live.wait_ready()
+        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+            until = time.monotonic() + _VISIBLE_S
+            while True:
+                found = _found(http, "text")
+                for writer in writers:
+                    for name, text in writer.known.items():
+                        if text is not None and name not in found:  # the walk may have missed it: ask for it alone
+                            found |= {n: seen for n, seen in _found(http, text).items() if n == name}
+                wrong = [line for writer in writers for line in _wrong(writer, found)]
+                if not wrong or time.monotonic() > until:
+                    break
+        told.compared += sum(len(writer.known) for writer in writers)
+        for writer in writers:
+            writer.decide(found)
+    finally:
+        for writer in writers:
+            writer.between.release()
+    return wrong
+
+
+def _wrong(writer: Writer, found: dict[str, str]) -> list[str]:
+    """Acknowledged documents that are not found as they are, deleted ones that are, and texts of another's id."""
+    own = f"{next(iter(writer.known)).split('-')[0]}-" if writer.known else ""
+    lost = [
+        f"{name}: {found.get(name)!r}, not {text!r}"
+        for name, text in writer.known.items()
+        if found.get(name) != text and found.get(name) not in writer.doubtful[name]
+    ]
+    return lost + [f"{n}: {seen!r}" for n, seen in found.items() if n.startswith(own) and not seen.endswith(f" {n}")]
+
+
+def _found(http: httpx.Client, text: str) -> dict[str, str]:
+    """Texts by id, once the node answers."""
+    while True:
+        try:
+            answer = http.post("/v1/retrieval", json={"query": text, "k": _ALL})
+            if answer.status_code == 200:
+                return {one["id"]: one["text"] for one in answer.json()["passages"]}
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.01)
+
+
+def report(told: Killed) -> str:
+    """As Markdown."""
+    victims = dict.fromkeys(one.victim for one in KILLS)
+    moments: tuple[Moment, ...] = ("any", "seal", "merge")
+    rows = [[victim, *(told.kills[Kill(victim, moment)] or "" for moment in moments)] for victim in victims]
+    lines = [
+        f"{told.kills.total()} times `kill -9` in {told.seconds / 60:.0f} minutes; {told.acknowledged:,} writes "
+        f"acknowledged, {told.unacknowledged:,} not; {told.compared:,} comparisons of a document with what was "
+        f"acknowledged of it: {len(told.wrong)} wrong.",
+        "",
+        *table(["killed", "at any moment", "during a seal", "during a merge"], rows),
+    ]
+    return "\n".join(lines + [f"- {line}" for line in told.wrong])

@@ -1,0 +1,117 @@
+"""A delete is acknowledged when every process that serves the collection has taken it in."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import Unavailable
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.live.applied import WAIT_S, Applied, Serving
+from tests.live.small import contents, documents, new_writer
+
+_SERVES = """
+import sys
+from pathlib import Path
+from runtime.retrieval.live.applied import Applied
+applied = Applied(Path(sys.argv[1]))
+applied.tell(3)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+class Time:
+    """Sleeping moves it on, and does what a test wants done meanwhile."""
+
+    def __init__(self) -> None:
+        self.now_s, self.slept = 0.0, 0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s, self.slept = self.now_s + seconds, self.slept + 1
+        self.meanwhile()
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def serving(tmp_path: Path, time: Time) -> Serving:
+    return Serving(tmp_path, clock=time.clock, sleep=time.sleep)
+
+
+def test_nobody_is_waited_for_where_nobody_serves(serving: Serving, time: Time) -> None:
+    serving.wait(7)
+    assert time.slept == 0
+
+
+def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: Serving, time: Time) -> None:
+    first, second = Applied(tmp_path), Applied(tmp_path)
+    first.tell(7)
+    steps = iter([lambda: second.tell(6), lambda: second.tell(7)])
+    time.meanwhile = lambda: next(steps)()
+    serving.wait(7)
+    assert time.slept == 2
+    first.close()
+    second.close()
+    assert list((tmp_path / "served").iterdir()) == []
+
+
+def test_who_ends_meanwhile_is_not_waited_for(tmp_path: Path, serving: Serving, time: Time) -> None:
+    one = Applied(tmp_path)
+    time.meanwhile = one.close
+    serving.wait(1)
+    assert time.slept == 1
+
+
+def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serving: Serving, time: Time) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVES, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serves\n"
+        serving.wait(3)
+        assert len(list((tmp_path / "served").iterdir())) == 1
+        process.kill()
+        process.wait(60)
+    serving.wait(4)
+    assert time.slept == 0
+    assert list((tmp_path / "served").iterdir()) == []
+
+
+def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: Serving, time: Time) -> None:
+    one = Applied(tmp_path)
+    with pytest.raises(Unavailable, match=r"it is stored, but process \d+ serves .* has not taken it in for 10 s"):
+        serving.wait(1)
+    assert time.now_s == pytest.approx(WAIT_S, abs=0.1)
+    one.close()
+
+
+def test_other_files_there_are_nobody(tmp_path: Path, serving: Serving, time: Time) -> None:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "1-a").write_bytes(b"")
+    (folder / "2-b").mkdir()
+    (folder / "3-c").symlink_to("/dev/zero")
+    serving.wait(1)
+    assert time.slept == 0
+
+
+def test_upserts_wait_for_nobody_and_deletes_do(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        served = Applied(tmp_path / "a")
+        writer.upsert(documents(range(3), tenant="acme"))
+        served.tell(3)  # two records more than there are: deletes come back
+        assert writer.delete(["1"]) == 1
+        assert writer.delete_where(parse_filter({"type": "eq", "key": "tenant", "value": "acme"})) == 2
+        writer.upsert(documents(range(5, 6)))
+        assert list(contents(writer)) == ["5"]
+        served.close()
