@@ -56,8 +56,8 @@ def test_nobody_is_waited_for_where_nobody_serves(serving: Serving, time: Time) 
 def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: Serving, time: Time) -> None:
     first, second = Applied(tmp_path), Applied(tmp_path)
     first.tell(7)
-    steps = iter([lambda: second.tell(6), lambda: second.tell(7)])
-    time.meanwhile = lambda: next(steps)()
+    told = iter([6, 7])
+    time.meanwhile = lambda: second.tell(next(told))
     serving.wait(7)
     assert time.slept == 2
     first.close()
