@@ -10,7 +10,7 @@ PROCESS = {
         "test_planted",
     ),
     "dashboards": ("test_live", "test_preview", "test_rules", "test_top"),
-    "engines": ("test_real_vllm", "test_vllm", "test_vllm_parts", "test_vllm_stages"),
+    "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_parts", "test_vllm_stages"),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
     "ipc": (

@@ -1,13 +1,10 @@
 """vLLM's prefill and decode in instances of their own under the supervisor, with a fake of it that refuses what vLLM's
-connectors would not do; and kills of every process of a node."""
+connectors would not do."""
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from runtime.engines.vllm.command import check_arguments, command, environment
@@ -18,7 +15,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import restart_node, stop_node
 from runtime.testing.waiting import eventually
-from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python, gone
+from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python
 from tests.engines.test_vllm_parts import section
 
 CONFIG = """
@@ -79,35 +76,6 @@ def test_prompts_are_computed_by_prefill_instances_and_answers_written_by_decode
     log = (node.home / "run" / "logs" / "engine-prefill-0.log").read_text()
     assert "--enable-prompt-tokens-details" in log
     stop_node(node.info, timeout_s=60)
-
-
-def victim(node: VllmNode, name: str, what: str) -> int:
-    """The process id of a part of an instance."""
-    worker = node.worker(name).pid
-    if what == "keeper":
-        return next(child.pid for child in psutil.Process(worker).children() if child.name() == "sh")
-    return {"server": node.server(name), "core": node.core(name), "worker": worker}[what]
-
-
-def test_of_100_requests_none_is_lost_when_any_part_of_any_instance_is_killed(start: Callable[..., VllmNode]) -> None:
-    node = start("0.02")
-    kills = zip(NAMES, ("server", "core", "worker", "keeper"), strict=True)
-    for wave, (name, what) in enumerate(kills):
-        askers = asked(node, 25, first=25 * wave, tokens=60)
-        old = node.core(name)
-        os.kill(victim(node, name, what), signal.SIGKILL)
-        all_whole(askers)
-        eventually(lambda old=old: gone(old), 60, "the old processes to be gone")  # type: ignore[misc]
-        node.ready()
-    assert [node.worker(name).restarts for name in NAMES] == [1, 1, 1, 1]
-    askers = asked(node, 10, tokens=60)
-    everything = node.everything()
-    assert node.process.pid is not None
-    os.kill(node.process.pid, signal.SIGKILL)
-    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
-    for asker in askers:
-        asker.join(timeout=60)
-        assert not asker.is_alive()
 
 
 def test_a_rolling_restart_of_both_stages_loses_no_request(start: Callable[..., VllmNode]) -> None:
