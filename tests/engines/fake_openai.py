@@ -254,6 +254,9 @@ class _Stream:
             await asyncio.sleep(0)
         yield b"data: [DONE]\n\n"
 
+    def over(self) -> None:
+        """There is no connection to keep."""
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -267,6 +270,9 @@ class _Whole:
 
     async def parts(self) -> AsyncIterator[bytes]:
         yield self.body
+
+    def over(self) -> None:
+        """There is no connection to keep."""
 
     def close(self) -> None:
         """It is whole."""

@@ -81,6 +81,9 @@ class Bytes:
     async def parts(self) -> AsyncIterator[bytes]:
         yield self._content
 
+    def over(self) -> None:
+        """There is no connection to keep."""
+
     def close(self) -> None:
         """There is nothing to close."""
 

@@ -1,6 +1,7 @@
 """HTTP to servers: one request, and its answer's bytes as they come. `aiohttp` has the connections."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
@@ -8,6 +9,7 @@ from typing import Protocol
 import aiohttp
 
 _MAX_WHY = 200  # characters: what a server sent that is no HTTP is shown in its error, whole
+_END_S = 1.0  # for the end of a body behind its last event: servers write it in a piece of its own
 _KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
 
 
@@ -24,8 +26,11 @@ class Reply(Protocol):
     def parts(self) -> AsyncIterator[bytes]:
         """The body: what has arrived since the last part, in one. Raises Disconnected if it breaks off."""
 
+    def over(self) -> None:
+        """All that counts has been read. What ends the body may still come, and then the connection serves again."""
+
     def close(self) -> None:
-        """Nobody reads on: an answer that is not all there is cut off, by which the server knows."""
+        """Nobody reads on: an answer that is not `over` is cut off, by which the server knows."""
 
 
 class Http(Protocol):
@@ -49,13 +54,14 @@ class AioHttp:
     def __init__(self, connect_s: float, socket: str = "") -> None:
         self._connect_s, self._socket = connect_s, socket
         self._made: aiohttp.ClientSession | None = None
+        self._ends: set[asyncio.Task[None]] = set()
 
     async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
         try:
             answer = await self._session().request(method, url, headers=headers, data=body, allow_redirects=False)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a URL that is none
             raise Disconnected(_why(error)) from error
-        return _Reply(answer)
+        return _Reply(answer, self._ends)
 
     @property
     def listens(self) -> bool:
@@ -63,6 +69,8 @@ class AioHttp:
         return not self._socket or os.path.exists(self._socket)
 
     async def close(self) -> None:
+        for end in self._ends:
+            end.cancel()
         if self._made is not None:
             await self._made.close()
 
@@ -82,8 +90,9 @@ class AioHttp:
 
 
 class _Reply:
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._answer = answer
+    def __init__(self, answer: aiohttp.ClientResponse, ends: set[asyncio.Task[None]]) -> None:
+        self._answer, self._ends = answer, ends
+        self._over = False
         self.status = answer.status
 
     async def parts(self) -> AsyncIterator[bytes]:
@@ -94,8 +103,23 @@ class _Reply:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Disconnected(_why(error)) from error
 
+    def over(self) -> None:
+        self._over = True
+
     def close(self) -> None:
-        self._answer.close()
+        if not self._over or self._answer.content.at_eof():
+            self._answer.close()
+            return
+        end = asyncio.create_task(self._read_end())
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+
+    async def _read_end(self) -> None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                while await self._answer.content.readany():
+                    pass
+        self._answer.close()  # which is nothing once the body has ended
 
 
 def _why(error: Exception) -> str:

@@ -143,6 +143,7 @@ class Server:
         try:
             async for data in payloads(answer.parts()):
                 if data == DONE:
+                    answer.over()
                     return
                 chunk = from_json(data)
                 if not isinstance(chunk, dict):

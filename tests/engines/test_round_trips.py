@@ -1,0 +1,66 @@
+"""How often a server is asked, and over how many connections: what an answer costs beside its tokens."""
+
+import asyncio
+from pathlib import Path
+
+from runtime.engines.openai.http import AioHttp
+from runtime.engines.openai.server import Server
+from runtime.serving.messages import Retrieval
+from tests.engines.openai_engines import stand, whole
+from tests.frontend.fakes import run
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
+
+
+def test_retrieval_costs_one_search_and_no_request_to_the_server_beside_the_answers_own() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            await whole(at.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
+            assert len(at.library.calls) == 1
+            assert [path for path, _ in at.fake.asked] == ["/v1/chat/completions"]
+
+    run(test())
+
+
+def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            await whole(at.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
+            assert len(at.library.calls) == 2
+            assert [path for path, _ in at.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
+
+    run(test())
+
+
+def test_requests_share_a_connection_though_the_end_of_a_body_comes_after_the_end_mark(tmp_path: Path) -> None:
+    """As uvicorn writes them: the stream's last event in one piece, the end of the body in the next."""
+    connections, asked = 0, 0
+    read = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections, asked
+        connections += 1
+        while await reader.read(1 << 16):
+            asked += 1
+            writer.write(HEAD + b"%x\r\n%s\r\n" % (len(EVENTS), EVENTS))
+            await read.wait()
+            read.clear()
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
+            server = Server("http://fake/v1", http=AioHttp(5.0, str(tmp_path / "socket")))
+            for _ in range(3):
+                async with server.stream("/chat/completions", {}) as chunks:
+                    assert [chunk async for chunk in chunks] == [{"choices": []}]
+                read.set()
+                while read.is_set():  # until the server has written the end
+                    await asyncio.sleep(0)
+                for _ in range(10):  # and the client has read it
+                    await asyncio.sleep(0)
+            await server.close()
+        assert (asked, connections) == (3, 1)
+
+    run(test())
