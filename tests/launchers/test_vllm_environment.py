@@ -1,0 +1,118 @@
+"""vLLM's contract run is left out, with a reason in a line, where vLLM cannot be installed; else it runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launchers import bootstrap, vllm_environment
+
+CPU = "processor : 0\nflags : fpu sse4_2 avx2 fma\n"
+MEMORY = "MemTotal: 16384000 kB\nMemAvailable: 9384000 kB\n"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the environment would be; in a folder that is not there yet."""
+    home = tmp_path / "cache" / "vllm"
+    monkeypatch.setattr(vllm_environment, "HOME", home)
+    return home
+
+
+def obstacle(tmp_path: Path, cpu: str = CPU, memory: str = MEMORY) -> str:
+    (tmp_path / "cpuinfo").write_text(cpu)
+    (tmp_path / "meminfo").write_text(memory)
+    return vllm_environment.obstacle(tmp_path / "cpuinfo", tmp_path / "meminfo")
+
+
+def made(home: Path, text: str) -> None:
+    """What an installation leaves."""
+    library = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for folder in (home / "bin", library):
+        folder.mkdir(parents=True)
+    (home / "bin" / "python").touch()
+    (home / "trinity-requirements.sha256").write_text(text)
+
+
+def test_what_the_machine_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=9 << 30))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert obstacle(tmp_path) == ""
+    assert obstacle(tmp_path, cpu="flags : sse4_2 avx\n") == "the processor has no AVX2"
+    assert "2.0 GiB of memory are free, 5 are needed" in obstacle(tmp_path, memory="MemAvailable: 2097152 kB\n")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    assert "1.0 GiB are free at" in obstacle(tmp_path)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "this is aarch64" in obstacle(tmp_path)
+
+
+def test_an_environment_of_other_requirements_or_another_python_is_made_anew(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not vllm_environment.is_made()
+    made(home, "others")
+    assert not vllm_environment.is_made()
+    monkeypatch.setattr("subprocess.call", lambda *command, **options: 0)
+    monkeypatch.setattr("venv.create", lambda *path, **options: None)
+    assert vllm_environment.make(()) == 0
+    assert vllm_environment.is_made()
+    monkeypatch.setattr("sys.version_info", SimpleNamespace(major=3, minor=99))
+    assert not vllm_environment.is_made()
+
+
+def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(home, "others")
+    monkeypatch.setattr("subprocess.call", lambda *command, **options: 1)
+    monkeypatch.setattr("venv.create", lambda *path, **options: None)
+    assert vllm_environment.make(()) == 1
+    assert not vllm_environment.is_made()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What the bootstrap would run."""
+    run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "install", lambda: None)
+    monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
+    monkeypatch.setattr(vllm_environment, "obstacle", lambda: "")
+    monkeypatch.setenv("TRINITY_VLLM_VENV", "")
+    monkeypatch.setenv("TRINITY_VLLM_PROMPTS", "5")
+    return run
+
+
+def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_environment, "is_made", lambda: True)
+    bootstrap.main(["vllm-contract"])
+    assert run == [bootstrap.CONTRACT]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("echo reading >&2; echo 'ERROR: no matching distribution' >&2; exit 1", "cannot be made: ERROR: no matching"),
+        ("sleep 600", "was not made within"),
+    ],
+)
+def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
+    run: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    program: str,
+    reason: str,
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{program}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(bootstrap, "PYTHON", fake)
+    monkeypatch.setattr(bootstrap, "VLLM_S", 1)
+    bootstrap.main(["vllm-contract"])
+    assert run == []
+    assert reason in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_bootstrap_s_part_for_vllm_uses_the_standard_library_alone() -> None:
+    command = [sys.executable, "-S", "-c", "import launchers.vllm_environment"]
+    subprocess.run(command, cwd=bootstrap.ROOT, check=True, timeout=60)
