@@ -17,8 +17,10 @@ PROCESS = {
         "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
         "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
-    "launchers": ("test_bootstrap", "test_entry", "test_service", "test_workers_commands"),
-    "live": ("test_background", "test_kill"),
+    "launchers": (
+        "test_bootstrap", "test_entry", "test_service", "test_vllm_environment", "test_workers_commands",
+    ),
+    "live": ("test_applied", "test_background", "test_kill"),
     "node": (
         "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
         "test_standby", "test_supervisor",
