@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from benchmarks.common.machine import machine
 from benchmarks.common.report import table, write
 from benchmarks.pool.bench import data_of, parser_of
-from benchmarks.pool.processes import Bench, Load
+from benchmarks.pool.clients import Load
+from benchmarks.pool.processes import Bench
 from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
 from runtime.node.metrics.columns import Counter, PoolMetrics

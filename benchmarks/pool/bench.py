@@ -7,7 +7,7 @@ Over MiniLM's 70,639 vectors of 384 dimensions, and throughput also over 8,000 o
 
 Real pool processes, clients and the bare engine on one machine (`benchmarks/pool/processes.py`), configured as it
 ships. Every round runs everything, one after the other; figures are medians over rounds. Latencies are from the
-client's enqueue to the pool's publish, so they leave out when a client looks, which shares its core with the other one.
+client's enqueue to the pool's publish, so they leave out when a client looks, which has two rings to look at.
 Throughputs are per second of CPU time that the pool's (or the engine's) process got, so that neighbours do not count.
 
 - throughput: clients keep 240 queries each outstanding; against the engine alone in one process on the pool's core,
@@ -38,7 +38,8 @@ import numpy as np
 
 from benchmarks.common.machine import machine
 from benchmarks.common.report import table, write
-from benchmarks.pool.processes import IDLE_PER_S, Bench, Load, Outcome, Vectors
+from benchmarks.pool.clients import Load, Outcome, Vectors
+from benchmarks.pool.processes import IDLE_PER_S, Bench
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.retrieval.collections.collection import Collection

@@ -1,8 +1,9 @@
-"""The processes of the pool's benchmarks: pools without the rest of a node, clients, and the bare engine.
+"""The processes of the pool's benchmarks: pools without the rest of a node, and the bare engine.
 
-Pools are real pool processes over one collection, each pinned to the first core; two client processes are pinned to
-the last. Those compared (ours, one FIFO queue, static batches) are the same loop and engine with another `pool.policy`.
-What is not told otherwise is configured as it ships.
+Pools are real pool processes over one collection, each pinned to the first core; the clients' process (`clients.py`)
+is pinned to the last. Those compared (ours, one FIFO queue, static batches) are the same loop and engine with another
+`pool.policy`. What is not told otherwise is configured as it ships, but that checksums are compared before a pool is
+ready. A pool stands still while another is asked: it would wake ten times a second for Python's turn on the same core.
 """
 
 import argparse
@@ -14,16 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from benchmarks.pool.clients import Load, Outcome, Vectors, client_main
 from benchmarks.pool.wake import wake_main
 from gpu.backend import RELEASE
 from gpu.cpu.engine import CpuEngine
-from ipc import MemoryReference, RingClient, RingFull, SearchSpec, Stage
+from ipc import MemoryReference
 from ipc.memory.instructions import call
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Counter
@@ -34,52 +35,11 @@ from runtime.pool.sizing import fewest_slots, measure
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.worker import worker_of
 
-Vectors = NDArray[np.float32]
 _context = multiprocessing.get_context("spawn")
 POOLS = ("trinity", "fifo", "static")
 IDLE_PER_S = 20.0  # queries, when the pool is to sleep before each
 STATIC_SLOTS = 32  # of a static batch
 _STEPWISE_SLOTS = 32  # at most, of the engine alone
-
-
-class Load(NamedTuple):
-    """What one client asks for `seconds`: `rate` a second at random times, or as fast as `window` outstanding allow."""
-
-    stage: Stage
-    seconds: float
-    kinds: tuple[tuple[float, int, int, int], ...]  # part of the queries, k, top_m, search_width
-    rate: float = 0.0
-    window: int = 0
-    seed: int = 0
-
-
-class Outcome(NamedTuple):
-    """`answers` int64 [n, 5] by kind: when each query was enqueued, begun and answered (ns), its extends, and when its
-    client had the answer.
-
-    Only those answered within `seconds` are there. `dropped`: what the ring did not take; `failed`: answered with an
-    error.
-    """
-
-    answers: list[NDArray[np.int64]]
-    dropped: int
-    failed: int
-    seconds: float
-
-    def per_second(self) -> float:
-        return sum(map(len, self.answers)) / self.seconds
-
-    def latencies_us(self, kind: int = 0) -> NDArray[np.float64]:
-        return (self.answers[kind][:, 2] - self.answers[kind][:, 0]) / 1e3
-
-    def beside_us(self) -> float:
-        """The median of a query's time from its client and back, less the engine's: rings, doorbells, loop."""
-        enqueued, begun, ended, _, told = self.answers[0].T
-        return float(np.median((told - enqueued) - (ended - begun))) / 1e3
-
-    def p(self, percent: float, kind: int = 0) -> float:
-        """In µs."""
-        return float(np.percentile(self.latencies_us(kind), percent))
 
 
 # ---- processes
@@ -91,72 +51,11 @@ def _pool_main(plan: NodePlan, table: MemoryReference, core: int, pipe: Connecti
     gc.collect()
     gc.freeze()
     pipe.send(os.getpid())
-    while not pipe.poll():
-        for _ in range(50):
+    while pipe.recv() is not None:
+        while not pipe.poll():
             pool.step()
+        pipe.send(pipe.recv())
     pool.close()
-
-
-def _client_main(queries: Vectors, core: int, pipe: Connection) -> None:
-    _pin(core)
-    gc.freeze()
-    while (order := pipe.recv()) is not None:
-        endpoint, load, begin_ns = order
-        with RingClient(endpoint, "benchmark") as client:
-            pipe.send(_offer(client, queries, load, begin_ns))
-
-
-def _offer(client: RingClient, queries: Vectors, load: Load, begin_ns: int) -> Outcome:
-    random = np.random.default_rng(load.seed)
-    order = random.permutation(len(queries)).tolist()
-    kinds = random.choice(len(load.kinds), 1 << 16, p=[kind[0] for kind in load.kinds]).tolist()
-    end = begin_ns + int(load.seconds * 1e9)
-    gaps = random.exponential(1e9 / load.rate, int(load.rate * load.seconds * 1.5) + 100) if load.rate else np.zeros(0)
-    times = (begin_ns + np.cumsum(gaps)).astype(np.int64).tolist()
-    answers: list[list[tuple[int, int, int, int, int]]] = [[] for _ in load.kinds]
-    asked: dict[int, int] = {}
-    count = dropped = failed = 0
-
-    def submit() -> bool:
-        nonlocal count, dropped
-        kind = kinds[count % len(kinds)]
-        _, k, top_m, width = load.kinds[kind]
-        count += 1
-        try:
-            spec = SearchSpec("docs", k, load.stage, top_m, width)
-            request = client.submit(queries[order[count % len(order)]], spec)
-        except RingFull:
-            dropped += 1
-            return False
-        asked[request] = kind
-        return True
-
-    while (now := time.monotonic_ns()) < end or asked:
-        if now < end and now >= begin_ns:
-            if load.window:
-                while len(asked) < load.window:
-                    submit()
-            else:
-                while times[count] <= now:
-                    submit()
-        news = client.poll()
-        told = time.monotonic_ns()
-        for result in news:
-            kind = asked.pop(result.request_id)
-            if result.status != "ok":
-                failed += 1
-            elif result.end_ns <= end:
-                found = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, told)
-                answers[kind].append(found)
-        if not news:
-            due = (times[count] - now) / 1e6 if load.rate and now < end else 1.0
-            if due <= 0.1:
-                os.sched_yield()
-            elif asked:
-                client.wait(min(due - 0.05, 1.0))
-            else:  # two cores may share what makes them fast: no spinning
-                time.sleep((due - 0.05) / 1e3)
-    return Outcome([np.array(kind, np.int64).reshape(-1, 5) for kind in answers], dropped, failed, load.seconds)
 
 
 def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe: Connection) -> None:
@@ -245,7 +144,7 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 class Bench:
-    """Pools by name, two clients and the bare engine, all started once.
+    """Pools by name, clients and the bare engine, all started once.
 
     `cpu` is the share of its core that the pool had in the last `ask`.
     """
@@ -263,22 +162,26 @@ class Bench:
         pool_core, client_core = cores[0], cores[-1]
         self.usual = (1.0, 10, options.top_m, options.search_width)
         self._endpoints: dict[str, str] = {}
+        self._pools: dict[str, Connection] = {}
         self._clocks: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
         for name in pools:
             slots = STATIC_SLOTS if name == "static" else options.slots
             settings = {"policy": name} | ({"slots": slots} if slots else {})
-            plan = resolve(parse_config({"pool": settings, "collections": [{"name": "docs", "path": str(collection)}]}))
+            docs = {"name": "docs", "path": str(collection), "verify": "start"}
+            plan = resolve(parse_config({"pool": settings, "collections": [docs]}))
             self._tables[name] = WorkerTable.create("pool", "pool-0", plan.config.slo)
             stack.callback(self._tables[name].close)
             pipe = stack.enter_context(process(_pool_main, plan, self._tables[name].reference, pool_core))
-            self._clocks[name] = _cpu_clock(pipe.recv())
+            self._pools[name], self._clocks[name] = pipe, _cpu_clock(pipe.recv())
             self._endpoints[name] = plan.endpoint("pool-0")
-        self._clients = [stack.enter_context(process(_client_main, queries, client_core)) for _ in range(2)]
+        self._clients = stack.enter_context(process(client_main, queries, client_core))
+        self._clients.recv()
         load = Load("decode", options.seconds, (self.usual,))
         self._engine = stack.enter_context(process(_engine_main, collection, queries, load, pool_core))
         self._engine.recv()
         self._wake = stack.enter_context(process(wake_main, IDLE_PER_S, options.seconds, pool_core, client_core))
+        self._wake.recv()
 
     def wake_us(self) -> float:
         """What waking a process takes on these cores, without anything of ours (`benchmarks/pool/wake.py`)."""
@@ -297,15 +200,17 @@ class Bench:
         return {metric: table.value(metric) for metric in table.metrics if isinstance(metric, Counter)}
 
     def ask(self, pool: str, *loads: Load) -> list[Outcome]:
-        """Both clients (or the first) ask a pool at the same time."""
+        """Clients ask a pool at the same time, one for each load."""
+        self._pools[pool].send("serve")
         begin = time.monotonic_ns() + 200_000_000
         end = begin + int(loads[0].seconds * 1e9)
-        clients = self._clients[: len(loads)]
-        for client, load in zip(clients, loads, strict=True):
-            client.send((self._endpoints[pool], load, begin))
+        self._clients.send((self._endpoints[pool], loads, begin))
         times = []
         for until in (begin, end):
             time.sleep(max(0, until - time.monotonic_ns()) / 1e9)
             times.append((time.monotonic_ns(), time.clock_gettime_ns(self._clocks[pool])))
         self.cpu = (times[1][1] - times[0][1]) / (times[1][0] - times[0][0])
-        return [client.recv() for client in clients]
+        outcomes: list[Outcome] = self._clients.recv()
+        self._pools[pool].send("rest")
+        self._pools[pool].recv()
+        return outcomes

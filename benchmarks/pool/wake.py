@@ -15,7 +15,8 @@ _WARM = 5  # first rounds, which are not counted
 
 
 def wake_main(rate: float, seconds: float, sleeper_core: int, writer_core: int, pipe: Connection) -> None:
-    """Waits for an order, then sends the median time in µs of wake-ups at `rate` a second on average."""
+    """Says that it is ready, waits for an order, then sends the median µs of wake-ups, `rate` a second on average."""
+    pipe.send("ready")
     while pipe.recv() is not None:
         pipe.send(_median_us(rate, max(int(rate * seconds), 3 * _WARM), sleeper_core, writer_core))
 

@@ -1,14 +1,22 @@
 """The compiled loop on a clock of its own: who joins which extend, and what it counts."""
 
+import contextlib
+import itertools
+import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import zmq
 from numba import njit
 
+from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
+from runtime.pool.loop_words import CLOCK
 from runtime.pool.settings import Policy, policy_of
+from runtime.pool.turn import CALLED
 from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
 
@@ -88,6 +96,23 @@ def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
     waits = [fate.wait_ns for fate in pool.run()]
     assert waits == sorted(waits)
     assert counted(pool, PoolMetrics.PREEMPTIONS) == 0
+
+
+def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(virtual: MakeVirtual) -> None:
+    pool = virtual([Query(0, "decode", 1 << 40)])
+    pool.loop.words[CLOCK] = 0  # the machine's, by which it looks
+    pool.engine.arrive()
+    extends = itertools.count()
+
+    def starved() -> None:
+        assert next(extends) < 500_000, "nobody has looked at the sessions"
+
+    pool.engine.arrive = starved
+    with contextlib.closing(connect(zmq.DEALER, pool.server.endpoint, max_message_bytes=1 << 20)) as stranger:
+        stranger.send(b"nonsense")
+        assert select.select([pool.server.fileno()], [], [], 60)[0]
+        assert pool.loop.serve(time.monotonic_ns() + 3600 * 10**9) == CALLED
+    assert pool.loop.busy
 
 
 def test_the_compiled_loop_counts_no_references_of_the_arrays_it_works_on() -> None:

@@ -15,7 +15,7 @@ import zmq
 from msgspec import structs
 
 from gpu import GraphIndex
-from ipc import RingClient, RingFull, SearchSpec
+from ipc import RingClient, SearchSpec
 from ipc.endpoints import connect
 from ipc.ring.doorbell import EventfdBell, ZmqSleeper
 from ipc.session.messages import DOORBELLS
@@ -103,22 +103,6 @@ def test_queries_that_wake_a_pool_are_answered_without_entering_python(
     assert turns < 20, "at most for doorbells that were rung when it had woken by itself"
     wanted = exact(index, queries, 5)
     assert found == [wanted[number % len(queries)] for number in range(1000)]
-
-
-def test_a_pool_with_much_to_do_hears_who_asks_for_a_session(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool(timing=Timing(control_ns=_AN_HOUR_NS))
-    with left_to_itself(pool), RingClient(pool.endpoint, "busy", timeout_ms=60_000.0) as busy:
-        attached: list[RingClient] = []
-        asking = threading.Thread(
-            target=lambda: attached.append(RingClient(pool.endpoint, "second", timeout_ms=60_000.0))
-        )
-        asking.start()
-        while asking.is_alive():
-            busy.poll()
-            with contextlib.suppress(RingFull):
-                while True:
-                    busy.submit(queries[0], SearchSpec("docs", 5, top_m=400))
-        attached[0].close()
 
 
 @pytest.mark.parametrize(("doorbell", "kind"), [("eventfd", EventfdBell), ("zeromq", ZmqSleeper)])

@@ -87,34 +87,34 @@ class VirtualEngine:
 
 
 class VirtualPool:
-    """`queries`, by time, through the real loop. `table` has its metrics, `engine` what it did."""
+    """`queries`, by time, through the real loop. `table` has its metrics, `engine` what it did, `server` sessions."""
 
     def __init__(self, queries: Sequence[Query], policy: Policy, *, fixed: int, each: int, query: int = 0) -> None:
         self._stack = ExitStack()
         self.queries, self._sent = queries, 0
         self.table = WorkerTable.create("pool", "pool-0", NodeConfig().slo)
         self._stack.callback(self.table.close)
-        self._server = SessionServer(
+        self.server = SessionServer(
             private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192
         )
-        self._stack.callback(self._server.close)
+        self._stack.callback(self.server.close)
         self.engine = VirtualEngine(queries, fixed, each, query)
         self.engine.arrive = self._arrive
         engine: Any = self.engine  # what of an engine is called back
         self._callbacks = Callbacks(engine, _Collection())
         self.loop = PoolLoop(
-            policy, self._server, self._callbacks.backend(), self.table,
+            policy, self.server, self._callbacks.backend(), self.table,
             max_dim=1, max_width=8, clock=int(self.engine.clock.ctypes.data),
         )  # fmt: skip
         for active in (1, 2, 4, 8, 16) * 4:
             self.loop.learn_one(active, fixed + each * active)
         made: list[RingClient] = []
         thread = threading.Thread(
-            target=lambda: made.append(RingClient(self._server.endpoint, "virtual", timeout_ms=60_000.0))
+            target=lambda: made.append(RingClient(self.server.endpoint, "virtual", timeout_ms=60_000.0))
         )
         thread.start()
         while thread.is_alive():
-            self._server.wait(1)
+            self.server.wait(1)
         (self._client,) = made
         self._stack.callback(self._client.close)
 

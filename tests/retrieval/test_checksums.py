@@ -30,6 +30,12 @@ def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> 
     assert sum(paces) == checksums.read_bytes == checksums.total_bytes == 256 * 20_000
 
 
+def test_the_pace_is_kept_every_256_kib_for_a_loop_on_the_same_core_waits_that_long(file: Path) -> None:
+    paces: list[int] = []
+    Checksums({file: facts_of(file)}).verify(paces.append)
+    assert max(paces) == 256 << 10
+
+
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"x" + b[1:], lambda b: b""])
 def test_a_file_that_is_cut_grown_or_altered_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
     facts = facts_of(file)
