@@ -10,7 +10,18 @@ import sys
 import numpy as np
 
 from runtime import SearchClient
+from runtime.errors import TrinityError
 
-with SearchClient.connect(sys.argv[1]) as client:
-    for result in client.search_batch(np.load(sys.argv[2]), k=5, deadline_ms=1000):
-        print(result.ids.tolist(), result.distances.round(3).tolist())
+if len(sys.argv) != 3:
+    print("usage: python docs/examples/search.py NODE QUERIES.npy", file=sys.stderr)
+    sys.exit(2)
+node, path = sys.argv[1:]
+try:
+    queries = np.load(path)
+    with SearchClient.connect(node) as client:
+        for result in client.search_batch(queries, k=5, deadline_ms=1000):
+            print(result.ids.tolist(), result.distances.round(3).tolist())
+except (OSError, EOFError, TypeError, ValueError) as error:
+    sys.exit(f"{path}: {error}")
+except TrinityError as error:
+    sys.exit(error.message)

@@ -305,6 +305,40 @@ def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_n
     run(test())
 
 
+def test_a_server_that_stops_while_nobody_asks_it_is_missing_within_five_seconds() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            await whole(at.chat(max_tokens=4))
+            at.fake.behaviour.down = True
+            at.engine.tick()
+            assert at.engine.missing() == []
+            at.clock.forward(5)
+            at.engine.tick()
+            await until(at.engine.missing)
+            at.fake.behaviour.down = False
+            at.engine.tick()
+            await until(lambda: not at.engine.missing())
+
+    run(test())
+
+
+def test_a_quiet_server_that_answers_with_an_error_stays_and_a_busy_one_is_not_asked() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            at.fake.behaviour.key = "another"
+            at.clock.forward(5)
+            await asyncio.gather(*at.engine.servers.quiet())
+            assert at.engine.missing() == []
+            assert at.engine.servers.quiet() == [], "it was asked just now"
+            at.fake.behaviour = Behaviour(hangs_after=2)
+            request = at.chat(max_tokens=4)
+            await request.next()
+            at.clock.forward(5)
+            assert at.engine.servers.quiet() == []
+
+    run(test())
+
+
 REFUSED_WITH_PROBES = [
     {"n": 2},
     {"tools": [{"type": "function"}]},

@@ -105,7 +105,7 @@ class OpenAiEngine(Engine):
         for request in self.requests.late(self._clock()):
             told = request.told.count
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
-        for look in (*self.servers.due(), *self.servers.loads_due()):
+        for look in (*self.servers.due(), *self.servers.loads_due(), *self.servers.quiet()):
             task = asyncio.create_task(look)
             self._looks.add(task)
             task.add_done_callback(self._looks.discard)

@@ -33,6 +33,7 @@ _FULL = 0.9  # of its KV: what comes now may have to wait, or have others wait
 _LOAD_NS = 1_000_000_000  # between two looks at how busy a server is
 _REMEMBERED = 65_536  # blocks of prompts, for each server
 _LOOK_S = 10.0
+_QUIET_NS = 5_000_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class Member:
     turn: int = 0  # the choices made until it was chosen last
     due_ns: int = 0
     up_ns: int = 0
+    heard_ns: int = 0  # when it last had a request, or was asked anything
     asking: bool = False
     faults: int = 0  # requests in a row that it failed
     load: Load | None = None
@@ -133,6 +135,7 @@ class Servers:
     def leave(self, member: Member) -> None:
         """A request is not on that server any more."""
         member.in_flight -= 1
+        member.heard_ns = self._clock()
 
     def noted(self, member: Member, error: TrinityError | None) -> None:
         """How a request went there. A server that breaks connections is down; one that answers with errors of its own
@@ -178,6 +181,25 @@ class Servers:
         for member in found:
             member.load_due_ns = now + _LOAD_NS
         return [self._ask_load(member) for member in found]
+
+    def quiet(self) -> list[Coroutine[None, None, None]]:
+        """To be run: each asks a server that has had no request for five seconds whether it is still there."""
+        now = self._clock()
+        found = [m for m in self.up if not m.in_flight and now - max(m.heard_ns, m.up_ns) >= _QUIET_NS]
+        for member in found:
+            member.heard_ns = now
+        return [self._ask_quiet(member) for member in found]
+
+    async def _ask_quiet(self, member: Member) -> None:
+        """Only one that refuses connections is down: what takes its time, or answers with an error, may be busy."""
+        try:
+            async with asyncio.timeout(_QUIET_NS / 1e9):
+                await member.server.get("/models")
+        except EngineUnreachable as error:
+            if member.abilities is not None:
+                self.failed(member, error)
+        except (TrinityError, TimeoutError) as error:
+            log.debug("%s: %s", member.name, error)
 
     async def _ask_load(self, member: Member) -> None:
         """One without metrics is not asked for them again until it was down."""

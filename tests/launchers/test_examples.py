@@ -1,0 +1,57 @@
+"""Scripts of docs/examples that are started wrongly, or without a node, say so in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+RINGS = ("search", "search_asyncio")
+
+
+def said(script: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code, and the lines of standard error."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert not done.stdout
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+def test_an_example_with_too_few_or_too_many_arguments_shows_its_usage(script: Path) -> None:
+    for arguments in ((), ("one",), ("one", "two", "three", "four")):
+        code, lines = said(script, *arguments)
+        assert code == 2
+        assert len(lines) == 1
+        assert lines[0].startswith(f"usage: python docs/examples/{script.name} ")
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+def test_an_example_without_a_node_says_so(script: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "queries.npy", np.ones((2, 8), np.float32))
+    rings = (str(tmp_path / "nowhere"), str(tmp_path / "queries.npy"))
+    url = "http://127.0.0.1:1/v1"
+    code, (line,) = said(script, *(rings if script.stem in RINGS else (url, "tiny", "why?")))
+    assert code == 1
+    assert (rings[0] if script.stem in RINGS else url) in line
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("content", [None, b"", b"no array", b"\x93NUMPY\x01\x00"])
+def test_an_example_whose_queries_are_no_array_names_the_file(name: str, content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "queries.npy"
+    if content is not None:
+        path.write_bytes(content)
+    code, (line,) = said(ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
+    assert code == 1
+    assert line.startswith(f"{path}: ")
