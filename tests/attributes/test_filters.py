@@ -138,6 +138,10 @@ _ONE = {"type": "eq", "key": "name", "value": "a"}
         ({"type": "eq", "key": "name", "value": None}, "None"),
         ({"type": "eq", "key": "name", "value": "\ud800"}, "surrogate"),
         ({"type": "eq", "key": "year", "value": 1 << 63}, "64 bits"),
+        ({"type": "eq", "key": "year", "value": 10**5000}, "a number of over 4,300 digits"),
+        ({"type": 10**5000}, "a number of over 4,300 digits"),
+        ({"type": "eq", "key": "\ud800", "value": 1}, "name of an attribute"),
+        ({"type": "eq", "key": "a" * 10**6, "value": 1}, "name of an attribute"),
         ({"type": "eq", "key": "year", "value": float("nan")}, "finite"),
         ({"type": "in", "key": "name", "value": "a"}, "list of values"),
         ({"type": "in", "key": "year", "value": list(range(MAX_VALUES + 1))}, "1025 values"),
@@ -147,8 +151,9 @@ _ONE = {"type": "eq", "key": "name", "value": "a"}
     ],
 )
 def test_what_is_no_filter_or_over_a_limit_is_refused_with_its_reason(wanted: object, said: str) -> None:
-    with pytest.raises(InvalidFilter, match=said):
+    with pytest.raises(InvalidFilter, match=said) as caught:
         parse_filter(wanted)
+    assert len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_what_is_no_filter_or_over_a_limit_is_refused_with_its_reason(wanted: ob
     [
         ({"type": "eq", "key": "colour", "value": "a"}, "no attribute 'colour'; the known ones: name, price, sold"),
         ({"type": "eq", "key": "name", "value": 3}, "'name' is a string; it cannot be compared with 3"),
-        ({"type": "eq", "key": "year", "value": True}, "'year' is a integer|'year' is an? integer"),
+        ({"type": "eq", "key": "year", "value": True}, "'year' is an integer"),
         ({"type": "in", "key": "year", "value": [1, True]}, "cannot be compared with True"),
         ({"type": "eq", "key": "sold", "value": 1}, "'sold' is a boolean"),
         ({"type": "gt", "key": "sold", "value": False}, "no order"),
@@ -186,7 +191,7 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
     assert learn(schema, {"price": 2}) == schema
     others: dict[str, Attribute] = {"year": 1.5, "sold": 1, "name": ["a"], "tags": "a", "price": True}
     for name, value in others.items():
-        with pytest.raises(InvalidDocument, match=f"{name!r} is a .*; it was a {SCHEMA[name]} before"):
+        with pytest.raises(InvalidDocument, match=f"{name!r} is an? .*; it was {SCHEMA[name].one} before"):
             learn(schema, {name: value})
 
 
@@ -198,6 +203,9 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
         {"year": None},
         {"year": {"of": 1}},
         {"year": 1 << 63},
+        {"year": 10**5000},
+        {"tags": [10**5000]},
+        {"a" * 10**6: 1 << 63},
         {"price": float("inf")},
         {"tags": ["a", 1]},
         {"tags": ["a"] * 257},
@@ -207,5 +215,6 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
     ],
 )
 def test_what_cannot_be_an_attribute_is_refused(attributes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidDocument, match="attribute"):
+    with pytest.raises(InvalidDocument, match="attribute") as caught:
         learn({}, attributes)
+    assert len(caught.value.message) < 500

@@ -123,7 +123,7 @@ def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
         ({"documents": [{"id": "a"}, {"id": "a"}]}, "'a' comes twice in the batch"),
         ({"documents": [{"id": "a", "vector": [1, 2]}]}, "have 16 numbers"),
         ({"documents": [{"id": "a", "attributes": {"x": {}}}]}, "attribute 'x' is {}"),
-        ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was a integer before"),
+        ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was an integer before"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name_and_nothing_of_it_is(

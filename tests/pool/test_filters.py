@@ -142,7 +142,7 @@ def test_more_filters_than_a_session_has_places_for_are_all_answered(client: Sea
     ("wanted", "message"),
     [
         (eq("color", "red"), r"no attribute 'color'; the known ones: draft, tenant, year"),
-        (eq("year", "new"), "'year' is a integer"),
+        (eq("year", "new"), "'year' is an integer"),
         ({"type": "gt", "key": "draft", "value": True}, "no order"),
         ({"type": "eq", "key": "year"}, "key, type, value"),
         ("tenant = acme", "a filter is an object"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from runtime.errors import InvalidFilter
-from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, Kind, Schema
+from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, NAME, Kind, Schema, shown
 
 Scalar = str | int | float | bool
 Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -117,9 +117,11 @@ def check_filter(wanted: Filter, schema: Schema) -> None:
             raise InvalidFilter(f"there is no attribute {comparison.key!r}; the known ones: {known}", "filter")
         for value in comparison.values:
             if not _comparable(kind, value):
-                raise InvalidFilter(f"{comparison.key!r} is a {kind}; it cannot be compared with {value!r:.80}")
+                raise InvalidFilter(f"{comparison.key!r} is {kind.one}; it cannot be compared with {shown(value)}")
         if comparison.operator in _ORDERED and kind in (Kind.BOOLEAN, Kind.STRINGS):
-            raise InvalidFilter(f"{comparison.key!r} is a {kind}, which has no order: {comparison.operator} cannot be")
+            raise InvalidFilter(
+                f"{comparison.key!r} is {kind.one}, which has no order: {comparison.operator} cannot be"
+            )
 
 
 def binds(wanted: Filter | None, key: str) -> bool:
@@ -159,12 +161,12 @@ class _Parser:
         if depth > MAX_DEPTH:
             raise InvalidFilter(f"the filter is deeper than {MAX_DEPTH}", "filter")
         if not isinstance(source, Mapping):
-            raise InvalidFilter(f"a filter is an object with a type, not {source!r:.80}", "filter")
+            raise InvalidFilter(f"a filter is an object with a type, not {shown(source)}", "filter")
         match source.get("type"):
             case "and" | "or" as joint:
                 parts = self._field(source, "filters")
                 if not isinstance(parts, list | tuple) or not parts:
-                    raise InvalidFilter(f"{joint!r} needs a list of filters, not {parts!r:.80}", "filter")
+                    raise InvalidFilter(f"{joint!r} needs a list of filters, not {shown(parts)}", "filter")
                 if len(parts) > MAX_COMPARISONS:
                     raise InvalidFilter(f"{joint!r} joins {len(parts)} filters; the limit is {MAX_COMPARISONS}")
                 parsed = tuple(self.parse(part, depth + 1) for part in parts)
@@ -174,19 +176,19 @@ class _Parser:
             case str() as operator if operator in OPERATORS:
                 return self._comparison(operator, source)  # type: ignore[arg-type]
             case other:
-                raise InvalidFilter(f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {other!r:.80}")
+                raise InvalidFilter(f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {shown(other)}")
 
     def _comparison(self, operator: Operator, source: Mapping[Any, Any]) -> Filter:
         self._comparisons += 1
         if self._comparisons > MAX_COMPARISONS:
             raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
         key, value = self._field(source, "key", "value"), source["value"]
-        if not isinstance(key, str):
-            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {key!r:.80}", "filter")
+        if not isinstance(key, str) or not NAME.fullmatch(key):
+            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {shown(key)}", "filter")
         if operator not in ("in", "nin"):
             values: tuple[Scalar, ...] = (_scalar(key, value),)
         elif not isinstance(value, list | tuple):
-            raise InvalidFilter(f"{operator!r} of {key!r} needs a list of values, not {value!r:.80}", "filter")
+            raise InvalidFilter(f"{operator!r} of {key!r} needs a list of values, not {shown(value)}", "filter")
         elif len(value) > MAX_VALUES:
             raise InvalidFilter(f"{operator!r} of {key!r} has {len(value)} values; the limit is {MAX_VALUES}", "filter")
         else:
@@ -200,7 +202,7 @@ class _Parser:
         wanted = {"type", name, *others}
         if set(source) != wanted:
             raise InvalidFilter(
-                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {list(source)!r:.120}"
+                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {shown(list(source))}"
             )
         return source[name]
 
@@ -220,7 +222,7 @@ def _negated(inner: Filter) -> Filter:
 
 def _scalar(key: str, value: object) -> Scalar:
     if not isinstance(value, str | int | float | bool):
-        raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {value!r:.80}", "filter")
+        raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {shown(value)}", "filter")
     if isinstance(value, str):
         if len(value.encode(errors="replace")) > MAX_STRING_BYTES:
             raise InvalidFilter(f"{key!r} is compared with a string of over {MAX_STRING_BYTES} bytes", "filter")
@@ -229,7 +231,7 @@ def _scalar(key: str, value: object) -> Scalar:
     elif isinstance(value, float) and not abs(value) < float("inf"):
         raise InvalidFilter(f"{key!r} is compared with {value}; it must be finite", "filter")
     elif not isinstance(value, float) and not -(1 << 63) <= value < 1 << 63:
-        raise InvalidFilter(f"{key!r} is compared with {value!r:.80}, which does not fit into 64 bits", "filter")
+        raise InvalidFilter(f"{key!r} is compared with {shown(value)}, which does not fit into 64 bits", "filter")
     return value
 
 

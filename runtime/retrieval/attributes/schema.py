@@ -14,7 +14,7 @@ from runtime.retrieval.passages import Attributes
 MAX_ATTRIBUTES = 64  # of a collection
 MAX_STRING_BYTES = 4096
 MAX_LIST = 256  # strings of one value
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INT64 = 1 << 63
 
 
@@ -27,6 +27,11 @@ class Kind(StrEnum):
     BOOLEAN = "boolean"
     STRINGS = "list of strings"
 
+    @property
+    def one(self) -> str:
+        """In a sentence: "an integer"."""
+        return f"an {self}" if self is Kind.INTEGER else f"a {self}"
+
 
 Schema = Mapping[str, Kind]
 
@@ -38,7 +43,7 @@ def kind_of(name: str, value: object) -> Kind:
             return Kind.BOOLEAN
         case int():
             if not -_INT64 <= value < _INT64:
-                raise InvalidDocument(f"attribute {name!r} is {value}, which does not fit into 64 bits", "attributes")
+                raise InvalidDocument(f"attribute {name!r} is an integer that does not fit into 64 bits", "attributes")
             return Kind.INTEGER
         case float():
             if not math.isfinite(value):
@@ -49,14 +54,18 @@ def kind_of(name: str, value: object) -> Kind:
             return Kind.STRING
         case list() | tuple():
             if len(value) > MAX_LIST:
-                raise InvalidDocument(f"attribute {name!r} has {len(value)} strings; the limit is {MAX_LIST}")
+                raise InvalidDocument(
+                    f"attribute {name!r} has {len(value)} strings; the limit is {MAX_LIST}", "attributes"
+                )
             for item in value:
                 if not isinstance(item, str):
-                    raise InvalidDocument(f"attribute {name!r} holds {item!r} in its list; only strings may be there")
+                    raise InvalidDocument(
+                        f"attribute {name!r} holds {shown(item)} in its list; only strings may be there", "attributes"
+                    )
                 _check_string(name, item)
             return Kind.STRINGS
     raise InvalidDocument(
-        f"attribute {name!r} is {value!r:.80}; it must be a string, a number, a boolean or a list of strings",
+        f"attribute {name!r} is {shown(value)}; it must be a string, a number, a boolean or a list of strings",
         "attributes",
     )
 
@@ -68,24 +77,36 @@ def learn(schema: Schema, attributes: Attributes) -> dict[str, Kind]:
     """
     known = dict(schema)
     for name, value in attributes.items():
+        if name not in known and not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise InvalidDocument(
+                f"attribute {shown(name)} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
+            )
         kind, before = kind_of(name, value), known.get(name)
         if before is None:
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise InvalidDocument(
-                    f"attribute {name!r:.80} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
-                )
             if len(known) == MAX_ATTRIBUTES:
-                raise InvalidDocument(f"attribute {name!r} is one too many: the limit is {MAX_ATTRIBUTES}")
+                raise InvalidDocument(
+                    f"attribute {name!r} is one too many: the limit is {MAX_ATTRIBUTES}", "attributes"
+                )
             known[name] = kind
         elif kind != before and not (kind is Kind.INTEGER and before is Kind.FLOAT):
-            raise InvalidDocument(f"attribute {name!r} is a {kind}, {value!r:.80}; it was a {before} before")
+            raise InvalidDocument(
+                f"attribute {name!r} is {kind.one}, {shown(value)}; it was {before.one} before", "attributes"
+            )
     return known
+
+
+def shown(value: object) -> str:
+    """What an error says of a value from outside: 80 characters at most, also of a number that Python does not print."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return "a number of over 4,300 digits"
 
 
 def _check_string(name: str, value: str) -> None:
     try:
         size = len(value.encode())
     except UnicodeEncodeError as error:
-        raise InvalidDocument(f"attribute {name!r} holds an unpaired surrogate") from error
+        raise InvalidDocument(f"attribute {name!r} holds an unpaired surrogate", "attributes") from error
     if size > MAX_STRING_BYTES:
         raise InvalidDocument(f"attribute {name!r} has {size} bytes; the limit is {MAX_STRING_BYTES}", "attributes")
