@@ -21,6 +21,7 @@ from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.pool.shard import OpenShard, Shard, open_shard
+from runtime.retrieval.builds import check_documents
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.manifest import identity_in
 
@@ -207,7 +208,7 @@ class PoolCatalogue:
     def _look(self, entry: _Entry, now_ns: int) -> None:
         """See whether what lies in the collection's directory is another build, or whole again."""
         entry.look_ns = now_ns + self._look_every_ns
-        section, bad = entry.section, None if entry.wanted else entry.signature
+        section, bad, wanted = entry.section, None if entry.wanted else entry.signature, entry.wanted
         identity = "" if entry.shard is None else entry.shard.served.identity
         tried = entry.tried = []
 
@@ -224,6 +225,9 @@ class PoolCatalogue:
                 if shard.live is not None:
                     shard.live.close()
                 return None
+            if wanted and shard.live is None:  # nobody is to be without the texts of what is taken
+                pace = None if section.verify == "never" else work.hurry
+                check_documents(Path(section.path), shard.served.identity, pace)
             shard.touch()
             return shard
 

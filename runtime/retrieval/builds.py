@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.checksums import Checksums, Pace
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
 from runtime.retrieval.collections.unchanged import open_unchanged
@@ -96,10 +96,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
     def opened(manifest: Manifest) -> Build:
         file, check, documents = file_of(directory), None, None
         if (facts := manifest.files.get(DOCUMENTS)) is not None:
-            documents = DocumentStore.open(directory / DOCUMENTS)
-            if documents.size != manifest.size:
-                documents.close()
-                raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+            documents = _open_documents(directory, manifest)
             if verify != "never":
                 try:
                     checksums = Checksums({documents.path: facts})
@@ -121,6 +118,34 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
         return Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
 
     return open_unchanged(directory, opened, Build.close)
+
+
+def check_documents(directory: Path, identity: str, pace: Pace | None) -> None:
+    """Open the documents of a build and, with a pace, compare their checksum.
+
+    Raises `CollectionError` for what is wrong with them, or if another build lies there."""
+
+    def opened(manifest: Manifest) -> tuple[str, Checksums]:
+        facts = manifest.files.get(DOCUMENTS)
+        if facts is not None:
+            _open_documents(directory, manifest).close()
+        return manifest.identity, Checksums({} if facts is None else {directory / DOCUMENTS: facts})
+
+    found, checksums = open_unchanged(directory, opened, lambda one: one[1].close())
+    if found != identity or pace is None:
+        checksums.close()
+    if found != identity:
+        raise CollectionError(f"{directory} was replaced by another collection while it was opened")
+    if pace is not None:
+        checksums.verify(pace)
+
+
+def _open_documents(directory: Path, manifest: Manifest) -> DocumentStore:
+    documents = DocumentStore.open(directory / DOCUMENTS)
+    if documents.size != manifest.size:
+        documents.close()
+        raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+    return documents
 
 
 def _open_live(directory: Path) -> Build:

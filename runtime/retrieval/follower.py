@@ -33,13 +33,16 @@ class Follower:
         builds = {collection: self._offered(collection) for collection in self._library.dims}
         for collection, offered in builds.items():
             self._library.follow(collection, offered)
-        if reloading and all(starmap(self._library.up_to_date, self._of_the_reload(builds))):
-            self._table.set(RetrievingMetrics.RELOAD, reload)
+        asked = self._of_the_reload(builds) if reloading else ()
         troubles = self._library.troubles
         self._table.set(RetrievingMetrics.WITHOUT_DOCUMENTS, len(troubles))
         note = "; ".join(f"collection {name}: {trouble}" for name, trouble in troubles.items())
         if self._table.note != note:
             self._table.note = note
+        refused = any(starmap(self._library.refused, asked))
+        if reloading and (refused or all(starmap(self._library.up_to_date, asked))):
+            self._table.set(RetrievingMetrics.RELOAD_REFUSED, refused)
+            self._table.set(RetrievingMetrics.RELOAD, reload)
 
     def _of_the_reload(self, builds: Mapping[str, Sequence[str]]) -> Sequence[tuple[str, Sequence[str]]]:
         """Of these collections, which are in the configuration's order, that which is reloaded; or all."""

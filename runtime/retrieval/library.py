@@ -203,6 +203,16 @@ class Library:
         shelf, builds = self.shelf(collection), tuple(offered)
         return not builds or (builds == (identity_of(shelf.directory),) and shelf.has(builds[0]))
 
+    def refused(self, collection: str, offered: Iterable[str]) -> bool:
+        """Whether the documents of what the pools serve cannot be used, and no other build lies in the directory.
+
+        One of the `troubles` says why. Raises `UnknownCollection`.
+        """
+        shelf, builds = self.shelf(collection), tuple(offered)
+        if len(builds) != 1 or shelf.has(builds[0]) or builds[0] in shelf.builds:
+            return False
+        return identity_of(shelf.directory) in ("", builds[0])
+
     def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
         """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
         `build`, whether it is that one."""

@@ -113,3 +113,17 @@ def test_a_reload_is_over_when_the_documents_are_open_where_they_are_looked_up(s
     assert stand.frontend.table.knob("reload") == 1.0
     stand.frontend.table.set(RetrievingMetrics.RELOAD, 1)
     assert stand.steps() == Reload(1, True, ("pool-0", "frontend-0"))
+
+
+def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(stand: Stand) -> None:
+    stand.children.insert(0, stand.frontend)
+    del stand.children[2]
+    stand.reloading.ask("docs")
+    stand.steps()
+    stand.answer(1, 1)
+    stand.steps()
+    table = stand.frontend.table
+    table.note = "collection docs: documents.sqlite is damaged"
+    table.set(RetrievingMetrics.RELOAD_REFUSED, 1)
+    table.set(RetrievingMetrics.RELOAD, 1)
+    assert stand.steps() == Reload(1, True, ("pool-0",), "frontend-0: collection docs: documents.sqlite is damaged")

@@ -106,6 +106,29 @@ def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(tmp_path: Path, ma
     until(lambda: pool.table.note == "")
 
 
+@pytest.mark.parametrize("damage", ["altered", "cut", "gone"])
+def test_a_build_whose_documents_are_damaged_is_not_taken_and_the_old_one_goes_on(
+    damage: str, tmp_path: Path, make_pool: MakePool
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        build(tmp_path / "docs", 2)
+        documents = tmp_path / "docs" / "documents.sqlite"
+        content = documents.read_bytes()
+        documents.unlink()
+        if damage != "gone":
+            documents.write_bytes(content[:-1] + b"?" if damage == "altered" else content[:1000])
+        assert not reload(pool, readers, 1)
+        assert "collection docs: not reloaded: " in pool.table.note
+        assert "documents.sqlite" in pool.table.note
+        assert readers.some() == {1}
+        build(tmp_path / "docs", 3)
+        assert reload(pool, readers, 2)
+        assert readers.some() == {3}
+
+
 def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")

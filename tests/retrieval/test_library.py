@@ -1,5 +1,6 @@
 """The collections of a node as its clients see them."""
 
+import itertools
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -183,6 +184,29 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
         offered[:] = [read_manifest(docs.path).identity]
         follower.step(10**9 + 20_000_000)
         assert table.value(RetrievingMetrics.RELOAD) == 3
+
+
+def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_path: Path) -> None:
+    docs = Docs(tmp_path)
+    library, offered, now_ns = docs.library(), [docs.identity], itertools.count(10**9, 10**9)
+    with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
+        follower = Follower(library, lambda _: offered, table)
+
+        def reload(number: float) -> None:
+            offered[:] = [read_manifest(docs.path).identity]
+            table.set_knob("reload", number)
+
+        Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+        reload(1.0)
+        whole = (docs.path / "documents.sqlite").read_bytes()
+        (docs.path / "documents.sqlite").write_bytes(b"no database")
+        follower.step(next(now_ns))
+        assert (table.value(RetrievingMetrics.RELOAD), table.value(RetrievingMetrics.RELOAD_REFUSED)) == (1, 1)
+        assert "documents.sqlite is damaged" in table.note
+        (docs.path / "documents.sqlite").write_bytes(whole)
+        reload(2.0)
+        until(lambda: table.value(RetrievingMetrics.RELOAD) == 2, lambda: follower.step(next(now_ns)))
+        assert (table.value(RetrievingMetrics.RELOAD_REFUSED), table.note) == (0, "")
 
 
 def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_too(tmp_path: Path) -> None:

@@ -148,7 +148,8 @@ class RetrievingMetrics(WorkerMetrics):
         "trinity_collections_without_documents",
         "Collections of which no pool is asked: the documents of the build that they serve are not there",
     )
-    RELOAD = Gauge("trinity_documents_reload", "The last reload whose documents are all open, by its number")
+    RELOAD = Gauge("trinity_documents_reload", "The last reload of documents that is over, by its number")
+    RELOAD_REFUSED = Gauge("trinity_documents_reload_refused", "1 if documents of it cannot be used here")
 
 
 class PrefillMetrics(RetrievingMetrics):

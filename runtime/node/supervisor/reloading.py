@@ -66,13 +66,14 @@ class Reloading:
 
     def _ask_or_hear(self, child: Child) -> None:
         table, pool = child.table, child.place.role == "pool"
+        metrics = PoolMetrics if pool else RetrievingMetrics
         if self._told != child.name:
             self._told = child.name
             table.set_knob("reload_of", self._which)
             table.set_knob("reload", float(self._number))
-        elif table.value(PoolMetrics.RELOAD if pool else RetrievingMetrics.RELOAD) == self._number:
+        elif table.value(metrics.RELOAD) == self._number:
             self._waiting.pop(0)
-            if pool and table.value(PoolMetrics.RELOAD_REFUSED):
+            if table.value(metrics.RELOAD_REFUSED):
                 self._trouble = f"{child.name}: {table.note or 'the collection cannot be served'}"
             else:
                 self._done.append(child.name)

@@ -96,7 +96,7 @@ def learn(schema: Schema, attributes: Attributes) -> dict[str, Kind]:
 
 
 def shown(value: object) -> str:
-    """What an error says of a value from outside: 80 characters at most, also of a number that Python does not print."""
+    """What an error says of a value: 80 characters at most, also of a number that Python does not print."""
     try:
         return f"{value!r:.80}"
     except ValueError:
