@@ -67,6 +67,14 @@ def apart(options: argparse.Namespace, node: Node, split: Node) -> Json:
     return asyncio.run(measured())
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """For the record: what another run of the kind is asked for with."""
+    words = ["python -m benchmarks.engines", "--config", options.config.name]
+    words += ["--apart", options.apart.name] if options.apart else []
+    words += ["--kills", f"--streams {options.streams}"] if options.kills else []
+    return " ".join([*words, f"--tokens {options.tokens}"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help='a node with engine = "openai" or "vllm"')
@@ -102,7 +110,7 @@ def main() -> int:
             found, title = cost(options, node), "A node in front of a server"
             lines = added.report(found)
     found |= {
-        "command": f"python -m benchmarks.engines {' '.join(sys.argv[1:])}", "server": options.server,
+        "command": command_of(options), "server": options.server,
         "machine": machine(), "load_before": before, "load_after": machine_load(), "seed": options.seed,
     }  # fmt: skip
     head = [
