@@ -76,6 +76,16 @@ class LiveReader:
             changed = True
         return changed
 
+    def catch_up(self) -> bool:
+        """`poll`, and wait for the segments that are being opened. Whether anything was new. Raises as `poll`."""
+        changed = self.poll()
+        for _ in range(_ATTEMPTS):
+            if self._loading is None:
+                break
+            self._loading[1].join()
+            changed |= self.poll()
+        return changed
+
     def _advance(self, manifest: Manifest) -> bool:
         """Take over a newer manifest, if its segments are there. Whether they are."""
         fresh = self._loaded(manifest) if self._loads_beside else None

@@ -33,6 +33,8 @@ class LiveDocuments:
         with self._lock:
             self._reader.poll()
             state = self._reader.state
+            if max(rows, default=-1) >= state.growing.next_row:  # found in a segment that is not open here yet
+                self._reader.catch_up()
             gone = state.deleted(rows)
             found = state.documents(rows)
         return [
