@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.live_kills import KILLS, kill
+from benchmarks.live_node import DIM, Live
+from runtime import SearchClient
+from runtime.testing.waiting import until
 
 
 def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kills(tmp_path: Path) -> None:
@@ -10,3 +15,15 @@ def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kill
     assert told.wrong == []
     assert list(told.kills) == list(KILLS[:4])  # the writer in a seal, the supervisor in a merge, the pool, the merge
     assert told.acknowledged >= 120
+
+
+def test_a_search_client_writes_and_finds_and_what_it_has_deleted_is_found_no_more(tmp_path: Path) -> None:
+    vectors = np.eye(DIM, dtype=np.float32)
+    with Live(tmp_path), SearchClient.connect(tmp_path / "run") as client:
+        documents = [{"id": str(n), "text": "t", "vector": vectors[n], "attributes": {"n": n}} for n in range(8)]
+        assert client.upsert(documents) == 8
+        until(lambda: client.search(vectors[3], 1).ids.tolist() == [3])
+        assert client.delete(["3"]) == 1
+        assert 3 not in client.search(vectors[3], 8).ids
+        assert client.delete(filter={"type": "lt", "key": "n", "value": 3}) == 3
+        assert sorted(client.search(vectors[3], 8).ids) == [4, 5, 6, 7]

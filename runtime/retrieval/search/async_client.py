@@ -6,6 +6,7 @@ async with await AsyncSearchClient.connect("my-node") as client:
 
 import asyncio
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,9 +39,9 @@ class AsyncSearchClient:
         self._ended = False
 
     @classmethod
-    async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
-        """A client of a running node, by its name or run directory. Raises `Unavailable` if no pool answers."""
-        made = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s))
+    async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
+        """As `SearchClient.connect`. Raises `Unavailable` if no pool answers."""
+        made = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s, api_key))
         made._running = asyncio.create_task(made.run())
         return made
 
@@ -106,6 +107,16 @@ class AsyncSearchClient:
         finally:
             if self._batches.pop(batch, None) is not None:
                 batch.cancel()
+
+    async def upsert(self, documents: Sequence[Mapping[str, Any]], *, collection: str = "") -> int:
+        """As `SearchClient.upsert`."""
+        return await asyncio.to_thread(self._client.upsert, documents, collection=collection)
+
+    async def delete(
+        self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
+    ) -> int:
+        """As `SearchClient.delete`."""
+        return await asyncio.to_thread(self._client.delete, ids, filter=filter, collection=collection)
 
     def _check_open(self) -> None:
         if self._ended:  # nobody would bring the result

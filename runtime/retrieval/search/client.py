@@ -7,7 +7,7 @@ with SearchClient.connect("my-node") as client:
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from runtime.retrieval.search.limits import Limits
 from runtime.retrieval.search.question import Accept, Question
 from runtime.retrieval.search.replicas import ReplicaPolicy
 from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+from runtime.retrieval.search.writes import Writes
 from runtime.retrieval.vectors.vectors import as_vectors
 
 _LOOK_MS = 5  # how often pools are looked for while queries wait for one
@@ -56,6 +57,7 @@ class SearchClient:
         self.dispatcher = Dispatcher(endpoints, name, self._defaults, policy, find, limits, clock)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
         self._tickets = itertools.count(1)
+        self._writes: Writes | None = None  # without a node's name there is none
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
@@ -73,9 +75,10 @@ class SearchClient:
         return cls(endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock)
 
     @classmethod
-    def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
+    def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
         """A client of a running node, by its name or run directory; it finds the node again if that is restarted.
 
+        `api_key`: for `upsert` and `delete`, where the node has keys; searches through the rings need none.
         Raises `Unavailable` if no pool answers.
         """
         if not isinstance(node, str | Path):
@@ -89,6 +92,7 @@ class SearchClient:
 
         settings = PoolSection(doorbell=info.doorbell)
         client = cls(info.pools, name, settings, find=find, collections=info.collections)
+        client._writes = Writes(lambda: find_node(node).url, api_key)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
             if client.dispatcher.look_after(now) and not client.dispatcher.seeking:
@@ -253,6 +257,34 @@ class SearchClient:
         results = [*self._kept.values(), *self.dispatcher.collect()]
         self._kept.clear()
         return results
+
+    # ---- live collections
+
+    def upsert(self, documents: Sequence[Mapping[str, Any]], *, collection: str = "") -> int:
+        """Store documents of a live collection, in the place of those with their ids: all of them or none. How many.
+
+        Each has an `id`, and may have `text`, `title`, `attributes` and a `vector` [d]; without that it is embedded.
+        What this returns from is kept, and found by searches within a moment. Raises `InvalidRequest`,
+        `InvalidDocument`, `Overloaded`, `NoRoom`, `Unavailable` (also where this client was not made by `connect`).
+        """
+        return self._writer().upsert(self._meant(collection), documents)
+
+    def delete(
+        self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
+    ) -> int:
+        """Delete documents of a live collection by `ids`, or what passes `filter` (its JSON object). How many.
+
+        No search finds them that begins when this has returned. Raises as `upsert`, and `InvalidFilter`.
+        """
+        return self._writer().delete(self._meant(collection), ids, filter)
+
+    def _writer(self) -> Writes:
+        if self._writes is None:
+            raise Unavailable("only a client that SearchClient.connect has made knows where its node is written to")
+        return self._writes
+
+    def _meant(self, collection: str) -> str:
+        return collection or self._named(spec_of(1, "", "prefill", None, 1, None)).collection
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Of the builds of a collection that are served now, as far as was noticed."""

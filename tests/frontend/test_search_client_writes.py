@@ -1,0 +1,82 @@
+"""`SearchClient.upsert` and `delete`: over the node's HTTP, with the errors that it answers with."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import InvalidDocument, InvalidFilter, InvalidRequest, TrinityError, Unauthorized, Unavailable
+from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.writes import Writes
+from runtime.serving.http.service import Settings
+from tests.frontend.fakes import Cluster
+from tests.frontend.test_documents import DIM, Embeds
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    create(tmp_path / "notes", DIM, metric="l2", degree=8)
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def url(notes: Path) -> Iterator[str]:
+    writes = LiveWrites({"notes": notes}, Embeds(), lambda _: Hashing(DIM))
+    settings = Settings(collections={"notes": DIM}, api_keys=("key",))
+    with Cluster(settings=settings, writes=writes) as cluster:
+        yield cluster.url
+    writes.close()
+
+
+def test_documents_are_stored_with_numpys_vectors_and_deleted_by_id_or_filter(url: str, notes: Path) -> None:
+    writes = Writes(lambda: url, "key")
+    vector = np.ones(DIM, np.float32)
+    documents: list[dict[str, Any]] = [
+        {"id": "a", "text": "one", "vector": vector, "attributes": {"year": np.int64(2024)}},
+        {"id": "b", "text": "two", "attributes": {"year": 2025}},
+        {"id": "c"},
+    ]
+    assert writes.upsert("notes", documents) == 3
+    with LiveReader(notes) as reader:
+        assert reader.search(vector[None], 1)[0].tolist() == [[0]]
+    assert writes.delete("notes", ["a", "nobody"], None) == 1
+    assert writes.delete("notes", None, {"type": "eq", "key": "year", "value": 2025}) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "write", "error"),
+    [
+        ("key", lambda writes: writes.upsert("notes", [{"id": "a"}, {"id": "a"}]), InvalidDocument),
+        ("key", lambda writes: writes.upsert("notes", {"id": "a"}), InvalidRequest),
+        ("key", lambda writes: writes.upsert("notes", [{"id": "a", "vector": [float("nan")]}]), InvalidRequest),
+        ("key", lambda writes: writes.upsert("notes", [{"id": "a", "attributes": {"x": object()}}]), InvalidRequest),
+        ("key", lambda writes: writes.upsert("a/../b", [{"id": "a"}]), TrinityError),
+        ("key", lambda writes: writes.delete("notes", "a", None), InvalidRequest),
+        ("key", lambda writes: writes.delete("notes", None, {"type": "eq", "key": "x", "value": 1}), InvalidFilter),
+        ("wrong", lambda writes: writes.delete("notes", ["a"], None), Unauthorized),
+    ],
+)
+def test_errors_are_those_that_the_node_answers_with(
+    url: str, key: str, write: Callable[[Writes], int], error: type[TrinityError]
+) -> None:
+    with pytest.raises(error):
+        write(Writes(lambda: url, key))
+
+
+def test_a_node_that_is_not_there_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="no answer from the node"):
+        Writes(lambda: "http://127.0.0.1:9").upsert("notes", [{"id": "a"}])
+
+
+def test_a_client_that_does_not_know_its_node_says_so() -> None:
+    with (
+        SearchClient([], "test") as client,
+        pytest.raises(Unavailable, match=r"only a client that SearchClient\.connect"),
+    ):
+        client.upsert([{"id": "a"}], collection="notes")
