@@ -48,7 +48,7 @@ class ClientSession:
         self.spin = SpinBudget(int(spin_us * 1000))
         self.pending = Outstanding()
         self._lost: str | None = None
-        self._next_peer_check = 0
+        self._next_peer_check = self._cold_ns = 0
         self._returned = 0
         self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
         self._open = True

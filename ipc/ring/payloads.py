@@ -48,3 +48,13 @@ def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: di
     ring.take_pairs(slot, ids, distances)
     enqueue_ns = outstanding.pop(request_id)
     return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
+
+
+def rehearse(ring: RingConsumer) -> None:
+    """Read the next result before it is there, for nothing: who does so while it waits reads the real one in half the
+    time if there was a pause before, for the code and its memory are back in the caches."""
+    slot = ring.first
+    RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
+    ids, distances = np.empty(1, np.int64), np.empty(1, np.float32)
+    ring.take_pairs(slot, ids, distances)
+    Result(0, LOST, ids, distances, 0, 0, 0, 0, 0)

@@ -1,10 +1,14 @@
 """How a client and a pool wait for each other: spinning, sleeping, doorbells, event loops."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from ipc import Result, RingClient, RingFull, RingServer
+from ipc.client import client as client_module
+from ipc.client.client import COLD_NS
+from ipc.ring.payloads import rehearse
 from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 
@@ -44,6 +48,39 @@ def test_a_sleeping_pool_and_a_sleeping_client_are_woken(server: RingServer, cli
 
 def test_wait_returns_at_once_when_nothing_is_outstanding(client: RingClient) -> None:
     assert not client.wait(1e9)
+
+
+def test_a_client_that_waits_after_a_pause_rehearses_how_a_result_is_read(
+    server: RingServer, client: RingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, rehearsed = [COLD_NS], 0
+
+    def rehearsal(ring: object) -> None:
+        nonlocal rehearsed
+        assert ring is client.attachment.results
+        rehearse(client.attachment.results)
+        rehearsed += 1
+
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    monkeypatch.setattr(client_module, "rehearse", rehearsal)
+    for number, pause in enumerate((COLD_NS, COLD_NS // 2, COLD_NS - 1, COLD_NS, 5 * COLD_NS)):
+        now[0] += pause
+        ask(client, number)
+        assert not client.wait(0)
+        assert rehearsed == (1, 1, 1, 2, 3)[number]
+        answer(server)
+        assert client.wait(0)
+        (result,) = client.poll()
+        assert result.distances.tolist() == vector(number)[:2].tolist()
+    now[0] += COLD_NS
+    ask(client)
+    answer(server)
+    assert client.wait(0)
+    assert rehearsed == 3, "the result was there"
+    assert len(client.poll()) == 1
+    now[0] += COLD_NS
+    assert not client.wait(0)
+    assert rehearsed == 3, "nothing was outstanding"
 
 
 def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client: RingClient) -> None:
