@@ -21,9 +21,8 @@ from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.pool.shard import OpenShard, Shard, open_shard
-from runtime.retrieval.builds import check_documents
+from runtime.retrieval.builds import check_documents, identity_of
 from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.manifest import identity_in
 
 _JOIN_S = 5.0
 
@@ -38,7 +37,6 @@ class _Entry:
     signature: Signature | None = None  # of the files that were found bad
     tried: list[Signature] = field(default_factory=list)  # of those that are being opened
     refused: str = ""  # why the last reload has changed nothing
-    checked: bool = False  # all checksums are compared, or none is to be
     checking: Beside[None] | None = None
     opening: Beside[Shard | None] | None = None
     wanted: bool = False  # a reload was asked for and is not over
@@ -82,7 +80,6 @@ class PoolCatalogue:
             signature = signature_of(Path(entry.section.path))
             try:
                 entry.shard = self._opened(entry.section, check)
-                entry.checked = check or entry.section.verify == "never"
             except CollectionError as error:
                 if strict and entry.section.required:
                     raise
@@ -169,7 +166,7 @@ class PoolCatalogue:
         entry = self._entries[change.name]
         self._let_go(entry)
         assert change.new is not None
-        entry.shard, entry.checked, entry.reason, entry.wanted = change.new, True, "", False
+        entry.shard, entry.reason, entry.wanted = change.new, "", False
         entry.offered = False
         self._log.info("collection %s: %s is served", change.name, change.new.served.identity[:12])
 
@@ -190,7 +187,7 @@ class PoolCatalogue:
         if any(entry.checking for entry in self._entries.values()):
             return
         for entry in self._entries.values():
-            if entry.shard is not None and not entry.checked:
+            if entry.shard is not None and entry.shard.checksums.pending:
                 checksums = entry.shard.checksums
                 entry.checking = Beside("checksums", lambda work: checksums.verify(work.pace))  # noqa: B023
                 return
@@ -198,9 +195,8 @@ class PoolCatalogue:
     def _checked(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.checking is not None
         trouble, entry.checking, old = entry.checking.trouble, None, entry.shard
-        entry.checked = True
         if not trouble:
-            self._log.info("collection %s: every checksum is as it was built", name)
+            self._log.info("collection %s: every checksum is right", name)
             return []
         self._take_out(entry, trouble, None)
         return [Change(name, old, None)]
@@ -226,8 +222,7 @@ class PoolCatalogue:
                     shard.live.close()
                 return None
             if wanted and shard.live is None:  # nobody is to be without the texts of what is taken
-                pace = None if section.verify == "never" else work.hurry
-                check_documents(Path(section.path), shard.served.identity, pace)
+                check_documents(Path(section.path), shard.served.identity)
             shard.touch()
             return shard
 
@@ -238,7 +233,7 @@ class PoolCatalogue:
         ended, entry.opening = entry.opening, None
         if ended.trouble:
             old = entry.shard
-            if old is not None and identity_in(Path(entry.section.path)) == old.served.identity:
+            if old is not None and identity_of(Path(entry.section.path)) == old.served.identity:
                 # The very files that are served: they have been altered since they were opened.
                 entry.wanted, entry.refused = False, ended.trouble
                 self._take_out(entry, ended.trouble, entry.tried[0] if entry.tried else None)

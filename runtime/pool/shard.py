@@ -18,6 +18,7 @@ from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.collection import index_errors
 from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
 from runtime.retrieval.collections.unchanged import open_unchanged
+from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.manifest import is_live
 from runtime.retrieval.live.reader import LiveReader
 
@@ -32,7 +33,7 @@ class Shard:
 
     served: Served
     index: GraphIndex | None
-    checksums: Checksums
+    checksums: Checksums | LiveChecksums
     columns: Columns | None = None  # of the whole collection, by row
     live: LiveReader | None = None
 
@@ -107,7 +108,7 @@ def _open_live(section: CollectionSection, directory: Path) -> Shard:
     if section.demand:
         _check_demand(section, schema)
     served = Served(section.name, about.dim, 0, 1, about.identity, schema, section.demand or about.demanded or "")
-    return Shard(served, None, Checksums({}), live=reader)
+    return Shard(served, None, reader.checksums, live=reader)
 
 
 def _columns(directory: Path, manifest: Manifest) -> Columns | None:

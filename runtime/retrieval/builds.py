@@ -1,17 +1,19 @@
 """One build of a collection as its clients have it open: its documents, and what it was embedded with."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.checksums import Checksums, Pace
+from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
 from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
+from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.manifest import is_live, read_description
 from runtime.retrieval.live.reading import LiveDocuments
 
@@ -46,7 +48,7 @@ class Build:
     dim: int
     about: About
     file: tuple[int, ...]
-    check: Beside[None] | None
+    check: "Beside[None] | LiveCheck | None"
     first_checked: bool
 
     @property
@@ -73,12 +75,14 @@ def identity_of(directory: Path) -> str:
 
 
 def file_of(directory: Path) -> tuple[int, ...]:
-    """Which file holds the documents now, and when it was last written; () if there is none."""
-    try:
-        found = os.stat(directory / DOCUMENTS)
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    """Which files hold the documents now, and when they were last written; () if there are none."""
+    paths = [directory / DOCUMENTS, *sorted(directory.glob(f"segments/*/{DOCUMENTS}"))]
+    told: list[int] = []
+    for path in paths:
+        with suppress(OSError):
+            found = os.stat(path)
+            told += (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return tuple(told)
 
 
 def _built_at(directory: Path) -> int:
@@ -91,7 +95,7 @@ def _built_at(directory: Path) -> int:
 def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
     """The build that lies in a directory now. Raises `CollectionError`."""
     if is_live(directory):
-        return _open_live(directory)
+        return _open_live(directory, verify, first_checked)
 
     def opened(manifest: Manifest) -> Build:
         file, check, documents = file_of(directory), None, None
@@ -120,24 +124,12 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
     return open_unchanged(directory, opened, Build.close)
 
 
-def check_documents(directory: Path, identity: str, pace: Pace | None) -> None:
-    """Open the documents of a build and, with a pace, compare their checksum.
-
-    Raises `CollectionError` for what is wrong with them, or if another build lies there."""
-
-    def opened(manifest: Manifest) -> tuple[str, Checksums]:
-        facts = manifest.files.get(DOCUMENTS)
-        if facts is not None:
-            _open_documents(directory, manifest).close()
-        return manifest.identity, Checksums({} if facts is None else {directory / DOCUMENTS: facts})
-
-    found, checksums = open_unchanged(directory, opened, lambda one: one[1].close())
-    if found != identity or pace is None:
-        checksums.close()
-    if found != identity:
+def check_documents(directory: Path, identity: str) -> None:
+    """Open the documents of a build. Raises `CollectionError` for what is wrong with them, or if another lies there."""
+    found = open_build(directory, "never", first_checked=False)
+    found.close()
+    if found.identity != identity:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
-    if pace is not None:
-        checksums.verify(pace)
 
 
 def _open_documents(directory: Path, manifest: Manifest) -> DocumentStore:
@@ -148,9 +140,44 @@ def _open_documents(directory: Path, manifest: Manifest) -> DocumentStore:
     return documents
 
 
-def _open_live(directory: Path) -> Build:
+class LiveCheck:
+    """Compares the documents of a live collection beside everything else: of each segment, those that come later too.
+
+    `over`: those that were there at first are compared.
+    """
+
+    def __init__(self, checksums: LiveChecksums, *, hurry: bool) -> None:
+        self._checksums = checksums
+        self._work = Beside("documents", lambda work: checksums.verify(work.hurry if hurry else work.pace))
+        self._first_over = False
+
+    @property
+    def over(self) -> bool:
+        """Also begins with what has come since."""
+        if not self._work.over:
+            return self._first_over
+        self._first_over = True
+        if self._checksums.pending and not self._work.trouble:
+            self._work = Beside("documents", lambda work: self._checksums.verify(work.pace))
+        return True
+
+    @property
+    def trouble(self) -> str:
+        """What is damaged; "" as long as nothing was found."""
+        return self._work.trouble if self._work.over else ""
+
+    def stop(self) -> None:
+        """Have it end soon."""
+        self._work.stop()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for what runs."""
+        self._work.join(timeout_s)
+
+
+def _open_live(directory: Path, verify: Verify, first_checked: bool) -> Build:
     """A live collection is one build for ever: a row stands for one text."""
-    documents = LiveDocuments(directory)
+    file, documents = file_of(directory), LiveDocuments(directory)
     told = documents.description
     about = About(
         here=True,
@@ -161,4 +188,6 @@ def _open_live(directory: Path) -> Build:
         metric=told.metric,
         embedder="" if told.embedder is None else name_of(told.embedder),
     )
-    return Build(told.identity, documents, told.embedder, told.dim, about, (), None, False)
+    check = None if verify == "never" else LiveCheck(documents.checksums, hurry=first_checked)
+    waits = first_checked and check is not None
+    return Build(told.identity, documents, told.embedder, told.dim, about, file, check, waits)

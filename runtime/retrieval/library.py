@@ -28,6 +28,7 @@ from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.lazy import LazyEmbedder
 from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder, place_of
 from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
+from runtime.retrieval.live.reading import LiveDocuments
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchResult
@@ -133,7 +134,7 @@ class Shelf:
     def _renew(self, identity: str) -> None:
         """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
         build = self.builds.get(identity)
-        if build is None or build.file == file_of(self.directory):
+        if build is None or isinstance(build.documents, LiveDocuments) or build.file == file_of(self.directory):
             return
         try:
             found = open_build(self.directory, self._verify, first_checked=True)

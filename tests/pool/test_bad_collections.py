@@ -130,6 +130,10 @@ class HeldChecksums(Checksums):
         super().__init__({})
         self.begun, self.end = threading.Event(), threading.Event()
 
+    @property
+    def pending(self) -> bool:
+        return not self.begun.is_set()
+
     def verify(self, pace: Pace = at_once) -> None:
         self.begun.set()
         assert self.end.wait(60)

@@ -38,6 +38,11 @@ class Checksums:
             self.close()
             raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to compare."""
+        return bool(self._open)
+
     def verify(self, pace: Pace = at_once) -> None:
         """Read every file and close it. Raises `CollectionError` that names the first that is not as it was built."""
         try:

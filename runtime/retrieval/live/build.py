@@ -11,6 +11,7 @@ import numpy as np
 
 from runtime.errors import TrinityError
 from runtime.node.worker import die_with
+from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.disk import Disk
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.manifest import SegmentFacts
@@ -49,7 +50,11 @@ def build(
     documents: list[StoredDocument] = []
     parts = []
     if job.merged:
-        for segment in [segment for segment in state.segments if segment.facts.number in job.merged]:
+        merged = [segment for segment in state.segments if segment.facts.number in job.merged]
+        checksums = LiveChecksums(state.directory)
+        checksums.add(merged)
+        checksums.verify()  # what is altered is not to be sealed anew
+        for segment in merged:
             positions = np.flatnonzero(segment.alive)
             kept = set(segment.rows[positions].tolist())
             documents += [document for document in segment.documents.all() if document.row in kept]

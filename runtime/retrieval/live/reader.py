@@ -1,7 +1,7 @@
 """Reading a live collection that another process writes to."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.disk import storage_error
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.log import LogFollower
@@ -25,10 +26,14 @@ _ATTEMPTS = 5
 
 class LiveReader:
     """A collection as of the last `poll`. Any number of processes may read; each sees what is acknowledged, and may
-    see a write that is about to be. Files that the writer removes are kept by who has them open."""
+    see a write that is about to be. Files that the writer removes are kept by who has them open.
 
-    def __init__(self, directory: Path, *, beside: bool = False) -> None:
+    `checksums` are those of the segments that are open: who serves them for long compares them, on a thread.
+    """
+
+    def __init__(self, directory: Path, *, beside: bool = False, compared: Collection[str] | None = None) -> None:
         """beside: have `poll` open new segments on a thread, and take them in later, so that it never waits.
+        compared: which of a segment's files `checksums` has; None: all.
 
         Raises `CollectionError`.
         """
@@ -47,6 +52,8 @@ class LiveReader:
                 if self._place() == self._seen or attempt == _ATTEMPTS - 1:
                     raise
         self._generation = manifest.generation
+        self.checksums = LiveChecksums(directory, compared)
+        self.checksums.add(self.state.segments)
         try:
             self.poll()
         except CollectionError:
@@ -91,7 +98,9 @@ class LiveReader:
         fresh = self._loaded(manifest) if self._loads_beside else None
         if self._loads_beside and fresh is None:
             return False
+        had = set(self.state.segments)
         self.state.advance(manifest, fresh)
+        self.checksums.add(segment for segment in self.state.segments if segment not in had)
         self._generation = manifest.generation
         if self._follower.sequence < manifest.sequence:
             follower = self._follow(manifest)
@@ -130,6 +139,7 @@ class LiveReader:
         return self.state.documents(rows)
 
     def close(self) -> None:
+        self.checksums.close()
         self._follower.close()
         self.state.close()
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.manifest import Description
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.segment import DOCUMENTS
 from runtime.retrieval.passages import Attributes
 
 
@@ -17,7 +19,12 @@ class LiveDocuments:
     def __init__(self, directory: Path) -> None:
         """Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
-        self._reader = LiveReader(directory, beside=True)
+        self._reader = LiveReader(directory, beside=True, compared=(DOCUMENTS,))
+
+    @property
+    def checksums(self) -> LiveChecksums:
+        """Of the documents alone."""
+        return self._reader.checksums
 
     @property
     def description(self) -> Description:

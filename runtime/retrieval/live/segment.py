@@ -27,8 +27,8 @@ from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.documents import SegmentDocuments, StoredDocument
 from runtime.retrieval.live.manifest import Description, SegmentFacts
 
-_DESCRIPTION, _DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
-_FILES = (_DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
+_DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
+_FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
 _MAX_BYTES = 1 << 16
 _FILTERS_KEPT = 64
 BUILDING = ".building-"
@@ -45,12 +45,22 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 class Segment:
-    """A segment that is open. `rows`: int64 [size], ascending. `alive`: bool [size], which are not deleted."""
+    """A segment that is open. `rows`: int64 [size], ascending. `alive`: bool [size], which are not deleted.
 
-    def __init__(self, facts: SegmentFacts, index: GraphIndex, columns: Columns, documents: SegmentDocuments) -> None:
+    `files`: what it was read from, by their paths within it.
+    """
+
+    def __init__(
+        self,
+        facts: SegmentFacts,
+        index: GraphIndex,
+        columns: Columns,
+        documents: SegmentDocuments,
+        files: dict[str, FileFacts],
+    ) -> None:
         """Use `load`."""
         assert index.data.ids is not None
-        self.facts, self.index, self.columns, self.documents = facts, index, columns, documents
+        self.facts, self.index, self.columns, self.documents, self.files = facts, index, columns, documents, files
         self.rows: NDArray[np.int64] = index.data.ids
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
@@ -65,6 +75,7 @@ class Segment:
         try:
             index = GraphIndex.load(path / _INDEX)
             index.check_graph()
+            arrays = {f"{_INDEX}/{name}": FileFacts(*told) for name, told in index.files().items()}
         except GpuError as error:
             raise CollectionError(str(error)) from error
         ids = index.data.ids
@@ -77,7 +88,7 @@ class Segment:
         columns = Columns.decode((path / _ATTRIBUTES).read_bytes(), schema)
         if columns.size != facts.size:
             raise CollectionError(f"{path / _ATTRIBUTES} has {columns.size} rows, not {facts.size}")
-        return cls(facts, index, columns, SegmentDocuments(path / _DOCUMENTS))
+        return cls(facts, index, columns, SegmentDocuments(path / DOCUMENTS), {**contents.files, **arrays})
 
     @property
     def size(self) -> int:
@@ -136,7 +147,7 @@ def write_segment(
     try:
         disk.remove(building)
         building.mkdir()
-        SegmentDocuments.write(building / _DOCUMENTS, documents)
+        SegmentDocuments.write(building / DOCUMENTS, documents)
         columns = Columns.of((document.attributes for document in documents), schema)
         (building / _ATTRIBUTES).write_bytes(columns.encode())
         index = GraphIndex.build(
@@ -179,7 +190,7 @@ def verify_segment(directory: Path, facts: SegmentFacts, description: Descriptio
     try:
         segment.index.verify()
         if [document.row for document in segment.documents.all()] != segment.rows.tolist():
-            raise CollectionError(f"{path / _DOCUMENTS} does not have the documents of the index")
+            raise CollectionError(f"{path / DOCUMENTS} does not have the documents of the index")
     except GpuError as error:
         raise CollectionError(str(error)) from error
     finally:

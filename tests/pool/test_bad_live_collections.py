@@ -1,0 +1,152 @@
+"""Altered bytes of a live collection's sealed segment: that collection is unavailable, and the others are served."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, Unavailable
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.library import Library
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.search.client import SearchClient
+from runtime.testing.clock import Clock
+from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
+from tests.live.small import DIM, documents, new_writer
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.generations import DIM as DOCS_DIM
+from tests.pool.generations import build
+from tests.pool.pools import attached
+
+QUERY = np.zeros(DIM, np.float32)
+FILES = ["index/codes.npy", "index/graph.npy", "documents.sqlite"]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+    writer = new_writer(tmp_path / "notes")
+    writer.upsert(documents(range(40)))
+    writer.flush()
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def make_plan(tmp_path: Path) -> Any:
+    build(tmp_path / "docs", 1)
+
+    def made(verify: str = "background") -> NodePlan:
+        notes = {"name": "notes", "path": str(tmp_path / "notes"), "required": False, "verify": verify}
+        return plan_of(tmp_path / "docs", notes)
+
+    return made
+
+
+def altered(directory: Path, name: str) -> bytes:
+    """Another last byte in the newest segment's file; what was there."""
+    path = max((directory / "segments").iterdir(), key=lambda one: int(one.name)) / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return whole
+
+
+def taken_out(client: SearchClient, name: str) -> None:
+    until(lambda: list(client.unavailable) == ["notes"], lambda: client.poll())
+    with pytest.raises(Unavailable, match=rf"{name} is damaged: "):
+        client.search(QUERY, 3, collection="notes")
+    assert len(client.search(np.zeros(DOCS_DIM, np.float32), 3, collection="docs").ids) == 3
+
+
+@pytest.mark.parametrize("verify", ["start", "background"])
+@pytest.mark.parametrize("name", FILES)
+def test_an_altered_segment_is_found_and_its_collection_taken_out(
+    name: str, verify: str, writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    altered(writer.directory, name)
+    plan = make_plan(verify)
+    make_pool(plan).start()
+    taken_out(attached(make_client(plan)), name)
+
+
+def test_a_segment_that_was_sealed_since_is_compared_too_and_served_again_once_it_is_whole(
+    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = make_plan()
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    until(lambda: pool.table.note == "")
+    assert len(client.search(QUERY, 3, collection="notes").ids) == 3
+    writer.upsert(documents(range(40, 80)))
+    with pool.held():
+        writer.flush()
+        whole = altered(writer.directory, "index/codes.npy")
+    taken_out(client, "codes.npy")
+    newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
+    (newest / "index" / "codes.npy").write_bytes(whole)
+    pool.table.set_knob("reload", 1.0)
+    until(lambda: not client.unavailable, lambda: client.poll())
+    assert len(client.search(QUERY, 50, collection="notes").ids) == 50
+
+
+def test_where_nothing_is_to_be_verified_nothing_is(
+    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    altered(writer.directory, "documents.sqlite")
+    plan = make_plan("never")
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    writer.upsert(documents(range(40, 80)))
+    writer.flush()
+    assert len(client.search(QUERY, 3, collection="notes").ids) == 3
+    assert pool.table.note == ""
+
+
+def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: Any) -> None:
+    clock = Clock()
+    identity = writer.state.description.identity
+    library = Library(make_plan(), clock=clock)
+
+    def usable() -> bool:
+        clock.forward(1.0)
+        library.follow("notes", [identity])
+        return not library.troubles
+
+    until(usable)
+    writer.upsert(documents(range(40, 80)))
+    writer.flush()
+    whole = altered(writer.directory, "documents.sqlite")
+    documents_of = library.shelf("notes").builds[identity].documents
+    assert documents_of is not None
+    until(lambda: documents_of.get([79]) and not usable())
+    assert "documents.sqlite is damaged: its checksum" in library.troubles["notes"]
+    assert not library.accept("notes")(identity)
+    newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
+    (newest / "documents.sqlite").write_bytes(whole)
+    until(lambda: usable() and library.accept("notes")(identity))
+
+
+def test_a_reader_compares_what_it_has_open_and_not_what_was_merged_away(writer: LiveWriter) -> None:
+    with LiveReader(writer.directory) as reader:
+        writer.upsert(documents(range(40, 80)))
+        writer.flush()
+        writer.compact()
+        reader.checksums.verify()
+        reader.poll()
+        assert reader.checksums.pending
+        altered(writer.directory, "index/codes.npy")
+        with pytest.raises(CollectionError, match=r"codes\.npy is damaged"):
+            reader.checksums.verify()
+    assert not reader.checksums.pending
+
+
+def test_a_merge_of_an_altered_segment_is_an_error_and_not_a_new_segment(writer: LiveWriter) -> None:
+    writer.upsert(documents(range(40, 80)))
+    writer.flush()
+    altered(writer.directory, "index/codes.npy")
+    with pytest.raises(CollectionError, match=r"codes\.npy is damaged"):
+        writer.compact()
+    assert len(writer.state.segments) == 2
