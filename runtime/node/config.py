@@ -63,6 +63,11 @@ class HttpSection(Section, frozen=True):
     `send_timeout_s`. `max_connections` are open at most, `max_connections_per_peer` of them from one address: a proxy
     is one peer, so behind one both are the same.
 
+    A node that is told to stop fails /health first, and goes on to take requests for `drain_notice_s`, if somebody
+    watches /health (two looks within 30 s), who then knows of it before the port closes. That is part of
+    `node.drain_s`, half of it at most. With `vllm_metrics` /metrics has queue, running requests and KV use under vLLM's
+    names too.
+
     With keys, all but `open_paths` need one; without, a request's Host header must be loopback's or `host`. A browser
     lets pages from `cors_origins` ask; ["*"]: all pages.
     """
@@ -80,8 +85,10 @@ class HttpSection(Section, frozen=True):
     send_timeout_s: Seconds = 60.0
     max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
-    open_paths: tuple[Literal["/health", "/metrics"], ...] = ("/health", "/metrics")
+    drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
+    open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
+    vllm_metrics: bool = False
 
 
 class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):

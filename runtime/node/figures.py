@@ -44,6 +44,7 @@ class NodeMetrics:
     INFO = Figure("trinity_node_info", "The node's version", "version")
     MEMORY = Figure("trinity_node_memory_bytes", "The machine's memory")
     MEMORY_AVAILABLE = Figure("trinity_node_memory_available_bytes", "What of it can be had")
+    DRAINING = Figure("trinity_node_draining", "1 while the node drains: /health fails, it goes on to answer")
     SLO_LIMIT = Figure("trinity_slo_limit_seconds", "The SLO's limit", "slo")
     SLO_OBJECTIVE = Figure("trinity_slo_objective_ratio", "Promised share of requests")
 

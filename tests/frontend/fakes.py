@@ -28,6 +28,7 @@ from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
+from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import id_source
 from runtime.serving.http.routes import create_app
 from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
@@ -287,11 +288,14 @@ class Cluster:
         catalogue: Catalogue | None = None,
         writes: LiveWrites | None = None,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        readiness: Readiness | None = None,
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
         self._catalogue, self._writes = catalogue, writes
         self.limits = limits
+        self.readiness = readiness or Readiness()
+        self.told_to_drain: list[bool] = []  # what the supervisor would keep
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
         self.search: Any = search or Search()
@@ -391,11 +395,11 @@ class Cluster:
         router = Router(max_in_flight=self._max_in_flight)
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
-        app = create_app(
-            Service(self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue, writes=self._writes),
-            self.settings,
-            new_id,
-        )
+        service = Service(
+            self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue, writes=self._writes,
+            readiness=self.readiness, drain=self._drain,
+        )  # fmt: skip
+        app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
         server = _Server(self._http, self._stop)
         for role, name in self._cast():
@@ -411,6 +415,9 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self.link.close()
+
+    async def _drain(self, wanted: bool) -> None:
+        self.told_to_drain.append(wanted)
 
     def _cast(self) -> Iterator[tuple[Role, str]]:
         for role, count in self._counts.items():

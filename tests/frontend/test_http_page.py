@@ -86,6 +86,10 @@ def test_the_defaults_of_connections_are_on_the_page() -> None:
             assert getattr(HttpSection(), key.strip("`")) == float(default), key
 
 
+async def _drain(wanted: bool) -> None:
+    """A supervisor that keeps nothing."""
+
+
 def test_every_endpoint_is_on_the_page() -> None:
     from runtime.serving.http.routes import create_app
     from runtime.serving.http.service import Service, Settings
@@ -94,7 +98,7 @@ def test_every_endpoint_is_on_the_page() -> None:
 
     stand, writes = Stand(), cast(LiveWrites, object())  # of which only the routes' existence is asked
     try:
-        app = create_app(Service(stand.link, Search(), Metrics(), writes=writes), Settings())
+        app = create_app(Service(stand.link, Search(), Metrics(), writes=writes, drain=_drain), Settings())
     finally:
         stand.link.close()
     paths = {route.path.replace(":path", "").replace("{traced}", "{id}") for route in app.routes}  # type: ignore[attr-defined]

@@ -53,8 +53,8 @@ class Node:
             while not self._done.is_set():
                 select.select([server], [], [], 0.01)
                 server.serve(
-                    lambda: self.status, lambda: "metrics …\n", self.stop, lambda name: "", self._change,
-                    self._reload, self._reloaded,
+                    lambda: self.status, lambda: "metrics …\n", self.stop, lambda wanted: None, lambda name: "",
+                    self._change, self._reload, self._reloaded,
                 )  # fmt: skip
 
     def _reload(self, collection: str) -> Reload:

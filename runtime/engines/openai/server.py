@@ -18,6 +18,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import Stage
+from runtime.serving.trace_context import trace_context
 
 Json = dict[str, Any]
 
@@ -118,7 +119,9 @@ class Server:
     async def _asked(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, request_id: str = ""
     ) -> AsyncIterator[Reply]:
-        headers = self._headers | {"x-request-id": request_id} if request_id else self._headers
+        headers = {**self._headers, **trace_context.get()}
+        if request_id:
+            headers["x-request-id"] = request_id
         try:
             answer = await self._http.ask(method, url, headers, None if body is None else to_json(body))
         except Disconnected as error:

@@ -327,13 +327,14 @@ Knob = Literal[
     "flush_prefill_s",  # how long a prefill query may wait for company in an idle pool
     "reload_of",  # which collection by its place in the configuration, or -1 for all,
     "reload",  # is to be reloaded; another number asks once more
+    "draining",  # 1 while an operator has the node drain
 ]
 _RELOADS: tuple[Knob, ...] = ("reload_of", "reload")
 KNOBS: dict[Role, tuple[Knob, ...]] = {
-    "pool": get_args(Knob),
+    "pool": ("reserve", "flush_prefill_s", *_RELOADS),
     "prefill": _RELOADS,
     "decode": _RELOADS,
     "engine": (),
-    "frontend": _RELOADS,
+    "frontend": (*_RELOADS, "draining"),
 }
 """What the supervisor sets in a worker at run time, through its table."""

@@ -50,6 +50,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     stopping: bool
     workers: tuple[WorkerStatus, ...]
     spares: tuple[WorkerStatus, ...] = ()
+    draining: bool = False  # an operator has it drain
 
     @property
     def ready(self) -> bool:
@@ -80,6 +81,7 @@ class ControlServer:
         status: Callable[[], NodeStatus],
         metrics: Callable[[], str],
         stop: Callable[[], None],
+        drain: Callable[[bool], None],
         restart: Callable[[str], str],
         change: Callable[[Verb, str], tuple[str, ...]],
         reload: Callable[[str], Reload],
@@ -87,8 +89,9 @@ class ControlServer:
     ) -> None:
         """Answer every question that waits; what is not a question is dropped.
 
-        `restart` is given a worker's name, or "" for all, and returns what is wrong with that; `change` (see
-        `Changes.ask`) raises it; `reload` is given a collection's name, or "" for all, and says so as `reloaded` does.
+        `drain` is told whether the node is to drain; `restart` is given a worker's name, or "" for all, and returns
+        what is wrong with that; `change` (see `Changes.ask`) raises it; `reload` is given a collection's name, or ""
+        for all, and says so as `reloaded` does.
         """
         while self.pending():
             frames = self._socket.recv_multipart()
@@ -103,6 +106,9 @@ class ControlServer:
                     answer = metrics().encode()
                 case b"stop":
                     stop()
+                    answer = b"{}"
+                case b"draining" if name in (b"on", b"off"):
+                    drain(name == b"on")
                     answer = b"{}"
                 case b"restart":
                     answer = restart(name.decode(errors="replace")).encode()
@@ -132,9 +138,9 @@ def _changed(change: Callable[[Verb, str], tuple[str, ...]], verb: str, what: st
 
 
 def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
-    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "restart", "restart WORKER", "reload",
-    "reload COLLECTION", "reloaded", or a change: "add ROLE", "drain ROLE", "flip ROLE", the last two also of a worker,
-    the first two also of a GPU.
+    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "draining on", "draining off", "restart",
+    "restart WORKER", "reload", "reload COLLECTION", "reloaded", or a change: "add ROLE", "drain ROLE", "flip ROLE", the
+    last two also of a worker, the first two also of a GPU.
 
     Raises `Unavailable` if it does not answer in time.
     """

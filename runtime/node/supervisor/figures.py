@@ -93,7 +93,11 @@ class NodeFigures:
     _spent: dict[str, _Spent] = field(default_factory=dict)
 
     def families(
-        self, statuses: Sequence[WorkerStatus], supervisor_pid: int, spares: Sequence[WorkerStatus] = ()
+        self,
+        statuses: Sequence[WorkerStatus],
+        supervisor_pid: int,
+        spares: Sequence[WorkerStatus] = (),
+        draining: bool = False,
     ) -> "Iterator[Family]":
         """All of them now. `spares`: the standby workers."""
         yield from _states(statuses)
@@ -102,6 +106,7 @@ class NodeFigures:
         yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in spares})
         yield from self._promises()
         yield NodeMetrics.INFO.of({self.version: 1.0})
+        yield NodeMetrics.DRAINING.now(draining)
         yield ProcessMetrics.INFO.of({(w.name, w.role, w.shown_device, w.gpu): 1.0 for w in self.workers})
         memory = psutil.virtual_memory()
         yield NodeMetrics.MEMORY.now(memory.total)

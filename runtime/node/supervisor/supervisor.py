@@ -23,6 +23,7 @@ from runtime.node.logs.log import log_directory, log_to_file
 from runtime.node.metrics.engines import engine_families
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.vllm_names import vllm_families
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
@@ -152,11 +153,22 @@ class Supervisor:
             status=self.status,
             metrics=self.metrics_text,
             stop=self._request_drain,
+            drain=self._drain,
             restart=self._restart,
             change=self._changes.ask,
             reload=self._reloading.ask,
             reloaded=self._reloading.state,
         )
+
+    def _drain(self, wanted: bool) -> None:
+        """Have the frontend say that the node drains, or no longer; it reads it in its table, the next one too."""
+        log.info("an operator has the node drain" if wanted else "the node no longer drains")
+        for child in self._frontends:
+            child.table.set_knob("draining", float(wanted))
+
+    @property
+    def _frontends(self) -> list[Child]:
+        return [child for child in self.children if child.place.role == "frontend"]
 
     def _restart(self, name: str) -> str:
         trouble = self._rolling.ask(name)
@@ -305,21 +317,27 @@ class Supervisor:
             stopping=bool(self._stop_signals),
             workers=tuple(_worker_status(child, now_s) for child in self.children),
             spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
+            draining=any(child.table.knob("draining") == 1 for child in self._frontends),
         )
 
     def metrics_text(self) -> str:
         """All metrics of the node in Prometheus's text format."""
         status = self.status()
         model = self.plan.config.model
+        tables = {child.place.name: child.table for child in self.children}
+        vllm_names = self.plan.config.http.vllm_metrics and not self.plan.of_role("engine")
         collector = NodeCollector(
-            {child.place.name: child.table for child in self.children},
+            tables,
             (
-                lambda: self.figures.families(status.workers, os.getpid(), status.spares),
+                lambda: self.figures.families(
+                    status.workers, os.getpid(), status.spares, draining=status.draining or status.stopping
+                ),
                 self._control_loop.families,
                 self._gpus.families,
                 lambda: engine_families(
                     {e.name: self.plan.engine_metrics(e.name) for e in self.plan.of_role("engine")}
                 ),
+                lambda: vllm_families(tables.values()) if vllm_names else (),
             ),
             {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )

@@ -33,6 +33,7 @@ from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnsw
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
+from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import id_source
 from runtime.serving.http.routes import create_app
 from runtime.serving.http.service import SearchSource, Service, Settings, missing_roles
@@ -65,8 +66,8 @@ class NoSearch:
         raise Unavailable("this node has no collections")
 
 
-class SupervisorMetrics:
-    """The node's metrics, asked of its supervisor."""
+class SupervisorLink:
+    """What the frontend asks of its supervisor."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -74,9 +75,13 @@ class SupervisorMetrics:
     async def metrics_text(self) -> str:
         return (await asyncio.to_thread(ask, self._endpoint, "metrics")).decode()
 
+    async def drain(self, wanted: bool) -> None:
+        """Have the node drain, or no longer. Raises Unavailable."""
+        await asyncio.to_thread(ask, self._endpoint, "draining on" if wanted else "draining off")
+
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the worker told when a signal asks it to drain."""
+    """uvicorn, which leaves it to the worker what a signal means: `_beat` has it end."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
@@ -84,7 +89,6 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._worker.stop()
-        super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -120,14 +124,17 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,
     )
-    supervisor = SupervisorMetrics(plan.endpoint("control"))
+    supervisor = SupervisorLink(plan.endpoint("control"))
+    readiness = Readiness(min(config.http.drain_notice_s, config.node.drain_s / 2))
     new_id = id_source(worker.epoch)
     tokens = Tokens(partial(_tokenizer, own.name)) if own else None
     writes = None
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
         writes = LiveWrites(places, search, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME))
-    service = Service(link, search or NoSearch(), supervisor, _answers(worker), tokens, search, writes)
+    service = Service(
+        link, search or NoSearch(), supervisor, _answers(worker), tokens, search, writes, readiness, supervisor.drain
+    )
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
@@ -146,7 +153,10 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         await server.serve(sockets=[worker.listening_socket()])
 
     serving = asyncio.create_task(serve())
-    loops = [asyncio.create_task(link.run()), asyncio.create_task(_beat(worker, link, server, search, writes))]
+    loops = [
+        asyncio.create_task(link.run()),
+        asyncio.create_task(_beat(worker, link, server, readiness, search, writes)),
+    ]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     try:
@@ -220,7 +230,12 @@ def _answers(worker: Worker) -> PromptAnswers | None:
 
 
 async def _beat(
-    worker: Worker, link: Engine, server: _Server, search: AsyncSearch | None, writes: LiveWrites | None
+    worker: Worker,
+    link: Engine,
+    server: _Server,
+    readiness: Readiness,
+    search: AsyncSearch | None,
+    writes: LiveWrites | None,
 ) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
@@ -235,8 +250,11 @@ async def _beat(
         if writes is not None and time.monotonic() >= told_at:
             told_at = time.monotonic() + _TELL_S
             tell_writes(worker.table, writes)
+        node_stops = worker.stopping and not worker.awaits_release  # else another frontend takes this one's place
+        readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:
-            server.should_exit = True  # a signal that came before the server listened to signals counts too
+            # A signal that came before the server listened to signals counts too.
+            server.should_exit = server.should_exit or readiness.noticed or not node_stops
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
                 link.end_all(Unavailable("the node has stopped before the answer was whole"))

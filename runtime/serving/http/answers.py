@@ -253,6 +253,13 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
 
+_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold events back
+}
+
+
 class EventStream(Response):
     """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
 
@@ -261,7 +268,7 @@ class EventStream(Response):
         self.release = release
         self.status_code = 200
         self.background = None
-        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        self.init_headers(_STREAM)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come; then, or when that fails, `release`."""

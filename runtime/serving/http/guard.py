@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
 from runtime.serving.frontend.traces import SENT_ID
 from runtime.serving.http.answers import error_json, to_json
+from runtime.serving.trace_context import trace_context, trace_context_of
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +225,7 @@ class RequestIds:
             return
         own, sent = self._new_id(scope["path"]), _sent(scope)
         scope.setdefault("state", {}).update(request_id=own, sent_id=sent)
+        trace_context.set(trace_context_of(Headers(scope=scope)))
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -19,13 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from runtime.errors import (
-    InvalidRequest,
-    TrinityError,
-    Unavailable,
-    UnknownCollection,
-    UnknownModel,
-)
+from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
 from runtime.serving.frontend.answer_cache import Asked, Hit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import ClientGone
@@ -51,6 +45,7 @@ from runtime.serving.http.api_types import (
     parse,
 )
 from runtime.serving.http.documents import DocumentRoutes
+from runtime.serving.http.draining import ClosesConnections, DrainRoute
 from runtime.serving.http.embeddings import EmbeddingsRoute
 from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.http.guard import (
@@ -96,6 +91,7 @@ def create_app(
             expose_headers=(HEADER, "retry-after", "x-trinity-cache"),
         )
     new_id = new_id or id_source(service.link.epoch)
+    app.add_middleware(ClosesConnections, readiness=service.readiness)
     app.add_middleware(RequestIds, new_id=new_id)  # around the guard: what it refuses has an id
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -112,10 +108,13 @@ def create_app(
         ("/v1/models/{model:path}", routes.one_model),
         ("/v1/traces/{traced:path}", routes.trace),
         ("/health", routes.health),
+        ("/ready", routes.health),
         ("/metrics", routes.metrics),
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD with it
     routes.add_catalogue(app)
+    if service.drain is not None:
+        DrainRoute(service.readiness, service.drain, lambda: service.link.statistics().in_flight).add_to(app)
     return app
 
 
@@ -289,11 +288,13 @@ class _Routes:
         return Response(to_json(found), media_type="application/json")
 
     async def health(self, http: Request) -> Response:
-        missing = missing_roles(self._service, self._settings)
-        if not missing:
+        missing, readiness = missing_roles(self._service, self._settings), self._service.readiness
+        if not missing and not readiness.draining:
+            readiness.say_ready()
             return _json({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
-        problem = error_json(Unavailable(f"not ready, missing: {', '.join(missing)}"))
-        return _json(problem | {"status": "unavailable", "missing": missing}, status=503)
+        why = f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
+        status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
+        return _json(error_json(Unavailable(why)) | status, {"Retry-After": "1"}, status=503)
 
     async def metrics(self, http: Request) -> Response:
         return PlainTextResponse(
@@ -382,7 +383,7 @@ async def _trinity_error(http: Request, error: Exception) -> Response:
         log.error("%s: %s", error.code, error.message, extra={"request": request_id(http)})
     if isinstance(error, Encoded):
         return error_response(error, {"Accept-Encoding": "identity"})
-    return error_response(error, {"Retry-After": "1"} if error.status == 503 else {})
+    return error_response(error, {"Retry-After": "1"} if error.status in (429, 503) else {})
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

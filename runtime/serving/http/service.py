@@ -22,6 +22,7 @@ from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.traces import Traces
 from runtime.serving.http.api_types import RetrievalBody
+from runtime.serving.http.draining import Readiness
 from runtime.serving.http.tokenize import Tokens
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,8 @@ class Service:
     tokens: Tokens | None = None  # of the model that the node itself runs
     catalogue: Catalogue | None = None  # None on a node without collections
     writes: LiveWrites | None = None  # the same
+    readiness: Readiness = field(default_factory=Readiness)
+    drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class Settings:
     collections: Mapping[str, int] = field(default_factory=dict)
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
-    open_paths: tuple[str, ...] = ("/health", "/metrics")
+    open_paths: tuple[str, ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 256 << 10

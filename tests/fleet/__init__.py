@@ -1,0 +1,1 @@
+"""What stands in front of many nodes, and what a node promises it."""

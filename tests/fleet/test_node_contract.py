@@ -1,0 +1,205 @@
+"""What a node promises whoever stands in front of it: docs/fleet.md has it as a table."""
+
+import http.client
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from runtime.serving.http.draining import Readiness
+from runtime.serving.http.service import Settings
+from runtime.testing.clock import Clock
+from tests.engines.fake_openai import MODEL
+from tests.engines.test_routes import CHAT, client
+from tests.frontend.fakes import Cluster, run
+
+COMPLETION = {"model": "tiny", "prompt": "say=3", "max_tokens": 3}
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+# ---- health
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_node_that_drains_fails_its_health_and_goes_on_to_answer(cluster: Cluster, path: str) -> None:
+    with cluster.http() as http:
+        assert http.get(path).json()["status"] == "ready"
+        assert http.post("/drain").json() == {"draining": True, "in_flight": 0}
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+        assert answer.json()["error"]["code"] == "unavailable"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+        assert http.request("DELETE", "/drain").json() == {"draining": False, "in_flight": 0}
+        assert http.get(path).status_code == 200
+    assert cluster.told_to_drain == [True, False]  # the supervisor keeps it: it outlives this frontend
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_node_without_workers_fails_its_health_and_says_who_is_missing(path: str) -> None:
+    with Cluster(prefills=0, decodes=0) as cluster, cluster.http() as http:
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
+        assert answer.json()["missing"] == ["prefill", "decode"]
+
+
+def test_the_answers_of_a_node_that_drains_end_their_connections(cluster: Cluster) -> None:
+    connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc)
+    connection.request("GET", "/v1/models")
+    kept = connection.getresponse()
+    kept.read()
+    assert kept.getheader("connection") is None
+    cluster.readiness.drain(True)
+    connection.request("GET", "/v1/models")  # over the same connection
+    last = connection.getresponse()
+    last.read()
+    assert last.getheader("connection") == "close"
+    assert connection.sock is None  # the server has closed it
+    connection.close()
+
+
+# ---- who may drain
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via"])
+def test_a_drain_that_comes_through_a_proxy_is_refused(cluster: Cluster, header: str) -> None:
+    with cluster.http() as http:
+        answer = http.post("/drain", headers={header: "127.0.0.1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_direct")
+        assert http.get("/health").status_code == 200
+    assert cluster.told_to_drain == []
+
+
+def test_with_keys_a_drain_needs_one_and_health_does_not() -> None:
+    with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
+        assert http.post("/drain").status_code == 401
+        assert cluster.told_to_drain == []
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        assert http.post("/drain", headers={"Authorization": "Bearer secret"}).json()["draining"] is True
+
+
+def test_a_browsers_page_cannot_drain_a_node_without_keys(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        assert http.post("/drain", headers={"Host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
+        assert http.post("/drain", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert cluster.told_to_drain == []
+
+
+# ---- the notice before the port closes
+
+
+def at(clock: Clock) -> Readiness:
+    return Readiness(5.0, lambda: clock() / 1e9)
+
+
+def test_a_node_that_is_watched_takes_requests_until_its_watchers_have_seen_it_drain() -> None:
+    clock = Clock()
+    readiness = at(clock)
+    readiness.say_ready()
+    clock.forward(29)
+    readiness.say_ready()
+    readiness.drain(True)
+    assert (readiness.draining, readiness.noticed) == (True, False)
+    clock.forward(4.5)
+    readiness.drain(True)  # asked again: the notice does not begin anew
+    assert not readiness.noticed
+    clock.forward(0.5)
+    assert readiness.noticed
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_node_that_nobody_watches_closes_its_port_at_once(looks: int) -> None:
+    readiness = at(Clock())
+    for _ in range(looks):
+        readiness.say_ready()
+    readiness.drain(True)
+    assert readiness.noticed
+
+
+def test_looks_of_long_ago_are_no_watch() -> None:
+    clock = Clock()
+    readiness = at(clock)
+    readiness.say_ready()
+    clock.forward(31)
+    readiness.say_ready()
+    readiness.drain(True)
+    assert readiness.noticed
+
+
+def test_a_drain_that_was_taken_back_gives_its_notice_again() -> None:
+    clock = Clock()
+    readiness = at(clock)
+    readiness.say_ready()
+    readiness.say_ready()
+    readiness.drain(True)
+    clock.forward(6)
+    readiness.drain(False)
+    assert not readiness.draining
+    readiness.say_ready()
+    readiness.say_ready()
+    readiness.drain(True)
+    assert not readiness.noticed
+
+
+# ---- what passes through
+
+
+def test_a_refusal_for_load_says_when_to_come_back() -> None:
+    with Cluster(max_in_flight=1) as cluster, cluster.http() as http:
+        body = {"model": "tiny", "prompt": "hang=1", "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as held:
+            assert held.status_code == 200
+            refused = http.post("/v1/completions", json=COMPLETION)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_a_stream_is_told_to_be_neither_cached_nor_buffered(cluster: Cluster) -> None:
+    with cluster.http() as http, http.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}) as answer:
+        assert answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert answer.headers["transfer-encoding"] == "chunked"
+
+
+def test_a_connection_is_kept_over_requests_and_streams(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        for stream in (True, False, True):
+            assert http.post("/v1/completions", json=COMPLETION | {"stream": stream}).status_code == 200
+        assert cluster.connections == 1
+
+
+def test_a_request_keeps_the_id_that_the_balancer_gave_it(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        answer = http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "edge-17"})
+        assert answer.headers["x-request-id"] == "edge-17"
+        assert http.get("/v1/traces/edge-17").json()["client_id"] == "edge-17"
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed"),
+    [
+        ({"traceparent": TRACE, "tracestate": "vendor=1"}, {"traceparent": TRACE, "tracestate": "vendor=1"}),
+        ({"traceparent": "not one", "tracestate": "vendor=1"}, {}),
+        ({"tracestate": "vendor=1"}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_trace_context_goes_on_to_the_server_that_writes_the_answer(
+    sent: dict[str, str], passed: dict[str, str]
+) -> None:
+    async def test() -> None:
+        async with client() as (http, stand):
+            answer = await http.post("/v1/chat/completions", json=CHAT, headers=sent)
+            assert answer.status_code == 200
+            asked = stand.fakes[0].headers[-1]
+            assert {name: asked[name] for name in ("traceparent", "tracestate") if name in asked} == passed
+            assert asked["x-request-id"] == answer.json()["id"]  # the node's own, which is nobody else's
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
+
+    run(test())
