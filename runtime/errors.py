@@ -90,6 +90,13 @@ class Unauthorized(TrinityError):
     status = 401
 
 
+class Forbidden(TrinityError):
+    """The API key may not reach what is asked for."""
+
+    code = "forbidden"
+    status = 403
+
+
 class Overloaded(TrinityError):
     """A queue is full. Nothing was accepted; try again later."""
 

@@ -51,7 +51,8 @@ class LogSection(Section, frozen=True):
 
 
 class HttpSection(Section, frozen=True):
-    """Where HTTP listens. `api_keys_file` holds one key a line; "" asks for none. `port` 0 takes any free port.
+    """Where HTTP listens. `api_keys_file` holds one key a line, which may name the collections that it reaches and bind
+    it to an attribute of them (`KEY notes/tenant=acme`); "" asks for none. `port` 0 takes any free port.
 
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
     no other worker, it waits for one for `restart_wait_s`, and so does a new one, unless `restarts` is 0. For as long

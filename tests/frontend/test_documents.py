@@ -176,7 +176,7 @@ def test_more_writes_than_may_be_under_way_are_refused(writes: LiveWrites) -> No
 def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes_on(
     writes: LiveWrites, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
 ) -> None:
-    def fails(self: LiveWriter, documents: object) -> int:
+    def fails(self: LiveWriter, documents: object, owner: object) -> int:
         raise error
 
     async def both() -> None:

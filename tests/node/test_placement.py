@@ -16,10 +16,11 @@ from launchers.placement_table import show_placement
 from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
+from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import parse_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan, place_spares, read_api_keys, resolve
+from runtime.node.placement.plan import NodePlan, place_spares, resolve
 from runtime.retrieval.collections.collection import Collection
 from runtime.serving.model.packages import torch_cuda
 
@@ -160,7 +161,41 @@ def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) 
 def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# mine\nfirst\n\n  second \n")
-    assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config) == ("first", "second")
+    found = read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config)
+    assert found == (ApiKey("first"), ApiKey("second"))
+
+
+def test_a_key_is_bound_to_collections_and_to_attributes_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("all\none notes/tenant=acme\ntwo  notes/tenant='acme inc=/x' docs \n")
+    assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path)).config) == (
+        ApiKey("all"),
+        ApiKey("one", {"notes": ("tenant", "acme")}),
+        ApiKey("two", {"notes": ("tenant", "acme inc=/x"), "docs": None}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("secret notes/tenant", "line 2 of {}: grant 1 is neither COLLECTION nor COLLECTION/ATTRIBUTE=VALUE"),
+        ("secret docs other", "line 2 of {}: grant 2 is of no collection of this node (docs, notes)"),
+        ("secret docs docs/a=b", "line 2 of {}: collection 'docs' comes twice"),
+        ("first docs", "line 2 of {} has a key once more, with other grants"),
+        ("secret docs/a='b", "line 2 of {}: No closing quotation"),
+    ],
+)
+def test_what_a_key_is_bound_to_is_checked_and_no_key_is_shown(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"first\n{line}\n")
+    told = refusal(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path))
+    assert told == f"http.api_keys_file: {message.format(path)}"
+
+
+def _two(home: Path) -> list[dict[str, str]]:
+    for name in ("docs", "notes"):
+        (home / name).mkdir(exist_ok=True)
+    return [{"name": name, "path": str(home / name)} for name in ("docs", "notes")]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff\n", b"good\nschl\xc3\xbcssel\n", b"a\tb\n"])

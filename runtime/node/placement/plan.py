@@ -11,6 +11,7 @@ import msgspec
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
+from runtime.node.api_keys import read_api_keys
 from runtime.node.config import NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
 from runtime.node.placement.vllm import check_vllm
@@ -111,7 +112,7 @@ class NodePlan(msgspec.Struct, frozen=True):
 def resolve(config: NodeConfig) -> NodePlan:
     """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
     _check_collections(config)
-    _check_keys(config)
+    read_api_keys(config)
     _check_engine(config)
     workers = [
         *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
@@ -261,17 +262,6 @@ def _check_collections(config: NodeConfig) -> None:
             )
 
 
-def _check_keys(config: NodeConfig) -> None:
-    keys = read_api_keys(config)
-    if config.http.api_keys_file and not keys:
-        raise ConfigError(f"http.api_keys_file: no key in {config.http.api_keys_file}")
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
-            raise ConfigError(
-                f"http.api_keys_file: key {number} in {config.http.api_keys_file} has characters beyond printable ASCII"
-            )
-
-
 def _check_engine(config: NodeConfig) -> None:
     if isinstance(config.model, VllmSection):
         check_vllm(config.model)
@@ -300,15 +290,3 @@ def read_engine_key(section: OpenAiSection) -> str:
     if not key or not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
         raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key of printable ASCII on its first line")
     return key
-
-
-def read_api_keys(config: NodeConfig) -> tuple[str, ...]:
-    """The API keys of the node, one a line; empty lines and lines that begin with # are skipped."""
-    if not config.http.api_keys_file:
-        return ()
-    try:
-        text = Path(config.http.api_keys_file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
-        raise ConfigError(f"http.api_keys_file: cannot read {config.http.api_keys_file}: {error}") from error
-    lines = (line.strip() for line in text.splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))

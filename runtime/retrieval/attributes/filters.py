@@ -8,7 +8,7 @@ document without the attribute passes them, and no other comparison. A list of s
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -133,6 +133,33 @@ def binds(wanted: Filter | None, key: str) -> bool:
             return any(binds(part, key) for part in wanted.filters)
         case AnyOf():
             return all(binds(part, key) for part in wanted.filters)
+    return False
+
+
+class Bound(NamedTuple):
+    """An attribute (a string, or a list of strings) that has one value in all documents that are meant."""
+
+    key: str
+    value: str
+
+    def filter(self) -> Comparison:
+        """What lets pass these documents."""
+        return Comparison(self.key, "eq", (self.value,))
+
+    def holds(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether a document with these attributes is one of them, and nobody else's."""
+        return attributes.get(self.key) in (self.value, [self.value], (self.value,))
+
+
+def excludes(wanted: Filter, bound: Bound) -> bool:
+    """Whether a filter asks for other values of the attribute by name, so that nothing could pass."""
+    match wanted:
+        case Comparison():
+            return binds(wanted, bound.key) and bound.value not in wanted.values
+        case AllOf():
+            return any(excludes(part, bound) for part in wanted.filters)
+        case AnyOf():
+            return all(excludes(part, bound) for part in wanted.filters)
     return False
 
 

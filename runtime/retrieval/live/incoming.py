@@ -8,7 +8,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpu import GpuError
 from gpu.rows import checked_vectors
-from runtime.errors import InvalidDocument
+from runtime.errors import Forbidden, InvalidDocument
+from runtime.retrieval.attributes.filters import Bound
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.live.manifest import Description
 from runtime.retrieval.passages import Attributes
@@ -52,6 +53,13 @@ def check(documents: Sequence[Upserted]) -> None:
         if document.id in seen:
             raise InvalidDocument(f"the id {document.id!r} comes twice in the batch", "id")
         seen.add(document.id)
+
+
+def check_owner(documents: Sequence[Upserted], owner: Bound) -> None:
+    """Raises `Forbidden` for a document that is not the owner's."""
+    for document in documents:
+        if not owner.holds(document.attributes):
+            raise Forbidden(f"document {document.id!r} has another {owner.key!r} than its writer's", "attributes")
 
 
 def plain(value: object) -> "str | int | float | bool | list[str]":

@@ -6,14 +6,14 @@ The writer and every reader have one, and bring it forward by the same records.
 import hashlib
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.filters import Filter, check_filter
+from runtime.retrieval.attributes.filters import Bound, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, learn
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
 from runtime.retrieval.live.documents import StoredDocument
@@ -126,6 +126,11 @@ class State:
             parts = [segment.rows[segment.passing(wanted) & segment.alive] for segment in self.segments]
             growing = np.flatnonzero(self.growing.passing(wanted) & self.growing.alive) + self.growing.first
             return [int(row) for row in np.concatenate([*parts, growing])]
+
+    def owned(self, rows: Mapping[str, int], owner: Bound) -> dict[str, int]:
+        """Of some rows, by id, those whose documents are an owner's."""
+        found = zip(rows.items(), self.documents(list(rows.values())), strict=True)
+        return {name: row for (name, row), one in found if one is not None and owner.holds(one.attributes)}
 
     def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
         """The documents of some rows, None for one that is not here (any more)."""

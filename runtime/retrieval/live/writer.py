@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, InternalError, InvalidDocument, Overloaded, TrinityError
-from runtime.retrieval.attributes.filters import Filter
+from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
+from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.attributes.schema import learn
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
 from runtime.retrieval.live.applied import Serving
 from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.disk import Disk, storage_error
-from runtime.retrieval.live.incoming import Upserted, check, plain, vectors_of
+from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
 from runtime.retrieval.live.lock import locked
 from runtime.retrieval.live.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
@@ -93,30 +93,36 @@ class LiveWriter:
         self.maintenance = Maintenance(self, start=background)
         self.maintenance.wake()
 
-    def upsert(self, documents: Sequence[Upserted]) -> int:
+    def upsert(self, documents: Sequence[Upserted], owner: Bound | None = None) -> int:
         """Store documents, in the place of those with their ids. All of them or, with an error, none. How many.
 
-        Raises `InvalidDocument` for what cannot be stored, `NoRoom`, `Overloaded` while too much waits to be sealed,
+        owner: what has to hold of them and of those in whose place they come, else `Forbidden`. Raises
+        `InvalidDocument` for what cannot be stored, `NoRoom`, `Overloaded` while too much waits to be sealed, and
         `CollectionError` if the disk failed: whether the documents are kept is not known then.
         """
         if not documents:
             return 0
         check(documents)
+        if owner is not None:
+            check_owner(documents, owner)
         vectors = vectors_of(documents, self.state.description, self._embedder)
         if self.state.growing.count >= _MOST_GROWING * self._seal_rows:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
-        return self._write(Pending(lambda group: self._decide_upsert(group, documents, vectors), alone=False))
+        alone = owner is not None  # whose the documents are that are replaced is looked up in what is stored
+        return self._write(Pending(lambda group: self._decide_upsert(group, documents, vectors, owner), alone))
 
-    def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents by id; those that are not there are passed over. How many were there.
+    def delete(self, ids: Sequence[str], owner: Bound | None = None) -> int:
+        """Delete documents by id; those that are not there, or not the owner's, are passed over. How many were there.
 
         Returns when no search finds them any more that begins from then on, in whichever process. Raises as `upsert`,
         and `Unavailable` if a process that serves the collection takes nothing in: they are deleted then too.
         """
         if isinstance(ids, str):
             raise InvalidDocument("ids is a string; a list of them is needed", "ids")
-        return self._hide(Pending(lambda group: self._decide_delete(group, ids), alone=False)) if ids else 0
+        if not ids:
+            return 0
+        return self._hide(Pending(lambda group: self._decide_delete(group, ids, owner), alone=owner is not None))
 
     def delete_where(self, wanted: Filter) -> int:
         """Delete the documents that pass a filter. How many. Returns and raises as `delete`, and `InvalidFilter`."""
@@ -259,12 +265,16 @@ class LiveWriter:
         self.state.apply(operations)
         return None
 
-    def _decide_upsert(self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32]) -> int:
+    def _decide_upsert(
+        self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32], owner: Bound | None
+    ) -> int:
         schema = group.schema
         for document in documents:
             schema = learn(schema, document.attributes)
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
+        if owner is not None and len(self.state.owned(replaced, owner)) < len(replaced):
+            raise Forbidden("a document of another owner has one of these ids; nothing was stored", "id")
         operation = Upsert(
             group.next_row,
             ids,
@@ -283,8 +293,9 @@ class LiveWriter:
         group.next_row, group.schema = group.next_row + len(ids), schema
         return len(ids)
 
-    def _decide_delete(self, group: Group, ids: Sequence[str]) -> int:
+    def _decide_delete(self, group: Group, ids: Sequence[str], owner: Bound | None) -> int:
         rows = self._rows_of(group, list(dict.fromkeys(ids)))
+        rows = rows if owner is None else self.state.owned(rows, owner)
         group.operations += [Delete(sorted(rows.values()))] if rows else []
         group.rows |= dict.fromkeys(rows)
         return len(rows)

@@ -23,7 +23,7 @@ from runtime.errors import (
     Overloaded,
     Unavailable,
 )
-from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.incoming import Upserted, check
 from runtime.retrieval.live.manifest import is_live
@@ -65,17 +65,17 @@ class LiveWrites:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
         self._running = 0
 
-    async def upsert(self, name: str, documents: Sequence[Upserted]) -> int:
+    async def upsert(self, name: str, documents: Sequence[Upserted], owner: Bound | None = None) -> int:
         """Store documents, in the place of those with their ids; all of them or none. How many.
 
         Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is none of these, `Overloaded`.
         """
         check(documents)
-        return await self._write(name, lambda writer, given: writer.upsert(given), documents)
+        return await self._write(name, lambda writer, given: writer.upsert(given, owner), documents)
 
-    async def delete(self, name: str, ids: Sequence[str]) -> int:
+    async def delete(self, name: str, ids: Sequence[str], owner: Bound | None = None) -> int:
         """Delete documents by id; how many were there. Raises as `upsert`."""
-        return await self._write(name, lambda writer, _: writer.delete(ids))
+        return await self._write(name, lambda writer, _: writer.delete(ids, owner))
 
     async def delete_where(self, name: str, wanted: Filter) -> int:
         """Delete what passes a filter; how many. Raises as `upsert`, and `InvalidFilter`."""

@@ -16,10 +16,10 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
+from runtime.node.api_keys import read_api_keys
 from runtime.node.config import HttpSection
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.columns import FrontendMetrics
-from runtime.node.placement.plan import read_api_keys
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
 from runtime.retrieval.async_search import AsyncSearch
@@ -32,6 +32,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
+from runtime.serving.http.access import accesses
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import id_source
@@ -110,12 +111,14 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     link = await make_engine(worker, measures, search or NoSearch())
     own, served = config.own_model, config.model
+    keys = read_api_keys(config)
     settings = Settings(
         model=ModelInfo.read(own.name).name if own else served.name if served else "",
         context_tokens=served.context_tokens if served else 0,
         collections=library.dims,
         host=config.http.host,
-        api_keys=read_api_keys(config),
+        api_keys=tuple(one.key for one in keys),
+        access=accesses(keys),
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,

@@ -101,7 +101,9 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 def wanted(value: object, info: ValidationInfo) -> object:
-    """A filter, parsed. Raises InvalidFilter."""
+    """A filter, parsed; null is none. Raises InvalidFilter."""
+    if value is None:
+        return None
     try:
         parsed = parse_filter(value)
         filter_bytes(parsed)

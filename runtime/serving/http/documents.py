@@ -11,6 +11,7 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
 from runtime.retrieval.live.writing import LiveWrites
+from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import StrictModel, parse, wanted, wrong
 
@@ -66,10 +67,11 @@ class DocumentRoutes:
     async def put(self, http: Request) -> Response:
         name = self._name(http)
         body = parse(PutBody, await self._read(http))
-        documents = [Upserted(d.id, d.text, d.title, d.attributes, d.vector) for d in body.documents]
-        return _json(
-            {"object": "documents.stored", "collection": name, "count": await self._writes.upsert(name, documents)}
-        )
+        owner = access_of(http).bound(name)
+        own = {} if owner is None else {owner.key: owner.value}
+        documents = [Upserted(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
+        count = await self._writes.upsert(name, documents, owner)
+        return _json({"object": "documents.stored", "collection": name, "count": count})
 
     async def delete(self, http: Request) -> Response:
         name = self._name(http)
@@ -77,18 +79,22 @@ class DocumentRoutes:
         if (body.ids is None) == (body.filter is None):
             raise InvalidRequest("set either ids or filter", "ids")
         if body.ids is not None:
-            count = await self._writes.delete(name, body.ids)
+            count = await self._writes.delete(name, body.ids, access_of(http).bound(name))
         else:
-            count = await self._writes.delete_where(name, body.filter)
+            wanted = access_of(http).wanted(name, body.filter)
+            assert wanted is not None, "there is a filter"
+            count = await self._writes.delete_where(name, wanted)
         return _json({"object": "documents.deleted", "collection": name, "count": count})
 
     async def flush(self, http: Request) -> Response:
         name = self._name(http)
+        access_of(http).check_whole(name)
         await self._writes.flush(name)
         return _json({"object": "collection.flushed", "collection": name})
 
     async def state(self, http: Request) -> Response:
         name = self._name(http)
+        access_of(http).check_whole(name)
         found = self._writes.states().get(name)
         told: Json = {"object": "collection", "id": name, "writing": found is not None}
         return _json(told if found is None else told | found._asdict())
@@ -96,8 +102,9 @@ class DocumentRoutes:
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])
         if name not in self._collections:
-            loaded = ", ".join(self._collections) or "none"
+            loaded = ", ".join(access_of(http).some(self._collections)) or "none"
             raise UnknownCollection(f"no collection {name[:128]!r} is loaded; loaded: {loaded}", "collection")
+        access_of(http).bound(name)
         return name
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
 from runtime.serving.frontend.traces import SENT_ID
+from runtime.serving.http.access import EVERYTHING, Access
 from runtime.serving.http.answers import error_json, to_json
 from runtime.serving.trace_context import trace_context, trace_context_of
 
@@ -123,7 +124,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 class Guard:
-    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token.
+    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token; `access_of` has what it reaches.
 
     Without keys everything is open, to requests whose Host is this machine's loopback or `host`, the configured one: a
     page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) is of our origin to the browser, and only the
@@ -133,13 +134,17 @@ class Guard:
     would raise on, and the server would close the connection under a client that means to go on using it.)
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], host: str) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], host: str, access: Mapping[str, Access]
+    ) -> None:
         self._app = app
         self._host = host.lower()
         self._open_paths = frozenset(open_paths)
+        self._access = [access.get(key, EVERYTHING) for key in keys]
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["access"] = EVERYTHING
         if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(problem, Unauthorized) else {}
             await error_response(problem, headers)(scope, receive, send)
@@ -193,7 +198,10 @@ class Guard:
         given = hashlib.sha256(token.strip()).digest()
         # Every key is compared, whole, so that the time taken tells nothing of any.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return None if any(matches) else Unauthorized("the API key is wrong")
+        if not any(matches):
+            return Unauthorized("the API key is wrong")
+        scope["state"]["access"] = self._access[matches.index(True)]
+        return None
 
 
 def id_source(epoch: int) -> Callable[[str], str]:

@@ -24,6 +24,7 @@ from runtime.serving.frontend.answer_cache import Asked, Hit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.answers import (
     Answer,
     ChatAnswer,
@@ -81,7 +82,9 @@ def create_app(
     seeds of requests that bring none."""
     app = Starlette()
     app.router.redirect_slashes = False
-    app.add_middleware(Guard, keys=settings.api_keys, open_paths=settings.open_paths, host=settings.host)
+    app.add_middleware(
+        Guard, keys=settings.api_keys, open_paths=settings.open_paths, host=settings.host, access=settings.access
+    )
     if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
         app.add_middleware(
             CORSMiddleware,
@@ -152,7 +155,7 @@ class _Routes:
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(self._now()),
-            "retrieval": self._checked(body.searches()),
+            "retrieval": self._checked(body.searches(), access_of(http)),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
             "return_token_ids": body.return_token_ids,
@@ -247,7 +250,7 @@ class _Routes:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
-        passages = await self._searches.run(body, collection, request_id(http), sent_id(http))
+        passages = await self._searches.run(body, collection, access_of(http), request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         return _json({"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found})
 
@@ -330,7 +333,7 @@ class _Routes:
         if size > self._settings.max_prompt_bytes:
             raise InvalidRequest(f"{param} has {size} bytes, the limit is {self._settings.max_prompt_bytes}", param)
 
-    def _checked(self, retrieval: Retrieval | None) -> Retrieval | None:
+    def _checked(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
         if retrieval is None:
             return None
         collection = self._collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
@@ -339,7 +342,7 @@ class _Routes:
             raise InvalidRequest(
                 f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
             )
-        return replace(retrieval, collection=collection)
+        return replace(retrieval, collection=collection, filter=access.wanted_bytes(collection, retrieval.filter))
 
     def _collection(self, name: str | None, k: int, collection_param: str, k_param: str) -> str:
         """The collection that is meant: the only one, where none is named."""

@@ -21,6 +21,7 @@ from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.traces import Traces
+from runtime.serving.http.access import Access
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.tokenize import Tokens
@@ -66,18 +67,21 @@ class Searches:
         self._timeout_s = timeout_s
         self._running = 0
 
-    async def run(self, body: RetrievalBody, collection: str, request_id: str, client_id: str = "") -> list[Passage]:
-        """The passages, from `collection`.
+    async def run(
+        self, body: RetrievalBody, collection: str, access: Access, request_id: str, client_id: str = ""
+    ) -> list[Passage]:
+        """The passages, from what of `collection` the key may reach.
 
-        Raises Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
+        Raises Forbidden or Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
         """
+        wanted = access.wanted(collection, body.filter)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
         self._traces.search_begun(request_id, client_id)
         state, found = "internal_error", 0
         self._running += 1
         try:
-            passages = await self._ask(body, collection, request_id)
+            passages = await self._ask(body, collection, wanted, request_id)
             self._traces.stamp(request_id, stages.SEARCHED)
             state, found = "found", len(passages)
             return passages
@@ -93,7 +97,7 @@ class Searches:
             told = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
 
-    async def _ask(self, body: RetrievalBody, collection: str, request_id: str) -> list[Passage]:
+    async def _ask(self, body: RetrievalBody, collection: str, wanted: Wanted, request_id: str) -> list[Passage]:
         def embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
 
@@ -105,7 +109,7 @@ class Searches:
                     query=body.query,
                     vector=body.vector,
                     embedded=embedded,
-                    wanted=body.filter,
+                    wanted=wanted,
                     timeout_s=self._timeout_s,
                 )
         except TimeoutError:
@@ -165,9 +169,9 @@ class Settings:
     """The HTTP interface's own settings: names, keys, limits, default deadlines.
 
     `model` is "" on a node that only searches; `collections` gives each collection's dimension, 0 while it is unknown.
-    A prompt's bytes count its text as UTF-8. `open_paths` need no key; without keys a request's Host must be loopback's
-    or `host`. Browsers let pages from `cors_origins` ask. A body that names no limit gets `default_max_tokens` (a chat)
-    or OpenAI's 16 (a completion).
+    A prompt's bytes count its text as UTF-8. `access` has the keys that may not reach everything. `open_paths` need no
+    key; without keys a request's Host must be loopback's or `host`. Browsers let pages from `cors_origins` ask. A body
+    that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
     Raises ConfigError for a key that no header could carry, or that an empty one would.
     """
 
@@ -175,6 +179,7 @@ class Settings:
     collections: Mapping[str, int] = field(default_factory=dict)
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
+    access: Mapping[str, Access] = field(default_factory=dict)
     open_paths: tuple[str, ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20

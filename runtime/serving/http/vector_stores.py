@@ -6,6 +6,7 @@ or, where there are no files, the document itself.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
+from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wanted, wrong
 from runtime.serving.http.guard import request_id, sent_id
@@ -98,13 +100,13 @@ class StoreRoutes:
         app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
 
     async def listed(self, http: Request) -> Response:
-        names = _page(list(self._collections), http.query_params)
-        data = [self._store(name) for name in names.found]
+        names = _page(access_of(http).some(self._collections), http.query_params)
+        data = [self._store(name, http) for name in names.found]
         ends = {"first_id": names.found[0] if data else None, "last_id": names.found[-1] if data else None}
         return _json({"object": "list", "data": data, **ends, "has_more": names.more})
 
     async def one(self, http: Request) -> Response:
-        return _json(self._store(self._name(http)))
+        return _json(self._store(self._name(http), http))
 
     async def search(self, http: Request) -> Response:
         name = self._name(http)
@@ -121,7 +123,7 @@ class StoreRoutes:
         for number, query in enumerate(body.query):
             asked = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=body.filters)
             own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
-            for passage in await self._searches.run(asked, name, *own):
+            for passage in await self._searches.run(asked, name, access_of(http), *own):
                 score = score_of(passage.distance, metric)
                 if passage.id not in best or score > best[passage.id][0]:
                     best[passage.id] = score, passage
@@ -138,12 +140,15 @@ class StoreRoutes:
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])
         if name not in self._collections:
-            loaded = ", ".join(self._collections) or "none"
+            loaded = ", ".join(access_of(http).some(self._collections)) or "none"
             raise UnknownCollection(f"no vector store {name[:128]!r} is loaded; loaded: {loaded}", "vector_store_id")
+        access_of(http).bound(name)
         return name
 
-    def _store(self, name: str) -> Json:
+    def _store(self, name: str, http: Request) -> Json:
         about = self._stores.about(name)
+        if access_of(http).bound(name) is not None:  # how much others have is not told
+            about = replace(about, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
         return {
             "id": name,

@@ -1,0 +1,182 @@
+"""An API key that is bound to a tenant: whatever it asks, it finds and writes that tenant's documents alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.retrieval.attributes.filters import Bound, decode_filter, filter_bytes, parse_filter
+from runtime.retrieval.builds import About
+from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.serving.http.access import Access
+from runtime.serving.http.service import NoCatalogue, Settings
+from tests.frontend.fakes import Cluster
+from tests.frontend.test_documents import DIM, Embeds, held
+
+ACME, BLUE, ALL = "key-of-acme", "key-of-blue", "key-of-all"
+NAMES = ("notes", "manuals", "others")
+
+
+def eq(value: str, key: str = "tenant") -> dict[str, Any]:
+    return {"type": "eq", "key": key, "value": value}
+
+
+OWN, YEAR = eq("acme"), eq("2024", "year")
+OR_BLUE = {"type": "or", "filters": [YEAR, eq("blue")]}
+NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
+
+
+class Stores(NoCatalogue):
+    """What vector stores tell of each collection."""
+
+    def about(self, collection: str) -> About:
+        return About(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in NAMES:
+        create(tmp_path / name, DIM, metric="l2", degree=8)
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(directory: Path) -> Iterator[Cluster]:
+    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds(), lambda _: Hashing(DIM))
+    access = {
+        ACME: Access({"notes": Bound("tenant", "acme"), "manuals": None}),
+        BLUE: Access({"notes": Bound("tenant", "blue")}),
+    }
+    settings = Settings("tiny", dict.fromkeys(NAMES, DIM), api_keys=(ALL, ACME, BLUE), access=access)
+    with Cluster(settings=settings, writes=writes, catalogue=Stores()) as cluster:
+        yield cluster
+    writes.close()
+
+
+def asking(cluster: Cluster, key: str = ACME) -> httpx.Client:
+    http = cluster.http()
+    http.headers["authorization"] = f"Bearer {key}"
+    return http
+
+
+# Every route that searches: its path, its body for a collection, and what its filter is called in it.
+def _chat(path: str, **prompt: Any) -> Any:
+    def body(collection: str, wanted: object) -> dict[str, Any]:
+        return {"model": "tiny", **prompt, "retrieval": {"collection": collection, "filter": wanted}}
+
+    return path, body
+
+
+SEARCHES: dict[str, Any] = {
+    "chat": _chat("/v1/chat/completions", messages=[{"role": "user", "content": "say=1"}]),
+    "completion": _chat("/v1/completions", prompt="say=1"),
+    "retrieval": ("/v1/retrieval", lambda name, wanted: {"collection": name, "query": "q", "filter": wanted}),
+    "vector store": ("/v1/vector_stores/{}/search", lambda name, wanted: {"query": "q", "filters": wanted}),
+}
+
+
+def search(
+    cluster: Cluster, kind: str, key: str, collection: str, wanted: object = None
+) -> tuple[httpx.Response, bytes]:
+    """The answer, and the filter that the pool would have been given."""
+    path, body = SEARCHES[kind]
+    with asking(cluster, key) as http:
+        answer = http.post(path.format(collection), json=body(collection, wanted))
+    if kind in ("chat", "completion"):
+        prefills = cluster.players["prefill-0"].prefills
+        retrieval = prefills[-1].generation.retrieval if prefills else None
+        return answer, retrieval.filter if retrieval else b""
+    return answer, filter_bytes(cluster.search.calls[-1]["wanted"]) if cluster.search.calls else b""
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (None, OWN),
+        (OWN, OWN),
+        (YEAR, {"type": "and", "filters": [OWN, YEAR]}),
+        (OR_BLUE, {"type": "and", "filters": [OWN, OR_BLUE]}),
+        (NOT_OWN, {"type": "and", "filters": [OWN, NOT_OWN]}),
+    ],
+)
+def test_every_search_is_bound_to_the_keys_own_documents(cluster: Cluster, kind: str, asked: Any, given: Any) -> None:
+    answer, wanted = search(cluster, kind, ACME, "notes", asked)
+    assert answer.status_code == 200, answer.text
+    assert decode_filter(wanted) == parse_filter(given)
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        eq("blue"),
+        {"type": "in", "key": "tenant", "value": ["blue", "red"]},
+        {"type": "and", "filters": [YEAR, eq("blue")]},
+        {"type": "or", "filters": [eq("red"), eq("blue")]},
+    ],
+)
+def test_asking_for_another_tenant_is_refused(cluster: Cluster, kind: str, asked: Any) -> None:
+    answer, wanted = search(cluster, kind, ACME, "notes", asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    assert wanted == b""
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_collections_that_a_key_does_not_name_are_out_of_its_reach(cluster: Cluster, kind: str) -> None:
+    answer, wanted = search(cluster, kind, ACME, "others")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    assert wanted == b""
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize(("key", "collection"), [(ACME, "manuals"), (ALL, "notes"), (ALL, "others")])
+def test_a_key_that_is_not_bound_there_is_not_restricted(
+    cluster: Cluster, kind: str, key: str, collection: str
+) -> None:
+    answer, wanted = search(cluster, kind, key, collection)
+    assert (answer.status_code, wanted) == (200, b"")
+
+
+def test_writes_are_bound_to_the_keys_own_documents(cluster: Cluster, directory: Path) -> None:
+    documents, notes = "/v1/collections/notes/documents", directory / "notes"
+
+    def put(http: httpx.Client, *given: dict[str, Any]) -> httpx.Response:
+        return http.put(documents, json={"documents": given})
+
+    with asking(cluster) as acme, asking(cluster, BLUE) as blue:
+        assert put(acme, {"id": "a", "text": "acme's"}).json()["count"] == 1
+        assert put(acme, {"id": "b", "text": "acme's", "attributes": {"tenant": "acme"}}).json()["count"] == 1
+        for other in ("blue", ["acme", "blue"]):
+            refused = put(acme, {"id": "c", "attributes": {"tenant": other}}, {"id": "d"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        taken = put(blue, {"id": "x"}, {"id": "a", "text": "taken over"})
+        assert (taken.status_code, taken.json()["error"]["code"]) == (403, "forbidden")
+        assert held(notes) == {"a": "acme's", "b": "acme's"}
+        assert blue.request("DELETE", documents, json={"ids": ["a", "b"]}).json()["count"] == 0
+        year = {"type": "ne", "key": "tenant", "value": "red"}
+        assert blue.request("DELETE", documents, json={"filter": year}).json()["count"] == 0
+        assert blue.request("DELETE", documents, json={"filter": eq("acme")}).status_code == 403
+        assert put(acme, {"id": "a", "text": "new"}).json()["count"] == 1
+        assert acme.request("DELETE", documents, json={"ids": ["b", "nobody"]}).json()["count"] == 1
+        assert held(notes) == {"a": "new"}
+        assert put(acme, {"id": "m", "text": "free"}).status_code == 200
+        assert acme.put("/v1/collections/manuals/documents", json={"documents": [{"id": "m"}]}).json()["count"] == 1
+        assert acme.put("/v1/collections/others/documents", json={"documents": [{"id": "m"}]}).status_code == 403
+
+
+def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluster) -> None:
+    with asking(cluster) as acme, asking(cluster, ALL) as all_:
+        for http, status in ((acme, 403), (all_, 200)):
+            assert http.get("/v1/collections/notes").status_code == status
+            assert http.post("/v1/collections/notes/flush").status_code == status
+        assert acme.get("/v1/collections/manuals").status_code == 200
+        assert acme.get("/v1/vector_stores/others").status_code == 403
+        stores = acme.get("/v1/vector_stores").json()["data"]
+        assert {store["id"]: store["usage_bytes"] for store in stores} == {"notes": 0, "manuals": 12_345}
+        assert acme.get("/v1/vector_stores/notes").json()["file_counts"]["total"] == 0
+        assert len(all_.get("/v1/vector_stores").json()["data"]) == 3
