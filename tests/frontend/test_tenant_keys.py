@@ -180,3 +180,6 @@ def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluste
         assert {store["id"]: store["usage_bytes"] for store in stores} == {"notes": 0, "manuals": 12_345}
         assert acme.get("/v1/vector_stores/notes").json()["file_counts"]["total"] == 0
         assert len(all_.get("/v1/vector_stores").json()["data"]) == 3
+        for method in ("POST", "GET", "DELETE"):
+            assert acme.request(method, "/drain").json()["error"]["code"] == "forbidden"
+        assert cluster.told_to_drain == []

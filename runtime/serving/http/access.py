@@ -33,6 +33,11 @@ class Access:
         if self.bound(collection) is not None:
             raise Forbidden(f"this API key reaches a part of collection {collection!r} alone", "collection")
 
+    def check_operator(self) -> None:
+        """Raises `Forbidden` for a key that is bound to collections: those of tenants do not steer the node."""
+        if self.grants is not None:
+            raise Forbidden("this API key is bound to collections, and does not steer the node")
+
     def wanted(self, collection: str, asked: Filter | None) -> Filter | None:
         """The filter of a search. Raises `Forbidden` for a collection or a value that is not the key's own."""
         own = self.bound(collection)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import InvalidRequest
+from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import to_json
 
 WATCHED_S = 30.0
@@ -95,7 +96,8 @@ class DrainRoute:
         app.add_route("/drain", self.answer, methods=["GET", "POST", "DELETE"])
 
     async def answer(self, http: Request) -> Response:
-        """Raises NotDirect."""
+        """Raises NotDirect, Forbidden."""
+        access_of(http).check_operator()
         if found := [name for name in _NOT_THE_OPERATORS if name in http.headers]:
             raise NotDirect(f"the request has the header {found[0]!r}: ask the node itself, not by a proxy or a page")
         if http.method in ("POST", "DELETE"):
