@@ -225,6 +225,7 @@ def _live() -> Row:
         Query(f"sum({_s(FrontendMetrics.LIVE_SEGMENTS)})", "segments"),
         Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed an hour"),
         Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged an hour"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_BUILDING)})", "being built"),
     ]
     rows = [
         Query(f"sum({_s(FrontendMetrics.LIVE_DOCUMENTS)})", "documents"),

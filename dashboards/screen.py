@@ -170,7 +170,9 @@ def _written(live: Live) -> Section:
             Line("writes p95", seconds(live.quantile(0.95, FrontendMetrics.WRITE_TIME))),
             Line("segments", count(live.value(FrontendMetrics.LIVE_SEGMENTS))),
             Line("documents", count(live.value(FrontendMetrics.LIVE_DOCUMENTS))),
+            Line("being built", count(live.value(FrontendMetrics.LIVE_BUILDING))),
             Line("not sealed", count(live.value(FrontendMetrics.LIVE_GROWING))),
+            Line("deleted", count(live.value(FrontendMetrics.LIVE_TOMBSTONES))),
             Line("log", size(live.value(FrontendMetrics.LIVE_LOG_BYTES))),
         ],
     )

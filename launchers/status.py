@@ -8,7 +8,7 @@ from rich.table import Table
 
 from launchers.placement_table import core_ranges
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written, node_status
 
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
@@ -40,8 +40,19 @@ def show_workers(status: NodeStatus, console: Console) -> None:
     for worker in (*status.workers, *status.spares):
         if worker.note:
             console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
+    if status.written is not None:
+        console.print(_told(status.written), highlight=False)
     if left_out:
         console.print(f"[dim]no room for: {', '.join(_LEFT_OUT_FIRST[:left_out])}[/dim]")
+
+
+def _told(written: Written) -> str:
+    built = f", {written.building} being built" if written.building else ""
+    return (
+        f"live collections: {written.documents:,} documents in {written.segments} segments{built} and "
+        f"{written.growing:,} rows of the log ({written.log_bytes / 2**20:,.1f} MiB); "
+        f"{written.tombstones:,} deleted rows in segments"
+    )
 
 
 def _table(status: NodeStatus, columns: tuple[str, ...] | list[str]) -> Table:

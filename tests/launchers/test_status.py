@@ -1,14 +1,24 @@
 """`trinity status` on any terminal: whole names, whatever else has to go."""
 
+import asyncio
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from launchers.status import show_workers
+from runtime.node.config import SloSection
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
+from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.serving.frontend.measures import tell_writes
+from tests.frontend.test_documents import Embeds
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
 
@@ -21,6 +31,7 @@ def shown(
     terminal: bool = True,
     note: str = "",
     spares: Sequence[WorkerStatus] = (),
+    written: Written | None = None,
 ) -> list[str]:
     workers = tuple(
         WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores), note)
@@ -29,7 +40,7 @@ def shown(
     info = NodeInfo("a-node", 4_194_302, "http://127.0.0.1:8080", "control", (), ())
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    show_workers(NodeStatus(info, False, workers, tuple(spares)), console)
+    show_workers(NodeStatus(info, False, workers, tuple(spares), written=written), console)
     return out.getvalue().splitlines()
 
 
@@ -74,3 +85,31 @@ def test_standby_workers_are_shown_below_the_workers() -> None:
     lines = [line for line in shown(100, spares=[spare]) if line.strip()]
     assert lines[-1].split() == ["decode-spare-0", "standby", "4194301", "cpu", "any", "0", "0.1", "s", "1024", "MiB"]
     assert lines[-2].split()[0] == "pool-0"
+
+
+def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
+    create(tmp_path / "notes", 8, metric="l2", degree=8)
+    writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds(), lambda _: Hashing(8))
+    table = WorkerTable.create("frontend", "frontend-0", SloSection())
+    tell_writes(table, writes)
+    assert Written.of([table]) is None
+    asyncio.run(writes.upsert("notes", [Upserted(str(n), "t") for n in range(5)]))
+    asyncio.run(writes.flush("notes"))
+    asyncio.run(writes.delete("notes", ["1", "2"]))
+    asyncio.run(writes.upsert("notes", [Upserted("new", "t")]))
+    tell_writes(table, writes)
+    found = Written.of([table])
+    assert found is not None
+    assert found.log_bytes > 0
+    assert found == Written(4, 1, 1, 2, found.log_bytes, 0)
+    writes.close()
+    table.close()
+
+
+@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 being built")])
+def test_live_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
+    lines = shown(160, written=Written(12_345, 3, 120, 45, 5 << 19, building))
+    assert lines[-1] == (
+        f"live collections: 12,345 documents in 3 segments{told} and 120 rows of the log (2.5 MiB); "
+        "45 deleted rows in segments"
+    )

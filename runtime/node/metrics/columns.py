@@ -293,6 +293,9 @@ class FrontendMetrics(RetrievingMetrics):
     LIVE_LOG_BYTES = Gauge("trinity_live_log_bytes", "Bytes of their logs")
     LIVE_SEALED = Counter("trinity_live_sealed_total", "Segments sealed from their logs")
     LIVE_MERGED = Counter("trinity_live_merged_total", "Segments built from others")
+    LIVE_BUILDING = Gauge(
+        "trinity_live_builds_running", "Segments that are being sealed or merged beside their writers"
+    )
     IN_FLIGHT = Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended")
     # What it says of answers that others' servers write; of the node's own the workers say it.
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS

@@ -6,7 +6,7 @@ Asked by the command line and the frontend.
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self, cast
 
 import msgspec
@@ -14,10 +14,16 @@ import zmq
 
 from ipc.endpoints import bind, connect
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
+from runtime.node.metrics.columns import FrontendMetrics
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.changes import Verb
 from runtime.node.supervisor.reloading import Reload
 
+_WRITTEN = (
+    FrontendMetrics.LIVE_DOCUMENTS, FrontendMetrics.LIVE_SEGMENTS, FrontendMetrics.LIVE_GROWING,
+    FrontendMetrics.LIVE_TOMBSTONES, FrontendMetrics.LIVE_LOG_BYTES, FrontendMetrics.LIVE_BUILDING,
+)  # fmt: skip
 _MAX_QUESTION_BYTES = 128
 _LOOK_S = 0.1
 _MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
@@ -43,6 +49,24 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     failed_starts: int = 0
 
 
+class Written(msgspec.Struct, frozen=True):
+    """The live collections that the node writes to, all together; see the metrics `trinity_live_…`."""
+
+    documents: int
+    segments: int
+    growing: int
+    tombstones: int
+    log_bytes: int
+    building: int
+
+    @classmethod
+    def of(cls, tables: Iterable[WorkerTable]) -> "Written | None":
+        """As frontends tell it; None if nothing was written since they began."""
+        found = [[int(table.value(gauge)) for gauge in _WRITTEN] for table in tables]
+        sums = cls(*map(sum, zip(*found, strict=True))) if found else None
+        return sums if sums and sums.log_bytes else None
+
+
 class NodeStatus(msgspec.Struct, frozen=True):
     """A node, its workers and its standby workers."""
 
@@ -51,6 +75,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     workers: tuple[WorkerStatus, ...]
     spares: tuple[WorkerStatus, ...] = ()
     draining: bool = False  # an operator has it drain
+    written: Written | None = None  # None as long as nothing was written
 
     @property
     def ready(self) -> bool:

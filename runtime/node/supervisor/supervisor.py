@@ -27,7 +27,7 @@ from runtime.node.metrics.vllm_names import vllm_families
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.node.supervisor.admin import ControlServer, NodeStatus, WorkerStatus
+from runtime.node.supervisor.admin import ControlServer, NodeStatus, WorkerStatus, Written
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.changes import Changes
 from runtime.node.supervisor.child import COMMAND, Child, Desired, Phase, close_input, spawn, tell
@@ -318,6 +318,7 @@ class Supervisor:
             workers=tuple(_worker_status(child, now_s) for child in self.children),
             spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
             draining=any(child.table.knob("draining") == 1 for child in self._frontends),
+            written=Written.of([child.table for child in self._frontends]),
         )
 
     def metrics_text(self) -> str:

@@ -95,6 +95,7 @@ def tell_writes(table: WorkerTable, writes: LiveWrites) -> None:
     table.set(FrontendMetrics.LIVE_GROWING, sum(state.growing for state in states))
     table.set(FrontendMetrics.LIVE_TOMBSTONES, sum(state.tombstones for state in states))
     table.set(FrontendMetrics.LIVE_LOG_BYTES, sum(state.log_bytes for state in states))
+    table.set(FrontendMetrics.LIVE_BUILDING, sum(state.building for state in states))
     table.total(FrontendMetrics.LIVE_SEALED, sum(state.sealed for state in states))
     table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
 
