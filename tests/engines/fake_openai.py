@@ -70,6 +70,7 @@ class FakeServer:
     computed: int = 0
     pulled: int = 0
     says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
+    whole: Any = None  # what an answer that is not streamed is, instead
     on_chunk: Callable[[int], None] = lambda count: None
 
     def generations(self) -> list[Json]:
@@ -131,6 +132,8 @@ class FakeServer:
         ids = bool(body.get("return_token_ids")) and how.token_ids
         if wrong := self._wrong_transfer(body, prompt):
             return _json(400, _error(f"kv_transfer_params: {wrong}"))
+        if not body.get("stream") and self.whole is not None:
+            return _json(200, self.whole)
         if not body.get("stream"):
             usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
             return _json(200, {"choices": [], "usage": usage} | self._transfer(body, prompt))

@@ -434,3 +434,26 @@ def test_any_json_becomes_a_body_or_a_refusal(kind: tuple[Any, dict[str, Any]], 
         parsed = parse(model, json.dumps(body | change).encode())
         if not isinstance(parsed, RetrievalBody):
             parsed.sampling(16, 1)
+
+
+FILTERED = [
+    (ChatBody, CHAT | {"retrieval": {"collection": "docs"}}, "retrieval"),
+    (CompletionBody, COMPLETION | {"retrieval": {"collection": "docs"}}, "retrieval"),
+    (RetrievalBody, SEARCH, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "at"), FILTERED)
+def test_a_filter_that_is_none_is_named_by_its_place_and_null_is_no_filter(
+    kind: Any, body: dict[str, Any], at: str
+) -> None:
+    def parsed(told: Any) -> Any:
+        whole = body | ({at: body[at] | {"filter": told}} if at else {"filter": told})
+        return parse(kind, json.dumps(whole).encode())
+
+    for wrong in ("x", [], {"type": "like"}, {"type": "eq", "key": "k" * 10_000, "value": 1}):
+        with pytest.raises(InvalidRequest) as caught:
+            parsed(wrong)
+        assert (caught.value.code, caught.value.param) == ("invalid_filter", f"{at}.filter".removeprefix("."))
+    found = parsed(None)
+    assert (found.retrieval if at else found).filter is None

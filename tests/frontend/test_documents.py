@@ -189,3 +189,9 @@ def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes
         assert await writes.upsert("notes", [Upserted("b", "t")]) == 1
 
     asyncio.run(both())
+
+
+def test_a_long_name_is_not_sent_back_whole(http: httpx.Client) -> None:
+    answer = put(http, {"id": "a", "z" * 9000: 1})
+    assert answer.json()["error"]["param"] == f"documents[0].{'z' * 64}"
+    assert len(answer.content) < 400

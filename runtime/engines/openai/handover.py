@@ -119,16 +119,27 @@ class Handover:
     """A prompt that was computed: `params` for decode, the tokens that took `prefill_ns`."""
 
     def __init__(self, answer: Json, prefill_ns: int) -> None:
-        params, usage = answer.get("kv_transfer_params"), answer.get("usage") or {}
-        self.prefill_ns = prefill_ns
-        self.params: Json = params if isinstance(params, dict) else {}
-        details = usage.get("prompt_tokens_details") or {}
-        self.tokens = int(usage.get("prompt_tokens") or 0) - int(details.get("cached_tokens") or 0)
+        self.prefill_ns, self.params = prefill_ns, _object(answer, "kv_transfer_params")
+        usage = _object(answer, "usage")
+        self.tokens = _number(usage, "prompt_tokens") - _number(
+            _object(usage, "prompt_tokens_details"), "cached_tokens"
+        )
 
     @property
     def fields(self) -> Json:
         """What decode's request has beside its own."""
         return {"kv_transfer_params": self.params} if self.params else {}
+
+
+def _object(holder: Json, name: str) -> Json:
+    """What is there by this name; nothing where it is no object, and the answer is written without it."""
+    found = holder.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _number(holder: Json, name: str) -> int:
+    found = holder.get(name)
+    return found if type(found) is int and 0 <= found < 1 << 31 else 0
 
 
 def prompt_tokens(body: Json) -> int:

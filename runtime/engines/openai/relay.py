@@ -14,6 +14,7 @@ Json = dict[str, Any]
 
 _HALF = "\ufffd"  # what servers make of a character whose bytes are not all there
 _SILENT = ("role", "content")
+_MOST = 2**31 - 1  # of a token's id, and of tokens
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 
@@ -103,12 +104,12 @@ class Relay:
 
     def _take(self, chunk: Json) -> None:
         if usage := chunk.get("usage"):
-            self.usage = {name: int(usage[name]) for name in _COUNTS} | usage
-        if self.script.prompt_ids is None and (ids := chunk.get("prompt_token_ids")):
+            self.usage = usage | {name: _count(usage[name]) for name in _COUNTS}
+        if self.script.prompt_ids is None and (ids := _ids(chunk.get("prompt_token_ids"))):
             self.script.prompt_ids = ids
         loud = []
         for choice in chunk.get("choices") or ():
-            if self.script.prompt_ids is None and (ids := choice.get("prompt_token_ids")):
+            if self.script.prompt_ids is None and (ids := _ids(choice.get("prompt_token_ids"))):
                 self.script.prompt_ids = ids
             if (fit := self._fitted(choice)) is not None:
                 loud.append(fit)
@@ -118,7 +119,7 @@ class Relay:
     def _fitted(self, choice: Json) -> tuple[Json, str, list[int]] | None:
         """The choice as the client's endpoint has it, its text and its tokens; None if there is nothing to tell yet."""
         choice.pop("prompt_token_ids", None)
-        ids = list(choice.get("token_ids") or ())
+        ids = _ids(choice.get("token_ids"))
         if not self._wants_ids:
             choice.pop("token_ids", None)
         if self._chat and "text" in choice:  # a chat that goes on as a completion
@@ -141,7 +142,9 @@ class Relay:
         loud = bool(text or ids) or (delta is not None and any(delta[name] for name in delta if name not in _SILENT))
         if loud and self._wants_logprobs and choice.get("logprobs") is None and text:
             raise InvalidRequest("logprobs: the engine does not tell any; leave it out", "logprobs")
-        if choice.get("finish_reason") is not None:
+        if (reason := choice.get("finish_reason")) is not None:
+            if not isinstance(reason, str):
+                raise TypeError(f"its finish_reason is {type(reason).__name__}")
             self._finished[index] = choice
             if index == 0:  # told at the end: the usage comes after it
                 self._last = (text, ids)
@@ -288,6 +291,22 @@ class Relay:
     def _take_probes(self) -> tuple[Probe, ...]:
         probes, self.probes = self.probes, []
         return tuple(probes)
+
+
+def _count(value: Any) -> int:
+    """A number of tokens. Raises ValueError or TypeError for what is none."""
+    count = int(value)
+    if not 0 <= count <= _MOST:
+        raise ValueError(f"{count} is no number of tokens")
+    return count
+
+
+def _ids(value: Any) -> list[int]:
+    """Token ids, none where there are none. Raises TypeError for what are none."""
+    found = value or []
+    if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= _MOST for one in found):
+        raise TypeError("its token ids are not a list of them")
+    return found
 
 
 def _thought(delta: Json | None) -> object:

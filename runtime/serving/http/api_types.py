@@ -6,10 +6,10 @@ A field that is null counts as absent. What becomes of OpenAI's fields that Trin
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidFilter, InvalidRequest
@@ -69,7 +69,7 @@ def _unknown(name: str, fields: Iterable[str]) -> str:
 
 def _param(location: tuple[int | str, ...]) -> str:
     """`("messages", 0, "content")` → `messages[0].content`."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in location)
     return path.removeprefix(".")
 
 
@@ -100,16 +100,20 @@ def wrong(message: str) -> PydanticCustomError:
 # ---- fields that take more than one form
 
 
-def wanted(value: object, info: ValidationInfo) -> object:
-    """A filter, parsed; null is none. Raises InvalidFilter."""
-    if value is None:
-        return None
-    try:
-        parsed = parse_filter(value)
-        filter_bytes(parsed)
-    except InvalidFilter as error:
-        raise InvalidFilter(error.message, info.field_name) from error
-    return parsed
+def filter_at(param: str) -> Callable[[object], object]:
+    """A validator of the filter in this parameter: parsed, None where it is null. It raises InvalidFilter."""
+
+    def validate(value: object) -> object:
+        if value is None:
+            return None
+        try:
+            parsed = parse_filter(value)
+            filter_bytes(parsed)
+        except InvalidFilter as error:
+            raise InvalidFilter(error.message, param) from error
+        return parsed
+
+    return validate
 
 
 def _stops(value: object) -> object:
@@ -240,7 +244,7 @@ class RetrievalOptions(StrictModel):
     every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     probe_mode: ProbeMode = "wait"
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
-    filter: Annotated[Any, BeforeValidator(wanted)] = None
+    filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
 
 
 class ChatMessage(StrictModel):
@@ -337,4 +341,4 @@ class RetrievalBody(StrictModel):
     query: str | None = Field(None, min_length=1)
     vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
-    filter: Annotated[Any, BeforeValidator(wanted)] = None
+    filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None

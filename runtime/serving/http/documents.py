@@ -13,7 +13,7 @@ from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
-from runtime.serving.http.api_types import StrictModel, parse, wanted, wrong
+from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
 
 ReadBody = Callable[[Request], Awaitable[bytes]]
 
@@ -48,7 +48,7 @@ class DeleteBody(StrictModel):
     """DELETE /v1/collections/{name}/documents: by `ids`, or what passes `filter`."""
 
     ids: Annotated[list[str], BeforeValidator(_many)] | None = None
-    filter: Annotated[Any, BeforeValidator(wanted)] = None
+    filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
 
 
 class DocumentRoutes:

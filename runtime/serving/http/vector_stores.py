@@ -19,7 +19,7 @@ from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
-from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, parse, wanted, wrong
+from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at, parse, wrong
 from runtime.serving.http.guard import request_id, sent_id
 from runtime.serving.http.service import Catalogue, Searches
 
@@ -73,7 +73,7 @@ class StoreSearchBody(StrictModel):
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
     ranking_options: Annotated[RankingOptions | None, BeforeValidator(_ranking)] = None
     rewrite_query: Annotated[bool, BeforeValidator(_no_rewriting)] = False
-    filters: Annotated[Any, BeforeValidator(wanted)] = None
+    filters: Annotated[Any, BeforeValidator(filter_at("filters"))] = None
 
 
 class StoreRoutes:

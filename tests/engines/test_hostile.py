@@ -1,0 +1,144 @@
+"""Servers whose answers are damaged anywhere: each request ends once, whole or with a typed error."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from runtime.errors import InternalError, TrinityError
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.messages import Retrieval
+from tests.engines.fake_openai import Behaviour
+from tests.engines.openai_engines import Stand, stand, whole
+from tests.frontend.fakes import run
+
+DEEP: Any = 1
+for _ in range(50):
+    DEEP = [DEEP]
+GARBAGE: list[Any] = [
+    *(None, True, False, -1, 0, 2**63, -(2**70), 1e308, -0.5, "", "x", "\ud7ff\0", "5", [], {}, [[]], [None], ["x"]),
+    *([-1], [2**40], [True], [1.5], {"x": 1}, {"index": 0}, [{"index": 7}], DEEP, "y" * 10_000),
+]
+PROBES = Retrieval("docs", 1, every_tokens=3)
+PREFETCH = Retrieval("docs", 1, every_tokens=3, probe_mode="prefetch")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
+        yield (*path, name)
+        yield from places(part, (*path, name))
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """The value with something in it replaced, removed or doubled."""
+    value = deepcopy(value)
+    found = list(places(value))
+    if not found:
+        return chance.choice(GARBAGE)
+    *path, name = chance.choice(found)
+    holder = value
+    for step in path:
+        holder = holder[step]
+    match chance.randrange(6):
+        case 0:
+            del holder[name]
+        case 1 if isinstance(holder, list):
+            holder.append(deepcopy(holder[name]))
+        case _:
+            holder[name] = chance.choice(GARBAGE)
+    return value
+
+
+async def ends_once(at: Stand, retrieval: Retrieval | None, **body: Any) -> None:
+    before = len(at.ended)
+    try:
+        async with asyncio.timeout(20):
+            await whole(at.chat(retrieval=retrieval, **body))
+    except InternalError:
+        raise
+    except TrinityError:
+        pass
+    assert len(at.ended) == before + 1
+    assert not any(fake.open for fake in at.fakes)
+    assert not at.engine.requests.all()
+
+
+async def all_answer(at: Stand) -> None:
+    """Servers that failed are asked again."""
+    at.clock.forward(60)
+    await at.engine.servers.look()
+    for member in at.engine.servers.members:
+        assert member.abilities is not None
+        member.faults = 0
+
+
+async def chunks_of(**body: Any) -> list[dict[str, Any]]:
+    """What a server says of a chat."""
+    async with stand() as at:
+        server = at.engine.servers.members[0].server
+        asked = {"model": "fake-model", "messages": [{"role": "user", "content": "why?"}], "stream": True} | body
+        async with server.stream("/chat/completions", asked) as chunks:
+            return [chunk async for chunk in chunks]
+
+
+@pytest.mark.parametrize("retrieval", [None, PROBES, PREFETCH], ids=["plain", "wait", "prefetch"])
+def test_a_stream_that_is_damaged_anywhere_ends_its_request_once(retrieval: Retrieval | None) -> None:
+    chance = random.Random(3)
+
+    async def test() -> None:
+        told = {"stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": 4, "logprobs": True}
+        sound = await chunks_of(**told)
+        async with stand(restarts=RestartLimits(1, 0)) as at:
+            for _ in range(400):
+                at.fake.says = []
+                await all_answer(at)
+                says = damaged(sound, chance)
+                if chance.random() < 0.3:
+                    chance.shuffle(says)
+                at.fake.says = says
+                body: dict[str, Any] = {"max_tokens": 9} if retrieval else {"max_tokens": 9, "logprobs": True, "n": 1}
+                await ends_once(at, retrieval, **body)
+
+    run(test())
+
+
+def test_a_prefill_answer_that_is_damaged_anywhere_ends_its_request_once() -> None:
+    chance = random.Random(4)
+    sound = {
+        "choices": [],
+        "usage": {"prompt_tokens": 29, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}},
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_engine_id": "x"},
+    }
+
+    async def test() -> None:
+        stages = ("prefill", "decode")
+        async with stand(
+            Behaviour(), Behaviour(), stages=stages, restarts=RestartLimits(1, 0), handover_tokens=1
+        ) as at:
+            for _ in range(300):
+                at.fakes[0].whole = None
+                await all_answer(at)
+                at.fakes[0].whole = damaged(sound, chance)
+                await ends_once(at, None, max_tokens=4)
+
+    run(test())
+
+
+def test_passages_of_any_text_reach_the_server_as_json() -> None:
+    async def test() -> None:
+        async with stand() as at:
+
+            async def search(**call: Any) -> list[Passage]:
+                call.pop("embedded")()
+                return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
+
+            at.library.search = search  # type: ignore[method-assign]
+            await ends_once(at, Retrieval("docs", 1), max_tokens=4)
+
+    run(test())
