@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.errors import InternalError, TrinityError
+from runtime.node.engine_config import Stage
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Retrieval
@@ -117,7 +118,7 @@ def test_a_prefill_answer_that_is_damaged_anywhere_ends_its_request_once() -> No
     }
 
     async def test() -> None:
-        stages = ("prefill", "decode")
+        stages: tuple[Stage, ...] = ("prefill", "decode")
         async with stand(
             Behaviour(), Behaviour(), stages=stages, restarts=RestartLimits(1, 0), handover_tokens=1
         ) as at:

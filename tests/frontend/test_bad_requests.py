@@ -451,7 +451,8 @@ def test_a_filter_that_is_none_is_named_by_its_place_and_null_is_no_filter(
         whole = body | ({at: body[at] | {"filter": told}} if at else {"filter": told})
         return parse(kind, json.dumps(whole).encode())
 
-    for wrong in ("x", [], {"type": "like"}, {"type": "eq", "key": "k" * 10_000, "value": 1}):
+    wrongs: list[Any] = ["x", [], {"type": "like"}, {"type": "eq", "key": "k" * 10_000, "value": 1}]
+    for wrong in wrongs:
         with pytest.raises(InvalidRequest) as caught:
             parsed(wrong)
         assert (caught.value.code, caught.value.param) == ("invalid_filter", f"{at}.filter".removeprefix("."))
