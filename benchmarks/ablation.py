@@ -206,7 +206,7 @@ def of_node(trace: str, arrivals: list[Arrival], load: float, seed: int) -> Figu
     result = simulation.run()
     return {
         "prefill p99": result.ttft_s.p99,
-        "decode/s": sum(decode.tokens for decode in simulation.decodes.values()) / result.use["span_s"],
+        "decode/s": sum(decode.batch.tokens for decode in simulation.decodes.values()) / result.use["span_s"],
         "attainment": result.attainment,
         "misses": 1 - result.outcomes.get("finished", 0) / result.sent,
     }

@@ -1,52 +1,59 @@
 """The virtual clock: a heap of what will happen. Nothing here looks at a real clock or draws a random number."""
 
+from array import array
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Action = Callable[[], None]
-_NEVER_NS = 1 << 62
+NEVER_NS = 1 << 62
+PLANNED, NEXT = range(2)  # words of a clock
 
 
 class Beside(Protocol):
-    """What has events of its own on this clock: the next one is at `next_ns`."""
+    """What has events of its own on this clock."""
 
-    next_ns: int
-
-    def run(self, until_ns: int) -> None:
-        """Let them happen up to a moment, or to one that others see: `now_ns` is set to that one's."""
+    def run(self, until_ns: int, planned: int) -> bool:
+        """Let them happen that come before a planned event (its moment, and its number among those planned), or up to
+        one that others see: `now_ns` is set to that one's. `clock` has then when the next one happens. False if nothing
+        happens before that event."""
 
 
 class Events:
-    """What will happen, by time; what happens at the same moment does so in the order in which it was planned."""
+    """What will happen, by time; what happens at the same moment does so in the order in which it was planned.
+
+    `clock` is shared with who is `beside`: how many events were planned so far, and when the first one there happens.
+    """
 
     def __init__(self) -> None:
         self.now_ns = 0
         self.happened = 0
+        self.clock = array("q", (0, NEVER_NS))
         self._heap: list[tuple[int, int, Action]] = []
-        self._planned = 0
         self._stopped = False
         self.beside: Beside | None = None
 
     def at(self, when_ns: int, action: Action) -> None:
         """Plan `action` for a moment that is not in the past."""
-        self._planned += 1
-        heappush(self._heap, (when_ns if when_ns > self.now_ns else self.now_ns, self._planned, action))
+        clock = self.clock
+        planned = clock[PLANNED] = clock[PLANNED] + 1
+        heappush(self._heap, (when_ns if when_ns > self.now_ns else self.now_ns, planned, action))
 
     def after(self, delay_ns: int, action: Action) -> None:
         self.at(self.now_ns + delay_ns, action)
 
+    def expect(self, when_ns: int) -> None:
+        """Something happens beside, at that moment or later."""
+        self.clock[NEXT] = min(self.clock[NEXT], when_ns)
+
     def run(self) -> None:
         """Let everything happen, until nothing is planned or `stop` is called."""
-        heap, pop, beside = self._heap, heappop, self.beside
+        heap, pop, clock, beside = self._heap, heappop, self.clock, self.beside
         self._stopped = False
         while not self._stopped:
-            when = heap[0][0] if heap else _NEVER_NS
-            if beside is not None and beside.next_ns <= when:
-                if beside.next_ns == _NEVER_NS:
-                    return
-                beside.run(when)
+            when, planned = heap[0][:2] if heap else (NEVER_NS, 0)
+            if beside is not None and clock[NEXT] <= when and clock[NEXT] < NEVER_NS and beside.run(when, planned):
                 continue
             if not heap:
                 return

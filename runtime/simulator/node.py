@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from random import Random
 
-from ipc import Stage
 from runtime.errors import TrinityError
 from runtime.node.config import ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
@@ -19,6 +18,7 @@ from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
+from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.kv_rows import KvRows
 from runtime.simulator.stages.pool import Pools, slots_of
@@ -30,10 +30,11 @@ _MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for thei
 
 
 class Simulation:
-    """One run. `run` lets every arrival go through to its end and says how they fared."""
+    """One run. `run` lets every arrival go through to its end and says how they fared. most_steps: of decode's that are
+    one event, for which contexts are taken not to grow."""
 
-    def __init__(self, setup: Setup, arrivals: Sequence[Arrival]) -> None:
-        self._setup, self._arrivals = setup, arrivals
+    def __init__(self, setup: Setup, arrivals: Sequence[Arrival], most_steps: int = MOST_STEPS) -> None:
+        self._setup, self._arrivals, self._most_steps = setup, arrivals, most_steps
         self.events = Events()
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
@@ -66,22 +67,26 @@ class Simulation:
         )
         self.pools = self._pools.pools
         everyone = self._pools.group(range(len(prefill_gpus) if shares else len(self.pools)))
+        coupled = setup.placement == "coupled"
+        groups = [self._pools.group([len(prefill_gpus) + i]) if coupled else everyone for i in range(len(decode_gpus))]
+        batches = Batches(
+            self.events, setup.times, config.decode, setup.workload, self._pools,
+            [(gpu, groups[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)], self._most_steps,
+        )  # fmt: skip
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
-        for i, gpu in enumerate(decode_gpus):
-            pools = self._pools.group([len(prefill_gpus) + i]) if setup.placement == "coupled" else everyone
+        for i in range(len(decode_gpus)):
             decode = SimDecode(
-                f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s,
-                setup.workload, gpu, Random(setup.seed * 64 + i), self._asker("decode", pools), self._pools.forget,
+                f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
                 self.router.report, self._finish, self._kv_rows(),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
         for i, gpu in enumerate(prefill_gpus):
-            pools = self._pools.group([i]) if setup.placement == "coupled" else everyone
+            pools = self._pools.group([i]) if coupled else everyone
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                self._asker("prefill", pools), self._offer, self.router.report, self._fail,
+                self._asker(pools), self._offer, self.router.report, self._fail,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
@@ -102,9 +107,9 @@ class Simulation:
             block_tokens=kv.block_tokens, blocks=kv.available,
         )  # fmt: skip
 
-    def _asker(self, stage: Stage, pools: int) -> Ask | None:
-        """How a worker asks its pools."""
-        return partial(self._pools.ask, pools, stage) if self._setup.workload.retrieval else None
+    def _asker(self, pools: int) -> Ask | None:
+        """How a prefill worker asks its pools."""
+        return partial(self._pools.ask, pools, "prefill") if self._setup.workload.retrieval else None
 
     # ---- a request's way
 
@@ -164,6 +169,7 @@ class Simulation:
     def _expire(self, request: SimRequest) -> None:
         """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
         self._fail(request, "deadline_exceeded")
+        self.decodes[request.placement.decode].expire(request)
 
     def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
@@ -193,12 +199,10 @@ class Simulation:
 
     def _readings(self) -> Readings:
         decodes = self.decodes.values()
-        for decode in decodes:
-            decode.count_row_time()
         return Readings(
             link_busy_s=sum(decode.link_busy_ns for decode in decodes) / 1e9,
             row_s=sum(decode.row_ns for decode in decodes) / 1e9,
-            stall_s=sum(decode.stall_ns for decode in decodes) / 1e9,
+            stall_s=sum(decode.batch.stall_ns for decode in decodes) / 1e9,
             wait_counts=[sum(bucket) for bucket in zip(*(pool.wait_counts for pool in self.pools), strict=True)],
         )
 
@@ -216,7 +220,7 @@ class Simulation:
                 prefill=sum(prefill.queued for prefill in prefills),
                 offers=sum(len(decode.offers) for decode in decodes),
                 rows=sum(decode.rows for decode in decodes),
-                stalled=sum(decode.stalled for decode in decodes),
+                stalled=sum(decode.batch.stalled for decode in decodes),
             )
         )
         self.events.after(ns(self._setup.sample_s), self._sample)
@@ -225,8 +229,6 @@ class Simulation:
         """Busy shares over the whole run, and what went through."""
         span = max(self.events.now_ns, 1)
         decodes, prefills = self.decodes.values(), self.prefills.values()
-        for decode in decodes:
-            decode.count_row_time()
         row_ns = sum(decode.row_ns for decode in decodes)
         return {
             "prefill": sum(worker.busy_ns for worker in prefills) / span / max(len(prefills), 1),
@@ -236,9 +238,9 @@ class Simulation:
             "pool": sum(pool.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
             "pool_slots": sum(pool.slot_steps for pool in self.pools) / 1.0,
             "preemptions": float(sum(decode.preemptions for decode in decodes)),
-            "stall": sum(decode.stall_ns for decode in decodes) / max(row_ns, 1),
+            "stall": sum(decode.batch.stall_ns for decode in decodes) / max(row_ns, 1),
             "queries": float(sum(pool.served for pool in self.pools)),
-            "probes": float(sum(decode.probes for decode in decodes)),
+            "probes": float(sum(decode.batch.probes for decode in decodes)),
             "changes": float(self._law.changes),
             "span_s": span / 1e9,
             "events": float(self.events.happened),

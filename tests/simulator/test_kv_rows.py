@@ -62,7 +62,7 @@ def test_when_blocks_run_out_rows_make_room_every_token_is_still_written_and_ans
     assert short.ttft_s.p50 + short.tpot_s.p50 > ample.ttft_s.p50 + ample.tpot_s.p50
     simulation = Simulation(without_retrieval(counting(60)), arrivals)
     simulation.run()
-    assert sum(decode.tokens for decode in simulation.decodes.values()) == sum(a.output_tokens for a in arrivals)
+    assert sum(decode.batch.tokens for decode in simulation.decodes.values()) == sum(a.output_tokens for a in arrivals)
 
 
 def test_a_request_that_all_blocks_cannot_hold_is_refused() -> None:

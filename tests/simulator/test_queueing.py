@@ -109,7 +109,7 @@ def test_every_query_takes_its_extends_and_every_token_its_step() -> None:
     simulation = Simulation(setup(), arrivals)
     result = simulation.run()
     assert result.outcomes == {"finished": 300}
-    tokens = sum(decode.tokens for decode in simulation.decodes.values())
+    tokens = sum(decode.batch.tokens for decode in simulation.decodes.values())
     assert tokens == sum(arrival.output_tokens for arrival in arrivals)
     probes = sum((arrival.output_tokens - 1) // 32 for arrival in arrivals)
     assert result.use["probes"] == probes

@@ -14,7 +14,7 @@ from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured, fewest_slots
 from runtime.pool.tables import NEVER_NS, handle_of
-from runtime.simulator.events import Events, ns
+from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.times.service import ServiceTimes
@@ -99,13 +99,13 @@ class Pools:
         *,
         asks: int = _ASKS,
     ) -> None:
-        self._events, self._random, self._limits = events, random, limits
+        self._events, self._random = events, random
         self._ring_ns = ns(times.ring_s)
+        self.top_m = limits.top_m
         self.pools = [SimPool(rules, times) for rules, _ in pools]
         self._groups: list[list[int]] = []
         self._replies: dict[int, Reply] = {}
         self._gpus = [gpu for _, gpu in pools]
-        self.next_ns = NEVER_NS
         count = len(pools)
         most = max(rules.policy.slots for rules, _ in pools)
         self._state = core.State(
@@ -168,13 +168,13 @@ class Pools:
         """A query is at its pool `at_ns`. 0 extends: as its `top_m` has it, and
         some; `top_m` 0: the pool's own."""
         number: int = core.ask(
-            self._handle, stage == "decode", group, at_ns, deadline_ns, extends, top_m or self._limits.top_m
+            self.handle, stage == "decode", group, at_ns, deadline_ns, extends, top_m or self.top_m, -1
         )
         if number < 0:
             self._make_room()
             return self.ask_at(at_ns, group, stage, deadline_ns, reply, extends=extends, top_m=top_m)
         self._replies[number] = reply
-        self.next_ns = min(self.next_ns, at_ns)
+        self._events.expect(at_ns)
         return number
 
     def times_of(self, number: int) -> tuple[int, int]:
@@ -185,16 +185,28 @@ class Pools:
     def forget(self, number: int) -> None:
         """No reply is wanted any more."""
         del self._replies[number]
-        core.forget(self._handle, number)
+        core.forget(self.handle, number)
 
-    def run(self, until_ns: int) -> None:
+    def run(self, until_ns: int, planned: int) -> bool:
         """Let happen what does up to a moment, or to the next reply, and set the clock to that."""
-        state = self._state
-        now, self.next_ns, number, status = core.run(self._handle, until_ns)
+        now, self._events.clock[NEXT], number, status = core.run(self.handle, until_ns)
         if number >= 0:
             self._events.now_ns = now
-            self._replies.pop(number)(core.STATUSES[status])
-        elif state.words[core.DRAWN] == len(state.drawn):
+            self.reply(number, status)
+        else:
+            self.have_room(0)
+        return True
+
+    def reply(self, number: int, status: int) -> None:
+        """Tell who asked."""
+        self._replies.pop(number)(core.STATUSES[status])
+
+    def have_room(self, asks: int) -> None:
+        """For more than so many queries, and with what they draw."""
+        words = self._state.words
+        if words[core.FREE] <= asks > 0:
+            self._make_room()
+        if words[core.DRAWN] == len(self._state.drawn):
             self._draw()
 
     def _draw(self) -> None:
@@ -212,11 +224,12 @@ class Pools:
 
         coming, leaving = straight(old.coming, w[core.CAME_FIRST]), straight(old.leaving, w[core.LEFT_FIRST])
         w[core.CAME_FIRST] = w[core.LEFT_FIRST] = 0
-        free = np.concatenate([np.arange(count, 2 * count, dtype=np.int64), np.zeros(count, np.int64)])
-        w[core.FREE] = count
+        new = np.arange(count, 2 * count, dtype=np.int64)
+        free = np.concatenate([old.free[: w[core.FREE]], new, np.zeros(count - w[core.FREE], np.int64)])
+        w[core.FREE] += count
         asks = np.concatenate([old.asks, np.zeros_like(old.asks)])
         self._renew(asks=asks, free=free, coming=coming, leaving=leaving)
 
     def _renew(self, **arrays: Any) -> None:
         self._state = self._state._replace(**arrays)
-        self._handle = handle_of(self._state)
+        self.handle = handle_of(self._state)

@@ -38,8 +38,9 @@ _TABLES = len(at.Tables._fields)
 WORDS = 11
 
 # Of an ask. AT: when it is at the pool, or its answer at who asked. EXTENDS: 0 until they are drawn.
-(STATE, STAGE, GROUP, AT, DEADLINE, EXTENDS, TOP_M, ASKED, BEGUN, ENDED, POOL, ENTRY, STATUS) = range(13)
-ASK_WORDS = 13
+# WHO: the row of a decode worker, or -1.
+(STATE, STAGE, GROUP, AT, DEADLINE, EXTENDS, TOP_M, ASKED, BEGUN, ENDED, POOL, ENTRY, STATUS, WHO) = range(14)
+ASK_WORDS = 14
 ON_ITS_WAY, INSIDE, LEAVES, FORGOTTEN = range(1, 5)
 
 # Of a pool. END: of the run under way, of STEPS extends from BEGIN on, the first of which takes FIRST ns, the others
@@ -95,7 +96,8 @@ class State(NamedTuple):
 
 
 @partial(compiled, returns_array=True)
-def _state(handle: Any) -> Any:
+def state_at(handle: Any) -> Any:
+    """The arrays that `handle_of` described."""
     return State(
         words(handle[0, 0], handle[0, 1]),
         words2(handle[1, 0], handle[1, 1], handle[1, 2]),
@@ -114,9 +116,9 @@ def _state(handle: Any) -> Any:
 
 
 @compiled
-def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends: int, top_m: int) -> Any:
+def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends: int, top_m: int, who: int) -> Any:
     """A query that is at the pool `at_ns`: its number, or -1 if there is no room."""
-    s = _state(handle)
+    s = state_at(handle)
     w = s.words
     if w[FREE] == 0:
         return -1
@@ -124,7 +126,7 @@ def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends:
     number = s.free[w[FREE]]
     one = s.asks[number]
     one[STATE], one[STAGE], one[GROUP], one[AT], one[DEADLINE] = ON_ITS_WAY, stage, group, at_ns, deadline
-    one[EXTENDS], one[TOP_M], one[BEGUN] = extends, top_m, 0
+    one[EXTENDS], one[TOP_M], one[BEGUN], one[WHO] = extends, top_m, 0, who
     place = w[CAME_FIRST] + w[COMING]
     while place > w[CAME_FIRST] and s.asks[s.coming[(place - 1) % len(s.coming)], AT] > at_ns:
         s.coming[place % len(s.coming)] = s.coming[(place - 1) % len(s.coming)]
@@ -137,7 +139,7 @@ def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends:
 @compiled
 def forget(handle: Any, number: int) -> None:
     """No answer is wanted any more. A query that has a slot is let go on, as its end is near."""
-    s = _state(handle)
+    s = state_at(handle)
     one = s.asks[number]
     if one[STATE] == INSIDE and not one[BEGUN]:
         t = _tables(s, one[POOL])
@@ -153,10 +155,10 @@ def forget(handle: Any, number: int) -> None:
 def run(handle: Any, until: int) -> Any:
     """Let everything happen up to a moment, or to an answer: (now, when the next thing happens, who is answered or -1,
     its status). What has been drawn may be used up: then `DRAWN` is all of it, and more are to be drawn."""
-    s = _state(handle)
+    s = state_at(handle)
     w = s.words
     while True:
-        when = _next(s)
+        when = next_ns(s)
         if when > until or when == NEVER_NS or w[DRAWN] == len(s.drawn):
             return w[NOW], when, -1, OK
         w[NOW] = when
@@ -175,7 +177,7 @@ def run(handle: Any, until: int) -> Any:
             wanted = s.asks[number, STATE] != FORGOTTEN
             _free(s, number)
             if wanted:
-                return when, _next(s), number, s.asks[number, STATUS]
+                return when, next_ns(s), number, s.asks[number, STATUS]
         else:
             p = _due(s, when)
             if s.pools[p, END] == when:
@@ -186,7 +188,7 @@ def run(handle: Any, until: int) -> Any:
 
 
 @compiled
-def _next(s: Any) -> Any:
+def next_ns(s: Any) -> Any:
     """When the next thing happens."""
     w, when = s.words, NEVER_NS
     if w[COMING]:

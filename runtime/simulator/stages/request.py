@@ -26,10 +26,8 @@ class SimRequest:
     outcome: str = ""
     left_prefill: bool = False
     done_tokens: int = 0  # of the prompt
-    generated: int = 0
-    steps: int = 0  # until its end or its next probe, since it joined the batch
+    row: int = -1  # of decode's batch
     stalled_ns: int = 0
-    context: int = 0  # tokens cached by decode
 
     @property
     def ended(self) -> bool:

@@ -1,116 +1,107 @@
-"""A batch that advances all its members together, step by step: the pool's extends, and decode's tokens.
+"""A decode worker's batch, which advances all its rows together, step by step, compiled.
 
-Members join and leave between *runs* only. While nothing changes, many steps are one event: the batch plans up to the
-next member's last step, and whoever wants in earlier (`poke`) ends the run with the step that is under way.
+Rows join and leave between *runs* only. While nothing changes, many steps are one event: a run is planned up to the
+next row's last step, and whoever wants in earlier (`poke`) ends it with the step that is under way.
 """
 
-import heapq
-from collections.abc import Callable, Collection, Hashable
-from typing import Generic, TypeVar
+from typing import Any
 
-from runtime.simulator.events import Action, Events
-
-T = TypeVar("T", bound=Hashable)
+from runtime.pool.tables import NEVER_NS
+from runtime.simulator.stages import decode_tables as at
+from runtime.simulator.stages.pool_core import compiled
 
 
-class StepBatch(Generic[T]):
-    """`between(done, steps)` is called between two runs with the members whose steps are over (they have left) and the
-    steps that the run took; it may `join` and `leave`, and returns the most steps to take before it is called again,
-    the time of each, and what the first of them costs beside it. An empty batch notices a `poke` only `wake_ns` later.
-    """
+@compiled
+def join(s: Any, d: int, row: int, steps: int) -> None:
+    """Let a row take `steps` ≥ 1 steps. Only between runs."""
+    worker, one = s.workers[d], s.rows[row]
+    worker[at.JOINED] += 1
+    one[at.ENDS], one[at.ORDER], one[at.ROW_STEPS] = worker[at.TAKEN] + steps, worker[at.JOINED], steps
+    at.append(s, d, at.MEMBERS, row)
 
-    def __init__(
-        self,
-        events: Events,
-        between: Callable[[list[T], int], tuple[int, int, int]],
-        wake_ns: int = 0,
-    ) -> None:
-        self._wake_ns = wake_ns
-        self._events, self._between = events, between
-        self._end: Action = self._run_ends  # bound once
-        self._ends: dict[T, int] = {}  # member → the step count at which its steps are over
-        self._heap: list[tuple[int, int, T]] = []
-        self._joined = 0
-        self._taken = 0
-        self._end_ns = -1  # of the run under way; events for any other moment are of plans that were replaced
-        self._begin_ns = self._first_ns = self._each_ns = self._steps = 0
-        self._resting = True
-        self.busy_ns = 0
-        self.member_steps = 0
 
-    @property
-    def members(self) -> Collection[T]:
-        return self._ends
+@compiled
+def leave(s: Any, d: int, row: int) -> Any:
+    """Take a row out before its steps are over; how many it has taken. Only between runs."""
+    worker, one, members = s.workers[d], s.rows[row], s.lists[5 * d + at.MEMBERS]
+    taken = one[at.ROW_STEPS] - one[at.ENDS] + worker[at.TAKEN]
+    place = 0
+    while members[place] != row:
+        place += 1
+    worker[at.LISTS + at.MEMBERS] -= 1
+    members[place] = members[worker[at.LISTS + at.MEMBERS]]
+    one[at.ENDS] = -1
+    return taken
 
-    def __len__(self) -> int:
-        return len(self._ends)
 
-    def __contains__(self, member: T) -> bool:
-        return member in self._ends
+@compiled
+def boundary_ns(s: Any, d: int, now: int) -> Any:
+    """When the step under way ends: now, if there is none."""
+    worker = s.workers[d]
+    if worker[at.STEPS] == 0:
+        return now
+    passed = now - worker[at.BEGIN] - worker[at.FIRST]
+    steps = 0 if passed <= 0 else -(-passed // worker[at.EACH])
+    return worker[at.BEGIN] + worker[at.FIRST] + steps * worker[at.EACH]
 
-    def join(self, member: T, steps: int) -> None:
-        """Let a member take `steps` ≥ 1 steps. Only between runs."""
-        self._joined += 1
-        self._ends[member] = self._taken + steps
-        heapq.heappush(self._heap, (self._taken + steps, self._joined, member))
 
-    def left(self, member: T) -> int:
-        """How many of its steps a member has not taken yet. Only between runs."""
-        return self._ends[member] - self._taken
+@compiled
+def poke(s: Any, d: int, now: int) -> None:
+    """Something has changed: let the run end as soon as the step under way does."""
+    worker = s.workers[d]
+    if worker[at.RESTING]:
+        worker[at.RESTING], worker[at.STEPS], worker[at.END] = 0, 0, now
+        at.plan(s, now, at.RUN_ENDS, d, 0)
+        return
+    if worker[at.STEPS] <= 1:
+        return
+    passed = now - worker[at.BEGIN] - worker[at.FIRST]
+    steps = 1 if passed <= 0 else 1 - (-passed // worker[at.EACH])
+    if steps < worker[at.STEPS]:
+        worker[at.STEPS] = steps
+        worker[at.END] = worker[at.BEGIN] + worker[at.FIRST] + (steps - 1) * worker[at.EACH]
+        at.plan(s, worker[at.END], at.RUN_ENDS, d, 0)
 
-    def leave(self, member: T) -> int:
-        """Take a member out before its steps are over; how many were left. Only between runs."""
-        return self._ends.pop(member) - self._taken
 
-    def boundary_ns(self) -> int:
-        """When the step under way ends: now, if there is none."""
-        now = self._events.now_ns
-        if self._steps == 0:
-            return now
-        passed = now - self._begin_ns - self._first_ns
-        steps = 0 if passed <= 0 else -(-passed // self._each_ns)
-        return self._begin_ns + self._first_ns + steps * self._each_ns
+@compiled
+def end_run(s: Any, d: int, now: int) -> Any:
+    """The run under way is over: how many steps it was. An event for another moment than END is of a plan that was
+    replaced."""
+    worker = s.workers[d]
+    steps, worker[at.STEPS], worker[at.END] = worker[at.STEPS], 0, -1
+    if steps:
+        worker[at.BUSY] += now - worker[at.BEGIN]
+        worker[at.TAKEN] += steps
+    return steps
 
-    def poke(self) -> None:
-        """Something has changed: have `between` called as soon as the step under way ends."""
-        now = self._events.now_ns
-        if self._resting:
-            self._resting = False
-            self._steps, self._end_ns = 0, now + self._wake_ns
-            self._events.at(self._end_ns, self._end)
-            return
-        if self._steps <= 1:
-            return
-        passed = now - self._begin_ns - self._first_ns
-        steps = 1 if passed <= 0 else 1 - (-passed // self._each_ns)
-        if steps < self._steps:
-            self._steps = steps
-            self._end_ns = self._begin_ns + self._first_ns + (steps - 1) * self._each_ns
-            self._events.at(self._end_ns, self._end)
 
-    def _run_ends(self) -> None:
-        now, steps, ends, heap = self._events.now_ns, self._steps, self._ends, self._heap
-        if now != self._end_ns:
-            return
-        if steps:
-            self.busy_ns += now - self._begin_ns
-            self.member_steps += steps * len(ends)
-            self._taken += steps
-        taken, done = self._taken, []
-        self._steps, self._end_ns = 0, -1
-        while heap and heap[0][0] <= taken:
-            end, _, member = heapq.heappop(heap)
-            if ends.get(member) == end:  # else it left early
-                del ends[member]
-                done.append(member)
-        most, each_ns, extra_ns = self._between(done, steps)
-        if not ends:
-            self._resting = True
-            return
-        while ends.get(heap[0][2]) != heap[0][0]:
-            heapq.heappop(heap)
-        steps = min(heap[0][0] - taken, most)
-        self._steps = steps if steps > 1 else 1
-        self._begin_ns, self._each_ns, self._first_ns = now, each_ns, each_ns + extra_ns
-        self._end_ns = now + extra_ns + self._steps * each_ns
-        self._events.at(self._end_ns, self._end)
+@compiled
+def next_done(s: Any, d: int) -> Any:
+    """Takes the row out whose steps are over and that joined first; -1 if there is none."""
+    worker, members, found, there = s.workers[d], s.lists[5 * d + at.MEMBERS], -1, -1
+    for place in range(worker[at.LISTS + at.MEMBERS]):
+        row = members[place]
+        sooner = found < 0 or s.rows[row, at.ORDER] < s.rows[found, at.ORDER]
+        if s.rows[row, at.ENDS] <= worker[at.TAKEN] and sooner:
+            found, there = row, place
+    if found >= 0:
+        worker[at.LISTS + at.MEMBERS] -= 1
+        members[there] = members[worker[at.LISTS + at.MEMBERS]]
+        s.rows[found, at.ENDS] = -1
+    return found
+
+
+@compiled
+def begin_run(s: Any, d: int, now: int, most: int, each_ns: int, extra_ns: int) -> None:
+    """The next run, of `most` steps at most, each of `each_ns`, the first of which takes `extra_ns` longer."""
+    worker = s.workers[d]
+    if worker[at.LISTS + at.MEMBERS] == 0:
+        worker[at.RESTING] = 1
+        return
+    ends = NEVER_NS
+    for place in range(worker[at.LISTS + at.MEMBERS]):
+        ends = min(ends, s.rows[s.lists[5 * d + at.MEMBERS, place], at.ENDS])
+    steps = max(min(ends - worker[at.TAKEN], most), 1)
+    worker[at.BEGIN], worker[at.STEPS], worker[at.EACH], worker[at.FIRST] = now, steps, each_ns, each_ns + extra_ns
+    worker[at.END] = now + extra_ns + steps * each_ns
+    at.plan(s, worker[at.END], at.RUN_ENDS, d, 0)
