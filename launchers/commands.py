@@ -7,6 +7,7 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "live": ("live_commands", "live_app"),
     "dashboards": ("dashboard_commands", "dashboards_app"),
     "workers": ("workers_commands", "workers_app"),
+    "fleet": ("fleet.commands", "fleet_app"),
     "search": ("index_commands", "search"),
     "demo": ("demo", "demo"),
     "config": ("config_command", "config"),

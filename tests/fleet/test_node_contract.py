@@ -2,6 +2,7 @@
 
 import http.client
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -203,3 +204,28 @@ def test_the_trace_context_goes_on_to_the_server_that_writes_the_answer(
             assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt": "say=3", "echo": False}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "say=3"}],
+                "logprobs": False,
+                "continue_final_message": False,
+                "separate_reasoning": True,
+                "stream_reasoning": True,
+                "include_reasoning": True,
+            },
+        ),
+    ],
+)
+def test_a_body_with_what_vllm_router_writes_into_it_is_taken(cluster: Cluster, path: str, more: Any) -> None:
+    """The fields that vllm-router 0.1.17 sends to its workers beside those of the client."""
+    added = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
+    with cluster.http() as http:
+        answer = http.post(path, json={"model": "tiny", "return_hidden_states": False} | added | more)
+        assert answer.status_code == 200, answer.text

@@ -74,6 +74,8 @@ REFUSED: dict[str, Refused] = {
     "continue_final_message": Refused(_TEMPLATE, (False,)),
     "skip_special_tokens": Refused(_TOKENS, (True,)),
     "spaces_between_special_tokens": Refused(_TOKENS, (True,)),
+    "no_stop_trim": Refused("an answer ends before its stop string", (False,)),
+    "return_hidden_states": Refused("the model's states are not returned", (False,)),
     "request_id": Refused("the header x-request-id names a request"),
     "stream_options.include_obfuscation": Refused("events are not padded", (False,)),
 }
@@ -82,6 +84,9 @@ HINTS: dict[str, str] = {
     "user": "who asks is the API key's matter",
     "safety_identifier": "the same",
     "metadata": "for answers that are stored, and none is",
+    "separate_reasoning": "answers have no part that is reasoning",
+    "stream_reasoning": "the same",
+    "include_reasoning": "the same",
     "prompt_cache_key": "a prompt goes to the worker that has most of its prefix anyway",
     "messages[].name": "chat templates know roles alone",
     "messages[].content[].cache_control": "prefixes are cached by themselves",

@@ -1,0 +1,164 @@
+"""What `trinity fleet` prints is taken by the programs that it is for, and what cannot be is refused by its name."""
+
+import http.server
+import json
+import shlex
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launchers.fleet.nodes import listen_address, node_addresses
+from runtime.errors import InvalidRequest
+from tests.fleet.balancers import balancing, printed, program
+
+NODES = ("--node", "http://127.0.0.1:8081", "--node", "http://[::1]:8082", "--node", "http://node-3.internal:8080")
+WAIT = 60.0
+
+
+@pytest.mark.parametrize("sticky", ["none", "conversation", "prefix"])
+def test_haproxy_takes_its_configuration_without_a_warning(tmp_path: Path, sticky: str) -> None:
+    found, file = program("haproxy"), tmp_path / "haproxy.cfg"
+    file.write_text(printed("haproxy", *NODES[:4], "--sticky", sticky))  # it looks names up: without the third
+    told = subprocess.run([found, "-c", "-f", str(file)], capture_output=True, text=True, timeout=WAIT, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "WARNING" not in told.stderr
+
+
+@pytest.mark.parametrize("sticky", ["none", "conversation"])
+def test_envoy_takes_its_configuration(tmp_path: Path, sticky: str) -> None:
+    found, file = program("envoy"), tmp_path / "envoy.yaml"
+    file.write_text(printed("envoy", *NODES, "--sticky", sticky))
+    command = [found, "--mode", "validate", "-c", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize("sticky", ["none", "conversation", "prefix"])
+def test_vllm_router_has_every_option_that_its_command_names(sticky: str) -> None:
+    command = shlex.split(printed("vllm-router", *NODES, "--sticky", sticky))
+    shown = subprocess.run([program("vllm-router"), "--help"], capture_output=True, text=True, timeout=WAIT, check=True)
+    assert {word for word in command if word.startswith("--")} <= set(shown.stdout.replace(",", " ").split())
+    assert command[command.index("--policy") + 1] in shown.stdout
+
+
+def test_every_node_is_named_in_what_is_printed() -> None:
+    for name in ("haproxy", "vllm-router"):
+        assert all(node.removeprefix("http://") in printed(name, *NODES) for node in NODES[1::2])
+    assert all(f'address: "{host}"' in printed("envoy", *NODES) for host in ("127.0.0.1", "::1", "node-3.internal"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://n:8080", "n:8080", "http://n", "http://n:0", "http://n:70000", "http://n:80/v1", "http://u@n:80",
+     "http://n:80\n    server evil 1.2.3.4:80", "http://n:80 check", ""],
+)  # fmt: skip
+def test_a_node_that_is_no_address_is_refused_with_what_it_must_look_like(url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^--node is .*: it must look like http://HOST:PORT$"):
+        node_addresses([url])
+
+
+def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="n:80 stands there twice"):
+        node_addresses(["http://n:80", "http://N:80/"])
+    with pytest.raises(InvalidRequest, match="no node"):
+        node_addresses([])
+    with pytest.raises(InvalidRequest, match=r"^--listen is .*HOST:PORT$"):
+        listen_address("9000")
+
+
+def test_envoy_is_not_asked_to_go_by_what_a_body_says() -> None:
+    with pytest.raises(InvalidRequest, match="--sticky conversation, or HAProxy"):
+        printed("envoy", *NODES, "--sticky", "prefix")
+
+
+# ---- where requests go: nodes that answer with their own name
+
+
+class _Named(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = json.dumps({"node": self.server.server_address[1], "headers": dict(self.headers)}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *told: object) -> None:
+        """Nothing is said."""
+
+
+@contextmanager
+def named_nodes(count: int) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        urls = []
+        for _ in range(count):
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Named)
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            stack.callback(thread.join, WAIT)
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            urls.append(f"http://127.0.0.1:{server.server_address[1]}")
+        yield urls
+
+
+@contextmanager
+def asked_through(name: str, home: Path, sticky: str = "none") -> Iterator[httpx.Client]:
+    with (
+        named_nodes(3) as nodes,
+        balancing(name, nodes, home, sticky) as url,
+        httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("name", ["haproxy", "envoy"])
+def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str, tmp_path: Path) -> None:
+    with asked_through(name, tmp_path) as client:
+        assert [client.request(*asked).status_code for asked in (("POST", "/drain"), ("GET", "/metrics"))] == [404, 404]
+        heard = client.get("/v1/models", headers={"x-request-id": "mine"}).json()["headers"]
+        heard = {name.lower(): value for name, value in heard.items()}
+        assert heard["x-request-id"] == "mine"
+        assert heard["x-forwarded-for"]  # by which a node knows that it was not asked directly
+        made = client.get("/v1/models").json()["headers"]
+        assert {name.lower(): value for name, value in made.items()}["x-request-id"]
+
+
+@pytest.mark.parametrize("name", ["haproxy", "envoy"])
+def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, tmp_path: Path) -> None:
+    with asked_through(name, tmp_path, "conversation") as client:
+        taken: Counter[int] = Counter()
+        for conversation in range(24):
+            headers = {"x-conversation-id": f"c-{conversation}"}
+            nodes = {client.post("/v1/completions", headers=headers, json={}).json()["node"] for _ in range(3)}
+            assert len(nodes) == 1
+            taken.update(nodes)
+        assert len(taken) == 3
+
+
+@pytest.mark.parametrize("form", ["chat", "completion"])
+def test_prompts_that_begin_alike_go_to_one_node_of_haproxys(form: str, tmp_path: Path) -> None:
+    def body(system: str, more: str) -> dict[str, object]:
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": more}]
+        return {"messages": turns} if form == "chat" else {"prompt": (system * 1024)[:1024] + more}
+
+    with asked_through("haproxy", tmp_path, "prefix") as client:
+        taken: Counter[int] = Counter()
+        for prefix in range(24):
+            bodies = [body(f"You are number {prefix}. ", f"question {number}") for number in range(3)]
+            nodes = {client.post("/v1/completions", json=one).json()["node"] for one in bodies}
+            assert len(nodes) == 1
+            taken.update(nodes)
+        assert len(taken) == 3
