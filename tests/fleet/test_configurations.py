@@ -85,7 +85,7 @@ class _Named(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
-        body = json.dumps({"node": self.server.server_address[1], "headers": dict(self.headers)}).encode()
+        body = json.dumps({"node": self.connection.getsockname()[1], "headers": dict(self.headers)}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
