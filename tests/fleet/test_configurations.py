@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.balancers import balancing
+from launchers.fleet.haproxy import Sticky
 from launchers.fleet.nodes import listen_address, node_addresses
 from runtime.errors import InvalidRequest
-from tests.fleet.balancers import balancing, printed, program
+from tests.fleet.balancers import printed, program
 
 NODES = ("--node", "http://127.0.0.1:8081", "--node", "http://[::1]:8082", "--node", "http://node-3.internal:8080")
 WAIT = 60.0
@@ -115,7 +117,8 @@ def named_nodes(count: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def asked_through(name: str, home: Path, sticky: str = "none") -> Iterator[httpx.Client]:
+def asked_through(name: str, home: Path, sticky: Sticky = "none") -> Iterator[httpx.Client]:
+    program(name)
     with (
         named_nodes(3) as nodes,
         balancing(name, nodes, home, sticky) as url,
