@@ -28,7 +28,7 @@ _REQUESTS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 
 def _seconds(connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None) -> float:
     begin = time.perf_counter()
-    connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     answer.read()
     if answer.status != 200:
