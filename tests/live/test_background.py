@@ -1,12 +1,14 @@
 """Segments are built by a process beside the writer, which goes on writing."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import Overloaded
+from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.testing.waiting import until
-from tests.live.small import contents, documents, new_writer, open_writer
+from tests.live.small import contents, document, documents, new_writer, open_writer
 
 
 def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
@@ -38,3 +40,16 @@ def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
             return True
     with writer.building:
         return there()
+
+
+def test_segments_stay_few_however_often_updates_of_the_same_documents_are_flushed(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with new_writer(tmp_path / "a") as writer:
+        for _ in range(60):
+            writer.upsert([document(str(number), number) for number in chance.sample(range(40), 6)])
+            writer.flush()
+            writer.maintain(writer.build_here)  # as often as is sealed, and no oftener
+            assert len(writer.state.segments) <= 2 * MERGED
+        while writer.maintain(writer.build_here):
+            pass
+        assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MOST_DELETED)
