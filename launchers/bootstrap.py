@@ -159,7 +159,8 @@ def vllm_trouble() -> str:
             os.killpg(making.pid, signal.SIGKILL)  # pip is a process of its own; what it has installed stays
             return f"its environment was not made within {VLLM_S // 60} minutes"
     lines = [line for line in said.splitlines() if line.strip()] or ["without a reason"]
-    return f"its environment cannot be made: {lines[-1]}" if making.returncode else ""
+    reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+    return f"its environment cannot be made: {reason}" if making.returncode else ""
 
 
 def contract() -> None:

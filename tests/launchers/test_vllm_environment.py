@@ -91,7 +91,10 @@ def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], m
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("echo reading >&2; echo 'ERROR: no matching distribution' >&2; exit 1", "cannot be made: ERROR: no matching"),
+        (
+            "echo 'ERROR: no matching distribution' >&2; echo 'for help visit' >&2; exit 1",
+            "cannot be made: ERROR: no matching",
+        ),
         ("sleep 600", "was not made within"),
     ],
 )
