@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from dashboards import fleet, overview
 from dashboards.grafana import Json
-from dashboards.overview import UID, overview
 from dashboards.rules import rules_yaml
 
 GENERATED = Path(__file__).parent / "generated"
@@ -12,7 +12,7 @@ GENERATED = Path(__file__).parent / "generated"
 
 def all_dashboards() -> dict[str, Json]:
     """Every dashboard by its uid."""
-    return {UID: overview()}
+    return {overview.UID: overview.overview(), fleet.UID: fleet.fleet()}
 
 
 def export(directory: Path) -> list[Path]:

@@ -84,6 +84,13 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             "Prometheus cannot scrape {{ $labels.instance }}",
         ),
         Alert(
+            "TrinityNodeDrains",
+            [Condition(str(NodeMetrics.DRAINING), "==", 1)],
+            1800 * scale,
+            "ticket",
+            "{{ $labels.node }} has drained for half an hour and takes no part",
+        ),
+        Alert(
             "TrinityWorkerDown",
             [Condition(str(ProcessMetrics.UP), "==", 0)],
             120 * scale,

@@ -131,6 +131,10 @@ CASES: dict[str, Case] = {
         labels={"node": "n", "worker": "decode-0"},
         common={f"trinity_kv_cache_usage_perc{{{WORKER}}}": constant(1)},
     ),
+    "TrinityNodeDrains": Case(
+        fires={f"trinity_node_draining{{{NODE}}}": constant(1)},
+        quiet={f"trinity_node_draining{{{NODE}}}": constant(0)},
+    ),
     "TrinityMemoryLow": Case(
         fires={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(4)},
         quiet={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(6)},

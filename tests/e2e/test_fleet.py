@@ -1,0 +1,84 @@
+"""Two nodes behind a balancer under load: none is lost when one drains or is restarted, all are accounted for when one
+is killed."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.balancers import PRINTED, balancing, free_port
+from runtime.node.metrics.columns import FrontendMetrics
+from runtime.testing.node import Node
+from tests.e2e.conftest import CONFIG
+from tests.fleet.balancers import program
+from tests.fleet.load import Outcomes, load, more
+
+Start = Callable[[int], Node]
+
+
+@pytest.fixture
+def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts the node of a number, again and again at the same port."""
+    started: list[Node] = []
+    ports = {number: free_port() for number in (1, 2)}
+
+    def make(number: int) -> Node:
+        text = CONFIG.format(
+            name=f"fleet-{number}", run_dir=tmp_path / f"run-{number}", model=model, collection=collection, drain_s=20.0
+        )
+        config = tmp_path / f"node-{number}.toml"
+        config.write_text(text.replace("port = 0", f"port = {ports[number]}\nvllm_metrics = true"))
+        started.append(Node(config))
+        return started[-1]
+
+    yield make
+    for node in started:
+        node.stop()
+
+
+def _takes_part(node: Node) -> None:
+    finished = str(FrontendMetrics.REQUESTS["finished"])
+    node.wait(lambda: node.metric(finished, outcome="finished") > 0, 60, "the balancer to send it something")
+
+
+def _drained(node: Node) -> None:
+    with httpx.Client(base_url=node.info.url, trust_env=False) as operator:
+        assert operator.post("/drain").json()["draining"] is True
+        node.wait(lambda: operator.get("/drain").json()["in_flight"] == 0, 60, "requests to end")
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
+    name: str, start: Start, tmp_path: Path
+) -> None:
+    program(name)
+    with ThreadPoolExecutor() as both:
+        first, second = both.map(start, (1, 2))
+    assert second.metric("vllm:num_requests_running", engine="0") == 0
+    urls = [first.info.url, second.info.url]
+    with balancing(name, urls, tmp_path) as url, load(url) as outcomes:
+        more(outcomes, 20)
+        second.stop()  # as `trinity stop` does
+        second = start(2)
+        _takes_part(second)
+        _drained(first)
+        first.stop()
+        first = start(1)
+        _takes_part(first)
+        more(outcomes, 20)
+        assert outcomes.lost == []
+        os.kill(second.process.pid, signal.SIGKILL)
+        second.process.wait(timeout=60)
+        more(outcomes, 40)
+    _accounted_for(outcomes, name)
+
+
+def _accounted_for(outcomes: Outcomes, name: str) -> None:
+    assert len(outcomes.ended) == outcomes.sent
+    assert all(one.error for one in outcomes.lost)
+    if name != "vllm-router":  # it gives up on an answer that has not begun: the client is told, and asks again
+        assert [one for one in outcomes.lost if not one.begun] == []
