@@ -65,7 +65,7 @@ def test_only_what_has_changed_is_written_again(grafana: GrafanaServer, monkeypa
 def test_a_dashboard_that_was_moved_is_brought_back(grafana: GrafanaServer) -> None:
     Pusher(grafana.url, TOKEN).push()
     grafana.boards["trinity-overview"]["meta"]["folderUid"] = "elsewhere"
-    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update"]
+    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update", "unchanged"]
     assert grafana.boards["trinity-overview"]["meta"]["folderUid"] == FOLDER_UID
 
 
@@ -78,7 +78,7 @@ def test_a_provisioned_dashboard_is_left_alone(grafana: GrafanaServer) -> None:
     Pusher(grafana.url, TOKEN).push()
     grafana.boards["trinity-overview"]["dashboard"]["tags"] = ["trinity"]
     grafana.boards["trinity-overview"]["meta"]["provisioned"] = True
-    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "provisioned"]
+    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "provisioned", "unchanged"]
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
