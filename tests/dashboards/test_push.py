@@ -122,7 +122,7 @@ def test_the_command_checks_and_rehearses_without_writing(
     monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
     push = ["dashboards", "push", "--url", grafana.url]
     rehearsed = CliRunner().invoke(command_line(), [*push, "--dry-run"])
-    assert (rehearsed.exit_code, rehearsed.output.count("create")) == (0, 2)
+    assert (rehearsed.exit_code, rehearsed.output.count("create")) == (0, 3)
     assert CliRunner().invoke(command_line(), [*push, "--check"]).exit_code == 1
     assert grafana.writes == []
     assert CliRunner().invoke(command_line(), push).exit_code == 0
