@@ -183,3 +183,20 @@ def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluste
         for method in ("POST", "GET", "DELETE"):
             assert acme.request(method, "/drain").json()["error"]["code"] == "forbidden"
         assert cluster.told_to_drain == []
+
+
+def test_no_error_names_a_collection_or_its_dimension_that_the_key_does_not_reach(cluster: Cluster) -> None:
+    with asking(cluster) as http:
+        missing = http.post("/v1/retrieval", json={"query": "q"})
+        unknown = http.post("/v1/retrieval", json={"query": "q", "collection": "nothing"})
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}], "retrieval": {}}
+        other = http.post("/v1/retrieval", json={"vector": [1.0], "collection": "others"})
+        for answer in (missing, unknown, http.post("/v1/chat/completions", json=chat)):
+            assert answer.json()["error"]["message"].endswith("loaded: notes, manuals")
+        assert (other.status_code, other.json()["error"]["code"]) == (403, "forbidden")
+
+
+def test_a_key_that_reaches_one_collection_need_not_name_it(cluster: Cluster) -> None:
+    with asking(cluster, BLUE) as http:
+        answer = http.post("/v1/retrieval", json={"query": "q"})
+    assert answer.json()["collection"] == "notes"

@@ -242,7 +242,7 @@ class _Routes:
         body = await self._read(http, RetrievalBody)
         if (body.query is None) == (body.vector is None):
             raise InvalidRequest("set either query (text) or vector", "query")
-        collection = self._collection(body.collection, body.k, "collection", "k")
+        collection = self._collection(body, access_of(http))
         if body.query is not None:
             self._check_prompt_bytes(len(body.query.encode()), "query")
         dim = self._settings.collections[collection]
@@ -336,7 +336,7 @@ class _Routes:
     def _checked(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
         if retrieval is None:
             return None
-        collection = self._collection(retrieval.collection, retrieval.k, "retrieval.collection", "retrieval.k")
+        collection = self._collection(retrieval, access, "retrieval.")
         most = self._settings.max_probe_tokens
         if retrieval.probe_tokens > most:
             raise InvalidRequest(
@@ -344,19 +344,21 @@ class _Routes:
             )
         return replace(retrieval, collection=collection, filter=access.wanted_bytes(collection, retrieval.filter))
 
-    def _collection(self, name: str | None, k: int, collection_param: str, k_param: str) -> str:
-        """The collection that is meant: the only one, where none is named."""
-        names = list(self._settings.collections)
-        if not names:
-            raise UnknownCollection("this node has no collections", collection_param)
-        loaded = ", ".join(names)
-        if not name and len(names) > 1:
-            raise InvalidRequest(f"{collection_param} is missing; loaded: {loaded}", collection_param)
-        collection = name or names[0]
-        if collection not in names:
-            raise UnknownCollection(f"no collection {collection[:128]!r} is loaded; loaded: {loaded}", collection_param)
-        if k > self._settings.max_k:
-            raise InvalidRequest(f"k is {k}, the limit is {self._settings.max_k}", k_param)
+    def _collection(self, asked: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
+        """The collection that is meant: the only one that the key reaches, where none is named. Raises Forbidden."""
+        names = access.some(known := self._settings.collections)
+        if not known:
+            raise UnknownCollection("this node has no collections", f"{prefix}collection")
+        loaded = ", ".join(names) or "none"
+        if not asked.collection and len(names) != 1:
+            raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
+        collection = asked.collection or names[0]
+        if collection not in known:
+            told = f"no collection {collection[:128]!r} is loaded; loaded: {loaded}"
+            raise UnknownCollection(told, f"{prefix}collection")
+        access.bound(collection)
+        if asked.k > self._settings.max_k:
+            raise InvalidRequest(f"k is {asked.k}, the limit is {self._settings.max_k}", f"{prefix}k")
         return collection
 
     def _model_json(self) -> Json:
