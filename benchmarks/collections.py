@@ -3,7 +3,7 @@
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--out benchmarks/results/collections]
     python -m benchmarks.collections --kills 200    processes of a node killed under writes, searches, seals and merges
-    python -m benchmarks.collections --beside       a node's searches alone, and beside 200 upserts a second
+    python -m benchmarks.collections --beside       a node's searches alone, beside 200 upserts a second, beside a merge
 
 DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
 Filtered speeds are compared at equal recall: for each engine the least effort that reaches .95, or its best.
@@ -30,7 +30,7 @@ from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from benchmarks.live_kills import kill  # noqa: E402
 from benchmarks.live_kills import report as report_of_kills  # noqa: E402
-from benchmarks.live_node import beside  # noqa: E402
+from benchmarks.live_node import beside, report_beside  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.cpu.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
@@ -287,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **told.figures()}
                 write(found, report_of_kills(told), options.out.with_name(f"{options.out.name}-kills"))
             else:
-                print(beside(Path(home), options.rows))
+                latencies = beside(Path(home))
+                found = {"machine": machine(), "load": machine_load(), "latencies": latencies}
+                write(found, report_beside(latencies), options.out.with_name(f"{options.out.name}-beside"))
         return
     if options.data is None:
         parser.error("--data is missing")

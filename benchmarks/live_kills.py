@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import httpx
-import psutil
 
 from benchmarks.common.report import table
 from benchmarks.live_node import DOCUMENTS, FLUSH, Live
@@ -181,18 +180,17 @@ def _until(live: Live, writers: list[Writer], acknowledged: int) -> None:
 
 def _kill(live: Live, one: Kill, chance: random.Random) -> None:
     """Wait for the moment, and for a random while longer; kill, if it has not passed."""
-    frontend = live.node.pid("frontend-0")
     while True:
         if one.moment == "any":
             time.sleep(chance.uniform(0.0, 0.2))
         elif one.moment == "merge":
-            live.node.wait(lambda: _builders(frontend), what="a merge")
+            live.node.wait(live.builders, what="a merge")
             time.sleep(chance.uniform(0.0, _LONGEST_MERGE_S))
         else:
-            live.node.wait(lambda: _seals(live, frontend), what="a segment to be sealed")
+            live.node.wait(lambda: _seals(live), what="a segment to be sealed")
             time.sleep(chance.uniform(0.0, _LONGEST_SEAL_S))
-        builders = _builders(frontend)
-        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(live, frontend)):
+        builders = live.builders()
+        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(live)):
             continue
         if one.victim == "supervisor":
             live.kill_supervisor()
@@ -201,18 +199,9 @@ def _kill(live: Live, one: Kill, chance: random.Random) -> None:
         return
 
 
-def _builders(frontend: int) -> list[int]:
-    """Processes that merge segments."""
-    try:
-        children = psutil.Process(frontend).children()
-        return [child.pid for child in children if "runtime.retrieval.live.build" in child.cmdline()]
-    except psutil.Error:
-        return []
-
-
-def _seals(live: Live, frontend: int) -> bool:
+def _seals(live: Live) -> bool:
     """Whether the writer itself builds a segment."""
-    return any((live.collection / "segments").glob(".building-*")) and not _builders(frontend)
+    return any((live.collection / "segments").glob(".building-*")) and not live.builders()
 
 
 def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
