@@ -205,7 +205,9 @@ def _seals(live: Live) -> bool:
 
 
 def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
-    """Every document, with nothing under way. What is acknowledged may take a moment until it is found."""
+    """Every document, with nothing under way. What is acknowledged may take a moment until it is found; what is deleted
+    may never be found."""
+    returned: dict[str, None] = {}
     for writer in writers:
         writer.between.acquire()
     try:
@@ -219,6 +221,7 @@ def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
                         if text is not None and name not in found:  # the walk may have missed it: ask for it alone
                             found |= {n: seen for n, seen in _found(http, text).items() if n == name}
                 wrong = [line for writer in writers for line in _wrong(writer, found)]
+                returned |= dict.fromkeys(line for writer in writers for line in _returned(writer, found))
                 if not wrong or time.monotonic() > until:
                     break
         told.compared += sum(len(writer.known) for writer in writers)
@@ -227,7 +230,7 @@ def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
     finally:
         for writer in writers:
             writer.between.release()
-    return wrong
+    return [*wrong, *(line for line in returned if line not in wrong)]
 
 
 def _wrong(writer: Writer, found: dict[str, str]) -> list[str]:
@@ -239,6 +242,12 @@ def _wrong(writer: Writer, found: dict[str, str]) -> list[str]:
         if found.get(name) != text and found.get(name) not in writer.doubtful[name]
     ]
     return lost + [f"{n}: {seen!r}" for n, seen in found.items() if n.startswith(own) and not seen.endswith(f" {n}")]
+
+
+def _returned(writer: Writer, found: dict[str, str]) -> list[str]:
+    """Documents that are found though their delete was acknowledged, and nothing was asked of them since."""
+    gone = (name for name, text in writer.known.items() if text is None and not writer.doubtful[name])
+    return [f"{name}: {found[name]!r} has returned" for name in gone if name in found]
 
 
 def _found(http: httpx.Client, text: str) -> dict[str, str]:
