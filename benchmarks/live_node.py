@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,25 +148,27 @@ def _search(
 
 @contextmanager
 def _upserting(url: str, bodies: Sequence[bytes]) -> Iterator[Callable[[], int]]:
-    """Batches at `RATE` documents a second; how many were acknowledged."""
-    stop, count = threading.Event(), [0]
-
-    def run() -> None:
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-            begin = time.monotonic()
-            for step, body in enumerate(bodies):
-                if stop.wait(max(0.0, begin + step * BATCH / RATE - time.monotonic())):
-                    return
-                answer = http.put(DOCUMENTS, content=body, headers={"content-type": "application/json"})
-                count[0] += BATCH * (answer.status_code == 200)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    """Batches at `RATE` documents a second, from a process of their own; how many were acknowledged, at the end."""
+    context = multiprocessing.get_context("spawn")
+    count, begun = context.Value("q", 0), context.Event()
+    process = context.Process(target=_upsert, args=(url, list(bodies), count, begun))
+    process.start()
+    begun.wait()
     try:
-        yield lambda: count[0]
+        yield lambda: int(count.value)
     finally:
-        stop.set()
-        thread.join()
+        process.kill()
+        process.join()
+
+
+def _upsert(url: str, bodies: Sequence[bytes], count: Any, begun: Any) -> None:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        begun.set()
+        begin = time.monotonic()
+        for step, body in enumerate(bodies):
+            time.sleep(max(0.0, begin + step * BATCH / RATE - time.monotonic()))
+            answer = http.put(DOCUMENTS, content=body, headers={"content-type": "application/json"})
+            count.value += BATCH * (answer.status_code == 200)
 
 
 def report_beside(told: dict[str, dict[str, float]]) -> str:
