@@ -82,7 +82,7 @@ def run(bench: Bench) -> Section:
         "themselves.",
     )
     found: dict[str, tuple[Told, Told]] = {}
-    with bench.stand("node", models_last=True) as stand:
+    with bench.stand("node", models_last=True, handover={"disaggregate": "always"}) as stand:
         base = calibrate(stand.plan.config, ServiceTimes())
         full = [body for _, body in _load(bench, 100.0, bench.seconds(1.5), bench.seed + 200)]
         begin = time.monotonic()

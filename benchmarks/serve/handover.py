@@ -31,7 +31,7 @@ def run(bench: Bench) -> Section:
     taken: dict[str, list[float]] = {"handover": [], "room": [], "pull": []}
     copies: list[float] = []
     parts = Parts(model, bench.parts.collection, bench.folder, bench.parts.context_tokens)
-    with bench.stand("node", parts=parts) as stand:
+    with bench.stand("node", parts=parts, handover={"disaggregate": "always"}) as stand:
         for number in range(bench.count(24, least=6)):
             body = bench.body(random, _TOKENS, 2) | {"model": info.name}
             (outcome,) = in_turn(stand.url, [body])

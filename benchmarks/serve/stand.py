@@ -49,6 +49,7 @@ class Parts:
             "prefill": {"workers": workers, "slots": 8, "chunk_tokens": 256, "passage_tokens": 160},
             "decode": {"workers": workers, "slots": 16},
             "pool": {"workers": 1},
+            "handover": {} if kind == "node" else {"disaggregate": "always"},  # to its own other half
             "collections": [{"name": "docs", "path": str(self.collection)}],
         }
         for role in ("prefill", "decode"):

@@ -209,14 +209,21 @@ class PoolSection(Placed, frozen=True):
         return slo.ttft_s / 20 if self.prefill_target_s == "auto" else self.prefill_target_s
 
 
+Disaggregate = Literal["auto", "always", "never"]
+
+
 class HandoverSection(Section, frozen=True):
     """KV from prefill to decode. In order "decode_first" decode keeps room for a prompt before prefill runs it.
+
+    `disaggregate`: which prompts are run by prefill workers. "auto": not those that a decode worker has done as soon,
+    in steps that keep `slo.tpot_s`; "never": none, prefill workers only retrieve, and decode workers do both.
 
     Between two steps of a running batch decode copies for about `slice_s`, a thirtieth of a step at most. It takes in
     another prompt while what waits for a place in the batch has less than `waiting_share` of its blocks.
     """
 
     order: Literal["prefill_first", "decode_first"] = "prefill_first"
+    disaggregate: Disaggregate = "auto"
     slice_s: Annotated[float, Meta(gt=0, le=1)] = 0.002
     waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
 

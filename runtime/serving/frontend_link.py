@@ -66,18 +66,25 @@ class FrontendLink:
         send_now(self.socket, encode(message))  # a frontend that takes nothing is dead: its requests are void with it
 
     def report(
-        self, queued: int, running: int, free_slots: int, draining: bool, free_blocks: int, evicted_ns: int
+        self,
+        queued: int,
+        running: int,
+        free_slots: int,
+        draining: bool,
+        free_blocks: int,
+        evicted_ns: int,
+        step_ns: int = 0,
     ) -> None:
         """Tell the worker's load if it has changed, or if it was told a while ago."""
         now = time.monotonic_ns()
         report = Report(
             self._hello.worker, self._hello.epoch, self.frontend_epoch, queued, running, free_slots, draining,
-            free_blocks, evicted_ns,
+            free_blocks, evicted_ns, step_ns,
         )  # fmt: skip
         told = self._reported
-        # Blocks change with nearly every step: they travel with the rest.
+        # Blocks and times change with nearly every step: they travel with the rest.
         changed = told is None or told != msgspec.structs.replace(
-            report, free_blocks=told.free_blocks, evicted_ns=told.evicted_ns
+            report, free_blocks=told.free_blocks, evicted_ns=told.evicted_ns, step_ns=told.step_ns
         )
         if changed or now - self._reported_ns > _REPORT_NS:
             self.send(report)

@@ -100,7 +100,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker's load, sent when it changes and at least every 250 ms.
 
     `frontend_epoch` is the one it serves (0: none). A `draining` worker finishes what it has and is given nothing new.
-    Of requests that came before `evicted_ns` it has given up cached KV blocks, the longest unused first.
+    Of requests that came before `evicted_ns` it has given up cached KV blocks, the longest unused first. A step of a
+    decode worker's batch, without prompts, takes about `step_ns`.
     """
 
     worker: str
@@ -112,6 +113,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     draining: bool = False
     free_blocks: int = 0
     evicted_ns: int = 0
+    step_ns: int = 0
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
@@ -205,8 +207,21 @@ class Resume(msgspec.Struct, frozen=True):
     last_token: int | None = None
 
 
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """A decode worker when a request is placed on it: `rows` of `slots` are taken by others, a step takes `step_ns`.
+    0 slots: not known."""
+
+    rows: int = 0
+    slots: int = 0
+    step_ns: int = 0
+
+
+UNKNOWN_LOAD = DecodeLoad()
+
+
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`.
+    """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`; or have that run it, if it may as
+    well (`decode_load`, see `prefill/disaggregation.py`).
 
     With `resume` the pool is not asked, and the next token is drawn as the lost worker would have drawn it; messages
     and prompt are left out then.
@@ -218,6 +233,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     decode_worker: str
     decode_endpoint: str
     resume: Resume | None = None
+    decode_load: DecodeLoad = UNKNOWN_LOAD
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -241,7 +257,8 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """All that decode needs beside the KV: `tokens` are those in it, `first_token` the one prefill sampled after them.
 
-    `blocks` are the prefill worker's, in order, and `model` its model's identity. `prompt_tokens` of the tokens are the
+    `blocks` are the prefill worker's, in order, and `model` its model's identity. Without blocks there is no KV: decode
+    computes it, and draws the first token unless that is given. `prompt_tokens` of the tokens are the
     prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed). If
     `first_is_told`, the first token has been told before, too. `build` is that of the collection that the passages are
     from, "" if there are none: what probes add is from the same.
@@ -251,7 +268,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     frontend_epoch: int
     sampling: Sampling
     tokens: tuple[int, ...]
-    first_token: int
+    first_token: int | None
     retrieval: Retrieval | None
     seen_passages: tuple[str, ...]
     stages: dict[str, int]

@@ -62,11 +62,12 @@ def spans_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, f
     return spans
 
 
-def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int = 0) -> None:
-    """Write the times of those stages that a worker's table has a histogram of."""
+def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int = 0, *, computed: bool = True) -> None:
+    """Write the times of those stages that a worker's table has a histogram of. `computed`: the prompt was, by this
+    worker; else another one has written the times of that."""
     spans = spans_seconds(stamps, completion_tokens)
     for stage in ALL:
-        if stage.name in spans and stage.time in table:
+        if stage.name in spans and stage.time in table and (computed or stage.end not in (PREFILL_BEGIN, PREFILL_END)):
             table.observe(stage.time, spans[stage.name])
 
 

@@ -14,6 +14,7 @@ from runtime.node.config import ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
+from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup
@@ -87,6 +88,7 @@ class Simulation:
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 self._asker(pools), self._offer, self.router.report, self._fail,
+                Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
@@ -237,6 +239,7 @@ class Simulation:
             "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
             "pool": sum(pool.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
             "pool_slots": sum(pool.slot_steps for pool in self.pools) / 1.0,
+            "by_decode": float(sum(request.by_decode for request in self.requests)),
             "preemptions": float(sum(decode.preemptions for decode in decodes)),
             "stall": sum(decode.batch.stall_ns for decode in decodes) / max(row_ns, 1),
             "queries": float(sum(pool.served for pool in self.pools)),

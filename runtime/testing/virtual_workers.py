@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from runtime.node.config import parse_config
 from runtime.node.placement.plan import resolve
@@ -24,7 +25,8 @@ from runtime.retrieval.retriever import Found
 from runtime.serving import stages
 from runtime.serving.decode import bridge
 from runtime.serving.decode import process as decode_process
-from runtime.serving.messages import Generation, Prefill, Retrieval, Sampling, Tokens
+from runtime.serving.frontend.router import Placement, Router
+from runtime.serving.messages import Generation, Hello, Prefill, Report, Retrieval, Role, Sampling, Tokens
 from runtime.serving.prefill import process as prefill_process
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
@@ -65,25 +67,49 @@ class Mail:
         return self._heap[0][0] if self._heap else _NEVER_NS
 
 
+class Frontend:
+    """Places requests as prefill takes them up. `done` has the stamps of every request that ended."""
+
+    def __init__(self, clock: Clock, slots: dict[Role, int]) -> None:
+        self.router = Router(max_in_flight=1 << 30, clock=clock.monotonic_ns)
+        for role, count_ in slots.items():
+            self.router.add(Hello(role, f"{role}-0", 1, 0, count_, 1 << 40))
+        self.done: list[dict[str, int]] = []
+        self._placed: dict[str, Placement] = {}
+
+    def place(self, message: Prefill) -> Prefill:
+        self._placed[message.request_id] = placement = self.router.place(())
+        return replace(message, decode_load=placement.decode_load)
+
+    def told(self, message: Tokens) -> None:
+        placement = self._placed[message.request_id]
+        if message.prompt_token_ids:  # its first piece
+            self.router.prefilled(placement)
+        if message.finish_reason is not None:
+            self.router.finished(placement, prefilled=True)
+            self.done.append(dict(message.stages))
+
+
 class Link:
-    """To the frontend: `done` has the stamps of every request that ended."""
+    """A worker's to the frontend."""
 
     socket = None
     frontend_epoch = _EPOCH
     released = False
     malformed = SimpleNamespace(count=0)
 
-    def __init__(self, clock: Clock) -> None:
-        self.mail = Mail(clock)
-        self.receive = self.mail.take
-        self.done: list[dict[str, int]] = []
+    def __init__(self, clock: Clock, worker: str, frontend: Frontend) -> None:
+        self.mail, self._worker, self._frontend = Mail(clock), worker, frontend
+
+    def receive(self) -> list[Prefill]:
+        return [self._frontend.place(message) for message in self.mail.take()]
 
     def send(self, message: Any) -> None:
-        if isinstance(message, Tokens) and message.finish_reason is not None:
-            self.done.append(dict(message.stages))
+        if isinstance(message, Tokens):
+            self._frontend.told(message)
 
-    def report(self, *_: Any) -> None:
-        pass
+    def report(self, *load: Any) -> None:
+        self._frontend.router.report(Report(self._worker, 1, _EPOCH, *load))
 
 
 class Handover:
@@ -111,6 +137,9 @@ class Handover:
         number = next(self._ids)
         self.offers.put(SimpleNamespace(offer_id=number, payload=payload))
         return number
+
+    def announce(self, endpoint: str, payload: bytes) -> int:
+        return self.offer(endpoint, 0, payload)
 
     def withdraw(self, number: int) -> None:
         pass
@@ -209,7 +238,8 @@ def run_workers(
     retrievers = [
         Retriever(clock, round(times.embed_s * 1e9), round(search_s * 1e9), some) for some in (False, passages)
     ]
-    links = [Link(clock), Link(clock)]
+    frontend = Frontend(clock, {"prefill": plan.config.prefill.slots, "decode": plan.config.decode.slots})
+    links = [Link(clock, name, frontend) for name in ("prefill-0", "decode-0")]
     for parts in (prefill._link, prefill.retriever, decode.link, decode._retriever):
         parts.close()
     prefill._link, prefill.retriever = links[0], retrievers[0]
@@ -235,9 +265,9 @@ def run_workers(
         message = Prefill(f"r{number}", _EPOCH, asked, "decode-0", "")
         links[0].mail.put(message, at_ns)
     with _on(clock):
-        while len(links[1].done) < len(arrivals):
+        while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    return links[1].done
+    return frontend.done
 
 
 @contextmanager

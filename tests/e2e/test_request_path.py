@@ -92,8 +92,10 @@ def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_t
     assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
     assert all(passage["title"] for passage in passages)
     spans = answer["timings"]
-    stages = {"queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode"}
-    assert stages | {"handover", "ttft", "tpot", "e2e"} == set(spans)
+    stages = {"queue", "embed", "retrieval", "admission", "prefill", "decode"}
+    handed_over = {"room", "pull", "handover"}  # unless decode computed the prompt
+    assert set(spans) - handed_over == stages | {"ttft", "tpot", "e2e"}
+    assert set(spans) & handed_over in (handed_over, set())
     assert all(value >= 0 for value in spans.values())
     assert spans["ttft"] >= spans["embed"] + spans["retrieval"] + spans["prefill"]
     assert spans["e2e"] >= spans["ttft"]
@@ -124,7 +126,8 @@ def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(n
     trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
     assert trace["state"] == "length"
     stages = [stage["name"] for stage in trace["stages"]]
-    assert stages == ["queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode"]
+    handed_over = ["room", "pull"] if "room" in stages else []
+    assert stages == ["queue", "embed", "retrieval", "admission", "prefill", *handed_over, "decode"]
     probes = trace["probes"]
     assert len(probes) > 1
     assert all(probe["stalled_s"] < probe["end_s"] - probe["begin_s"] for probe in probes)

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.frontend.prefixes import BLOCK_CHARS, BLOCK_TOKENS, PREFIX_BLOCKS, prefix_blocks
 from runtime.serving.frontend.router import Placement, Router
-from runtime.serving.messages import Hello, Message, Report, Role
+from runtime.serving.messages import DecodeLoad, Hello, Message, Report, Role
 
 TEXT = "The with statement is used to wrap the execution of a block. " * 20
 
@@ -152,7 +152,15 @@ def test_no_more_of_a_prefix_is_remembered_than_the_workers_blocks_hold() -> Non
 
 
 def test_the_placement_names_where_the_decode_worker_takes_hand_overs() -> None:
-    assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0")
+    assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0", DecodeLoad(0, 4))
+
+
+def test_the_placement_has_the_load_of_the_decode_worker_before_it() -> None:
+    made = router("p0", "d0")
+    made.report(Report("d0", 1, 1, queued=1, running=2, free_slots=1, step_ns=7))
+    assert made.place(()).decode_load == DecodeLoad(3, 4, 7)
+    made.report(Report("d0", 1, 1, queued=0, running=0, free_slots=4, step_ns=7))
+    assert made.place(()).decode_load == DecodeLoad(1, 4, 7), "the first one is on its way"
 
 
 def test_equals_take_turns_and_a_new_worker_has_its_first_request_at_once() -> None:

@@ -4,7 +4,15 @@ from random import Random
 
 from msgspec.structs import replace
 
-from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PoolSection, PrefillSection
+from runtime.node.config import (
+    DecodeSection,
+    Disaggregate,
+    HandoverSection,
+    HttpSection,
+    NodeConfig,
+    PoolSection,
+    PrefillSection,
+)
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
@@ -13,11 +21,15 @@ from runtime.simulator.traces import Arrival
 POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
 
 
-def config(*, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000) -> NodeConfig:
+def config(
+    *, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000,
+    disaggregate: Disaggregate = "always",
+) -> NodeConfig:  # fmt: skip
     return NodeConfig(
         http=HttpSection(max_in_flight=in_flight),
         prefill=PrefillSection(workers=prefill, slots=4, chunk_tokens=512),
         decode=DecodeSection(workers=decode, slots=slots),
+        handover=HandoverSection(disaggregate=disaggregate),
         pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02),
     )
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
+from runtime.node.config import Disaggregate
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import fitting_slots, plans
 from runtime.simulator.policies import PolicyChoice
@@ -35,11 +36,15 @@ def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -
     slot_s=st.sampled_from([1e-7, 1e-4, 3e-3]),
     in_flight=st.sampled_from([3, 1000]),
     timeout_s=st.sampled_from([0.3, 600.0]),
+    disaggregate=st.sampled_from(["always", "auto", "never"]),
 )
 def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
-    policy: str, placement: PlacementKind, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float
-) -> None:
-    made = replace(setup(policy, slot_s=slot_s, node=config(in_flight=in_flight)), placement=placement)
+    policy: str, placement: PlacementKind, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float,
+    disaggregate: Disaggregate,
+) -> None:  # fmt: skip
+    made = replace(
+        setup(policy, slot_s=slot_s, node=config(in_flight=in_flight, disaggregate=disaggregate)), placement=placement
+    )
     http = replace(made.config.http, request_timeout_s=timeout_s)
     simulation = Simulation(replace(made, config=replace(made.config, http=http)), poisson(count, rate))
     ends: list[int] = []

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection
+from runtime.node.config import DecodeSection, HandoverSection, HttpSection, NodeConfig, PrefillSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
@@ -24,6 +24,7 @@ def single_server(arrivals: list[Arrival]) -> Simulation:
             http=HttpSection(max_in_flight=100_000),
             prefill=PrefillSection(workers=1, slots=1, chunk_tokens=65_536),
             decode=DecodeSection(workers=1, slots=512),
+            handover=HandoverSection(disaggregate="always"),
         ),
         times=ServiceTimes(prefill_pass_s=0, prefill_token_s=TOKEN_S, prefill_pair_s=0, link_s=0, kv_token_bytes=0),
         workload=Workload(retrieval=False),

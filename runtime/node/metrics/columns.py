@@ -153,6 +153,9 @@ class RetrievingMetrics(WorkerMetrics):
 
 
 class PrefillMetrics(RetrievingMetrics):
+    PROMPTS = ByLabel[Stage, Counter](
+        Counter, "trinity_prompts_total", "Prompts, by the workers that compute them", "by", Stage
+    )
     PROMPT_TOKENS = Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill")
     FAILED = Counter("trinity_prefill_failed_total", "Requests that ended with an error in prefill")
     PREFIX_QUERY_TOKENS = Counter(
@@ -224,6 +227,8 @@ class DecodeMetrics(RetrievingMetrics):
     PULL_TIME = Histogram(
         "trinity_request_pull_time_seconds", "Pulling a prompt's KV blocks, between decode's steps", _WAITS
     )
+    ADMISSION_TIME = PrefillMetrics.ADMISSION_TIME  # of prompts that it computes itself
+    PREFILL_TIME = PrefillMetrics.PREFILL_TIME
     DECODE_TIME = Histogram("trinity_request_decode_time_seconds", "From the first token to the last", _FIRST_TOKENS)
     TTFT = Histogram(
         "trinity_time_to_first_token_seconds",

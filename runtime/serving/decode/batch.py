@@ -38,7 +38,7 @@ class Row:
     text: TextStream
     table: BlockTable | None
     generated: int
-    token_ns: int  # when its last token was there
+    token_ns: int  # when its last token was there; 0: it has none
     running: bool = False  # it has a place in the running batch
     swapped: list[int] = field(default_factory=list)
     returning: Transfer | None = None

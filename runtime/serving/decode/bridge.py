@@ -3,7 +3,8 @@
 A prompt is given room while what waits here and for a place in the batch has less than a share of all blocks, and as
 long as there are blocks for it beside one for each running row (the rule is DistServe's, arXiv 2401.09670). Then its
 blocks are pulled in slices, only those that are not here already. A prompt that was announced before it was run (order
-"decode first") is given room at once by the same rule; its offer only has to be pulled.
+"decode first") is given room at once by the same rule; its offer only has to be pulled. One that comes without KV is
+whole when it has room: it is computed here.
 """
 
 import time
@@ -42,6 +43,7 @@ class Bridge:
         self._offered: deque[Arrival] = deque()
         self._reserved: dict[str, Arrival] = {}
         self._pulling: deque[Arrival] = deque()
+        self._to_compute: list[tuple[Decode, BlockTable]] = []
         # A word to forget a request can overtake its announcement and its offer. Ids come once: remembering the last
         # ones is enough.
         self._dropped: OrderedDict[str, None] = OrderedDict()
@@ -81,7 +83,9 @@ class Bridge:
             else:
                 arrival = Arrival(offer, request)
                 kept = self._reserved.pop(request.request_id, None)
-                if kept is None or isinstance(request, Reserve):
+                if kept is None or isinstance(request, Reserve) or not request.blocks:
+                    if kept is not None:
+                        self._release(kept)
                     self._offered.append(arrival)
                 else:
                     arrival.table = kept.table
@@ -104,6 +108,10 @@ class Bridge:
             if isinstance(arrival.request, Reserve):
                 self._reserved[arrival.request.request_id] = arrival
                 self._sink.acknowledge(arrival.offer)
+            elif not arrival.request.blocks:
+                arrival.table.asked_ns = arrival.request.stages.get(stages.RECEIVED, 0)
+                self._to_compute.append((arrival.request, arrival.table))
+                self._sink.acknowledge(arrival.offer)
             else:
                 self._begin(arrival, arrival.request)
         for kept in list(self._reserved.values()):
@@ -112,10 +120,12 @@ class Bridge:
 
     def _reserve(self, arrival: Arrival, running: int, waiting_blocks: int) -> bool:
         held = sum(len(a.table.blocks) for a in (*self._reserved.values(), *self._pulling) if a.table is not None)
-        needed = self._blocks.missing(arrival.request.tokens, compute=0)
+        held += sum(len(table.blocks) for _, table in self._to_compute)
+        compute = int(isinstance(arrival.request, Decode) and not arrival.request.blocks)
+        needed = self._blocks.missing(arrival.request.tokens, compute)
         if held + waiting_blocks >= self._most_waiting or needed + running > self._blocks.available:
             return False
-        arrival.table = self._blocks.open(arrival.request.tokens, compute=0)
+        arrival.table = self._blocks.open(arrival.request.tokens, compute)
         self._blocks.grow(arrival.table, len(arrival.request.tokens))
         return True
 
@@ -134,8 +144,11 @@ class Bridge:
         self._pulling.append(arrival)
 
     def pull(self, for_ns: int | None) -> list[tuple[Decode, BlockTable]]:
-        """Copy for about `for_ns` (None: until something is whole); what is whole now, acknowledged."""
-        whole: list[tuple[Decode, BlockTable]] = []
+        """Copy for about `for_ns` (None: until something is whole); what is whole now, acknowledged, or to be computed.
+
+        Of a prompt's blocks the first `BlockTable.reused_tokens` are written then, or, where it came with KV, all.
+        """
+        whole, self._to_compute = self._to_compute, []
         while self._pulling and not whole:
             arrival = self._pulling[0]
             assert isinstance(arrival.request, Decode)

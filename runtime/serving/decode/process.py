@@ -90,6 +90,7 @@ class DecodeWorker:
             worker.log,
         )
         self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
+        self._plain_step_ns = 0  # the same of steps without prompts or passages
         self._counted_ns = time.monotonic_ns()
         self.link = FrontendLink(
             worker.plan.endpoint("frontend"),
@@ -163,22 +164,25 @@ class DecodeWorker:
 
     def _join(self, request: Decode, table: BlockTable) -> None:
         now = time.monotonic_ns()
+        drawn = len(request.generated) + (request.first_token is not None)
         row = Row(
             request=request,
             context=list(request.tokens),
-            cached=len(request.tokens),
-            sampler=Sampler(request.sampling, drawn=len(request.generated) + 1),  # prefill drew the first token
+            cached=len(request.tokens) if request.blocks else table.reused_tokens,
+            sampler=Sampler(request.sampling, drawn=drawn),
             text=TextStream(self._model.tokenizer, request.sampling.stop),
             table=table,
             generated=len(request.generated),
-            token_ns=now,
+            token_ns=now if request.first_token is not None else 0,
             seen=set(request.seen_passages),
             build=request.build,
         )
         for token in request.generated:  # told already, by the worker that had the request before
             row.text.push([token])
         self._batch.join(row)
-        self._log.debug("has its KV, %d tokens", len(request.tokens), extra={"request": row.id})
+        self._log.debug("has KV of %d tokens", row.cached, extra={"request": row.id})
+        if request.first_token is None:
+            return
         request.stages.setdefault(stages.FIRST_TOKEN, now)
         if not request.first_is_told:
             self._accept(row, request.first_token)
@@ -197,20 +201,30 @@ class DecodeWorker:
         if not batch:
             return False
         begin = time.monotonic_ns()
+        for row, _ in batch:
+            if not row.request.blocks:
+                row.request.stages.setdefault(stages.PREFILL_BEGIN, begin)
         logits = self._model.forward([chunk for _, chunk in batch])
-        self._step_ns += (time.monotonic_ns() - begin - self._step_ns) // 8
+        took = time.monotonic_ns() - begin
+        self._step_ns += (took - self._step_ns) // 8
+        if all(len(chunk.tokens) == 1 for _, chunk in batch):
+            self._plain_step_ns += (took - self._plain_step_ns) // 8 if self._plain_step_ns else took
         for (row, chunk), scores in zip(batch, logits, strict=True):
             self._batch.filled(row, chunk.start + len(chunk.tokens))
             if row.cached == len(row.context):
                 self._guard(row, partial(self._advance, scores=scores))
         now = time.monotonic_ns()
         drawn = [row for row, _ in batch if row.cached < len(row.context)]
-        self._table.observe_many(DecodeMetrics.INTER_TOKEN, [(now - row.token_ns) / 1e9 for row in drawn])
+        later = [(now - row.token_ns) / 1e9 for row in drawn if row.token_ns]
+        self._table.observe_many(DecodeMetrics.INTER_TOKEN, later)
         for row in drawn:
             row.token_ns = now
         return True
 
     def _advance(self, row: Row, scores: "torch.Tensor") -> None:
+        if not row.request.blocks:
+            now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
+            row.request.stages.setdefault(stages.FIRST_TOKEN, now)
         self._accept(row, row.sampler.draw(scores))
 
     def _accept(self, row: Row, token: int) -> None:
@@ -288,11 +302,11 @@ class DecodeWorker:
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
         self.link.report(
             waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
-            self._blocks.evicted_ns,
+            self._blocks.evicted_ns, self._plain_step_ns,
         )  # fmt: skip
 
     def _record(self, row: Row) -> None:
-        stages.observe(self._table, row.request.stages, row.generated)
+        stages.observe(self._table, row.request.stages, row.generated, computed=not row.request.blocks)
 
     # ---- ends
 

@@ -121,7 +121,10 @@ class Request:
     def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
         """What the prefill worker of a placement is told."""
         asked = replace(self.generation, messages=(), prompt="") if resume else self.generation
-        return Prefill(self.attempt_id, frontend_epoch, asked, placement.decode, placement.decode_endpoint, resume)
+        return Prefill(
+            self.attempt_id, frontend_epoch, asked, placement.decode, placement.decode_endpoint, resume,
+            placement.decode_load,
+        )  # fmt: skip
 
     async def next(self) -> Piece:
         """The next piece, in order; the last is a `Tokens` with a `finish_reason`. Raises what ended the request."""

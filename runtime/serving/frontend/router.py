@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.frontend.prefixes import BLOCK_TOKENS, Prefixes
-from runtime.serving.messages import Hello, Report, Role
+from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Hello, Report, Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The two workers of one request, by name, and where the decode worker takes the hand-over."""
+    """The two workers of one request, by name, where the decode worker takes the hand-over, and its load then."""
 
     prefill: str
     decode: str
     decode_endpoint: str
+    decode_load: DecodeLoad = UNKNOWN_LOAD
 
 
 NOWHERE = Placement("", "", "")
@@ -48,6 +49,7 @@ class Worker:
     free_blocks: int = 0
     draining: bool = False
     evicted_ns: int = 0
+    step_ns: int = 0
     assigned: int = 0
     turn: int = 0  # the router's choices until it was chosen last
     prefixes: Prefixes = field(default_factory=Prefixes)
@@ -111,6 +113,7 @@ class Router:
             worker.queued, worker.running = report.queued, report.running
             worker.free_slots, worker.draining = report.free_slots, report.draining
             worker.free_blocks, worker.evicted_ns = report.free_blocks, report.evicted_ns
+            worker.step_ns = report.step_ns
 
     def assigned(self, name: str) -> int:
         """Requests placed on a worker that have not left it, on their way to it included."""
@@ -150,13 +153,14 @@ class Router:
                 (worker.load - worker.overlap(prefix)) / worker.hello.slots,
             ),
         )
+        load = DecodeLoad(decode.load, decode.hello.slots, decode.step_ns)
         now_ns = self._clock()
         for worker in (prefill, decode):
             worker.remember(prefix, self._remembered_blocks, now_ns)
         prefill.assigned += 1
         decode.assigned += 1
         self.in_flight += 1
-        return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint)
+        return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint, load)
 
     def prefilled(self, placement: Placement) -> None:
         """The request has left its prefill worker."""

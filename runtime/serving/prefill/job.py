@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from runtime.serving.kv.blocks import BlockTable
-from runtime.serving.messages import Prefill
+from runtime.serving.messages import Decode, Prefill
 
 
 @dataclass(eq=False)
@@ -12,7 +12,7 @@ class Job:
 
     `passages` are the ids of those in the prompt. `ticket`, `announcement` and `offer` are what it waits for: the
     pool's answer, decode's room (then it `has_room`), decode's word that the KV is pulled. The blocks are held under
-    `lease`.
+    `lease`; a prompt that decode computes has neither.
     """
 
     request: Prefill
@@ -35,3 +35,28 @@ class Job:
     @property
     def deadline_ns(self) -> int:
         return self.request.generation.deadline_ns
+
+    @property
+    def told_token(self) -> int | None:
+        """The answer's next token, if its consumer has it already."""
+        return self.request.resume.last_token if self.request.resume else None
+
+    def for_decode(self, model: bytes, first_token: int | None) -> Decode:
+        """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model."""
+        request, asked, resume = self.request, self.request.generation, self.request.resume
+        return Decode(
+            request_id=self.id,
+            frontend_epoch=request.frontend_epoch,
+            sampling=asked.sampling,
+            tokens=tuple(self.tokens),
+            first_token=first_token,
+            retrieval=asked.retrieval,
+            seen_passages=self.passages,
+            stages=self.stages,
+            blocks=tuple(self.table.blocks),
+            model=model,
+            prompt_tokens=resume.prompt_tokens if resume else len(self.tokens),
+            generated=resume.generated if resume else (),
+            first_is_told=self.told_token is not None,
+            build=self.build,
+        )

@@ -24,12 +24,13 @@ from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.transport import Transport, transport_of
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
+from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
 from runtime.serving.model.sampling import Sampler
 from runtime.serving.prefill.chunk_size import chunk_tokens
+from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.serving.prefill.job import Job
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class PrefillWorker:
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
         self._decode_first = config.handover.order == "decode_first"
+        self._disaggregation = Disaggregation(
+            config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
+        )
         self._context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
@@ -146,7 +150,7 @@ class PrefillWorker:
         request = job.request
         if request.resume is not None:
             job.tokens, job.passages = list(request.resume.tokens), request.resume.seen_passages
-            self._waiting.append(job)
+            self._queue(job)
             return
         asked = request.generation
         bare = build_prompt(
@@ -162,7 +166,7 @@ class PrefillWorker:
         job.tokens = bare.tokens
         retrieval = asked.retrieval
         if retrieval is None:
-            self._waiting.append(job)
+            self._queue(job)
             return
         text = query_text(self._model.tokenizer, asked.messages, asked.prompt)
         job.ticket = self.retriever.ask(
@@ -198,9 +202,26 @@ class PrefillWorker:
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
         self._link.send(Retrieved(job.id, tuple(used.cited() for used in prompt.used), stages=job.stages))
-        self._waiting.append(job)
+        self._queue(job)
 
     # ---- prefill
+
+    def _queue(self, job: Job) -> None:
+        """Its prompt is whole. It waits for blocks, or goes to decode without KV, to be computed there."""
+        request = job.request
+        own = len(job.tokens) - self._blocks.reusable(job.tokens)
+        ahead = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
+        if not self._disaggregation.by_decode(
+            time.monotonic_ns(), request.decode_worker, own, ahead, request.decode_load
+        ):
+            self._table.add(PrefillMetrics.PROMPTS["prefill"])
+            self._waiting.append(job)
+            return
+        self._table.add(PrefillMetrics.PROMPTS["decode"])
+        message = encode(job.for_decode(self._model.identity, job.told_token))
+        job.offer = self._source.announce(request.decode_endpoint, message)
+        self._offered[job.offer] = job
+        self._record(job)
 
     def _admit(self) -> None:
         """Give blocks to the waiting, the earliest deadline first; none overtakes another for being smaller."""
@@ -239,7 +260,9 @@ class PrefillWorker:
             budget -= len(tokens)
         if not batch:
             return
+        begin_ns = time.monotonic_ns()
         logits = self._model.forward([chunk for _, chunk in batch])
+        self._disaggregation.passed(self.chunk_tokens - budget, (time.monotonic_ns() - begin_ns) / 1e9)
         offered = len(self._offered)
         for (job, chunk), row in zip(batch, logits, strict=True):
             self._guard(job, partial(self._advance, chunk=chunk, logits=row))
@@ -251,34 +274,18 @@ class PrefillWorker:
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
             return
-        request, asked, resume = job.request, job.request.generation, job.request.resume
-        told = resume.last_token if resume else None
-        if told is None:
-            first = Sampler(asked.sampling, drawn=len(resume.generated) if resume else 0).draw(logits)
-        else:
-            first = told
+        first = job.told_token
+        if first is None:
+            resume = job.request.resume
+            drawn = len(resume.generated) if resume else 0
+            first = Sampler(job.request.generation.sampling, drawn=drawn).draw(logits)
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
-        payload = Decode(
-            request_id=job.id,
-            frontend_epoch=request.frontend_epoch,
-            sampling=asked.sampling,
-            tokens=tuple(job.tokens),
-            first_token=first,
-            retrieval=asked.retrieval,
-            seen_passages=job.passages,
-            stages=job.stages,
-            blocks=tuple(job.table.blocks),
-            model=self._model.identity,
-            prompt_tokens=resume.prompt_tokens if resume else len(job.tokens),
-            generated=resume.generated if resume else (),
-            first_is_told=told is not None,
-            build=job.build,
-        )
+        message = encode(job.for_decode(self._model.identity, first))
         assert job.lease is not None, "a running job has a lease"
-        job.offer = self._source.offer(request.decode_endpoint, job.lease, encode(payload))
+        job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
         self._offered[job.offer] = job
-        self._log.debug("prefilled %d tokens, for %s", job.done, request.decode_worker, extra={"request": job.id})
+        self._log.debug("prefilled %d tokens, for %s", job.done, job.request.decode_worker, extra={"request": job.id})
         self._record(job)
 
     # ---- publish

@@ -4,7 +4,8 @@ Its loop looks around between two steps only, as the real one's does: what comes
 probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
 steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
 a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
-youngest row makes room and is computed again (there is no swap space here).
+youngest row makes room and is computed again (there is no swap space here). A prompt that comes without KV is computed
+in chunks beside the steps of the others.
 """
 
 from collections import deque
@@ -54,6 +55,9 @@ class SimDecode:
         self._report, self._finish = report, finish
         self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
         self._pulling: deque[_HandOver] = deque()
+        self._computing: deque[_HandOver] = deque()  # prompts without KV
+        self._computed: list[SimRequest] = []  # whole with the step under way
+        self._chunk_tokens = limits.chunk_tokens
         self._link_ns = ns(times.link_s)
         self._slice_ns = 0 if limits.devices[0] != "cpu" else ns(slice_s)  # 0: copied beside the steps
         self.slots = self.free = limits.slots
@@ -84,6 +88,8 @@ class SimDecode:
             self._give_room()
             if self._pulling:
                 self._begin(self._pulling[0], self.batch.boundary_ns())
+            if self._computing:
+                self.batch.poke()
         self._tell()
 
     def _pull(self) -> None:
@@ -108,6 +114,9 @@ class SimDecode:
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
+            if request.by_decode:
+                self._computing.append(_HandOver(request, pulled, 0))
+                continue
             took = ns(self._times.copy_s(tokens))
             self.link_busy_ns += took
             self._pulling.append(_HandOver(request, pulled, took))
@@ -133,9 +142,40 @@ class SimDecode:
         else:
             self.batch.poke()
 
+    def _compute(self) -> None:
+        """A chunk of the prompts that are computed here goes through the model with the next step; one that is whole then
+        has its first token when that is over. Without other rows a prompt's chunks are passes of their own."""
+        now, budget = self._events.now_ns, self._chunk_tokens - self.batch.appended
+        computed, self._computed = self._computed, []
+        for request in computed:
+            self._joined(request)
+        while self._computing and budget > 0:
+            prompt = self._computing[0]
+            request = prompt.request
+            left = request.arrival.prompt_tokens - request.done_tokens
+            request.begun_ns = request.begun_ns or now
+            if prompt.end_ns > now:
+                break
+            if prompt.end_ns or request.ended:
+                self._computing.popleft()
+                self._joined(request)
+            elif not len(self.batch) and not self.batch.joining:
+                passes = -(-left // self._chunk_tokens) * self.batch.step_ns()
+                prompt.left_ns = ns(self._times.prefill_s(request.done_tokens, left)) + passes
+                self._begin(prompt, now)
+            else:
+                tokens = min(left, budget)
+                self.batch.lengthen(self._times.prefill_s(request.done_tokens, tokens))
+                request.done_tokens += tokens
+                budget -= tokens
+                if tokens == left:
+                    self._computed.append(self._computing.popleft().request)
+
     def _arrived(self, handover: _HandOver) -> None:
-        request = handover.request
         handover.pulled()
+        self._joined(handover.request)
+
+    def _joined(self, request: SimRequest) -> None:
         self._count_row_time()
         self.rows += 1
         request.first_token_ns = self._events.now_ns
@@ -158,11 +198,13 @@ class SimDecode:
             self._end(self._requests[row])
         if self.batch.out:
             self._bring_back()
-        if self.offers or self._pulling:
+        if self.offers or self._pulling or self._computing or self._computed:
             self._pull()
-            self.batch.calls(bool(self.offers or self._pulling or self.kv is not None))
+            self._compute()
+            computes = bool(self._computing or self._computed)
+            self.batch.calls(bool(self.offers or self._pulling or computes or self.kv is not None))
         most = self._secure() if self.kv is not None else self.batch.most_steps
-        self.batch.go_on(1 if self._pulling and self._slice_ns else most)
+        self.batch.go_on(1 if self._computing or self._computed or (self._pulling and self._slice_ns) else most)
 
     def expire(self, request: SimRequest) -> None:
         """Nobody waits for it any more."""
@@ -242,4 +284,10 @@ class SimDecode:
 
     def _tell(self) -> None:
         free_blocks = self.kv.available if self.kv is not None else 0
-        self._report(Report(self.name, 1, 1, len(self.offers), self.rows, self.free, free_blocks=free_blocks))
+        rows = self.rows + len(self._computing) + len(self._computed)
+        self._report(
+            Report(
+                self.name, 1, 1, len(self.offers), rows, self.free, free_blocks=free_blocks,
+                step_ns=self.batch.step_ns(),
+            )
+        )  # fmt: skip

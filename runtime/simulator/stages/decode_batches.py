@@ -179,6 +179,11 @@ class Batch:
         """The next step takes so much longer."""
         self._extra_s[self._number] += seconds
 
+    @property
+    def appended(self) -> int:
+        """Tokens of passages that go through the model with the next step."""
+        return int(self._worker[at.APPENDED])
+
     def __len__(self) -> int:
         return int(self._worker[at.LISTS + at.MEMBERS])
 

@@ -158,6 +158,7 @@ def _begin(s: Any, pools: Any, d: int, now: int, most: int) -> None:
     each_ns = step_ns(s, d, members)
     if worker[at.LISTS + at.ASKING]:
         _embed(s, pools, d, now, now + extra_ns + each_ns if members else 0)
+    worker[at.APPENDED] = 0
     batch.begin_run(s, d, now, most, each_ns, extra_ns)
 
 
@@ -289,6 +290,7 @@ def _append(s: Any, d: int, row: int) -> None:
     each = costs[at.CHUNK_TOKEN] + costs[at.CHUNK_PAIR] * (one[at.ROW_CONTEXT] + tokens / 2)
     s.extra_s[d] += tokens * (each + costs[at.CHUNK_BEHIND] if one[at.ROW_CONTEXT] else each)
     one[at.ROW_CONTEXT] += tokens
+    s.workers[d, at.APPENDED] += tokens
 
 
 # ---- what Python calls

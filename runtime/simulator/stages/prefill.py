@@ -10,6 +10,7 @@ from functools import partial
 
 from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
+from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.embedder import Embedder
 from runtime.simulator.stages.gpu import Gpu
@@ -33,10 +34,13 @@ class SimPrefill:
         offer: Callable[[SimRequest, Callable[[], None]], None],
         report: Callable[[Report], None],
         fail: Callable[[SimRequest, str], None],
+        disaggregation: Disaggregation,
     ) -> None:
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
+        self._disaggregation = disaggregation
+        self._ahead = 0  # tokens that wait or are being run
         self._embedder = Embedder(events, times.embed_s)
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
@@ -98,6 +102,13 @@ class SimPrefill:
         request.searched_ns = self._events.now_ns
         self._owed_ns += self._prompt_ns
         self.asking -= 1
+        place, tokens = request.placement, request.arrival.prompt_tokens
+        now_ns = self._events.now_ns
+        if self._disaggregation.by_decode(now_ns, place.decode, tokens, self._ahead, place.decode_load):
+            request.by_decode = True
+            self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
+            return
+        self._ahead += tokens
         self.waiting.append(request)
 
     def _pass(self) -> None:
@@ -108,6 +119,8 @@ class SimPrefill:
                 self.free -= 1
                 request.begun_ns = self._events.now_ns + self._owed_ns
                 self._running.append(request)
+            else:
+                self._ahead -= request.arrival.prompt_tokens
         if not self._running:
             self._busy = self._gpu.model_busy = False
             return
@@ -122,7 +135,9 @@ class SimPrefill:
             budget -= tokens
         if not self._busy:
             self._busy = self._gpu.model_busy = True
-        took = self._owed_ns + ns(self._times.prefill_pass_s + seconds) + self._gpu.take_debt_ns()
+        seconds += self._times.prefill_pass_s
+        self._disaggregation.passed(self._chunk_tokens - budget, seconds)
+        took = self._owed_ns + ns(seconds) + self._gpu.take_debt_ns()
         self._owed_ns = 0
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
@@ -132,7 +147,9 @@ class SimPrefill:
         for request, tokens in chunks:
             request.done_tokens += tokens
             self.tokens += tokens
+            self._ahead -= tokens
             if request.ended:
+                self._ahead -= request.arrival.prompt_tokens - request.done_tokens
                 self._running.remove(request)
                 self._release()
             elif request.done_tokens == request.arrival.prompt_tokens:

@@ -25,6 +25,7 @@ class SimRequest:
     end_ns: int = 0
     outcome: str = ""
     left_prefill: bool = False
+    by_decode: bool = False  # its prompt is computed by the decode worker
     done_tokens: int = 0  # of the prompt
     row: int = -1  # of decode's batch
     stalled_ns: int = 0

@@ -1,0 +1,72 @@
+"""Conditional disaggregation on the simulated node: prompts that decode computes take time of its steps."""
+
+from random import Random
+
+import pytest
+
+from runtime.node.config import DecodeSection, Disaggregate, HandoverSection, HttpSection, NodeConfig, PrefillSection
+from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.result import Result
+from runtime.simulator.setup import Setup
+from runtime.simulator.stages.request import SimRequest
+from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Slos, Workload
+
+MS = 1_000_000
+TIMES = ServiceTimes(
+    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # a token takes 1 ms
+    decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=0.0, link_s=0.0,
+)  # fmt: skip
+
+
+def ran(*arrivals: Arrival) -> list[SimRequest]:
+    """Requests whose prompts decode computes, 16 tokens in a step."""
+    config = NodeConfig(decode=DecodeSection(chunk_tokens=16), handover=HandoverSection(disaggregate="never"))
+    simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
+    simulation.run()
+    return simulation.requests
+
+
+def test_a_prompt_that_decode_computes_has_its_first_token_from_the_step_that_ends_it() -> None:
+    (one,) = ran(Arrival(0.0, 10, 4))
+    assert one.first_token_ns == 13 * MS
+    assert one.end_ns == 13 * MS + 3 * 3 * MS
+
+
+def test_without_other_rows_each_chunk_is_a_pass_of_its_own() -> None:
+    (one,) = ran(Arrival(0.0, 40, 1))  # chunks of 16, 16 and 8
+    assert one.first_token_ns == 40 * MS + 3 * 3 * MS
+
+
+def test_beside_other_rows_a_prompt_is_computed_in_chunks_and_each_is_a_step_of_theirs() -> None:
+    running, other = ran(Arrival(0.0, 10, 20), Arrival(0.0145, 40, 1))
+    begin = 16 * MS  # of the step after the one under way: the first token was there at 13 ms
+    assert other.first_token_ns == begin + 40 * MS + 3 * 3 * MS
+    assert running.end_ns == 13 * MS + 19 * 3 * MS + 40 * MS
+
+
+def served(disaggregate: Disaggregate, prefill: int, decode: int) -> Result:
+    """Eight GPUs, chats of which a tenth bring a document of 8,000 tokens."""
+    random, at_s, arrivals = Random(1), 0.0, []
+    for _ in range(1200):
+        prompt = 8000 if random.random() < 0.1 else random.randint(50, 900)
+        arrivals.append(Arrival(at_s, prompt, random.randint(50, 350)))
+        at_s += random.expovariate(60.0)
+    config = NodeConfig(
+        http=HttpSection(max_in_flight=10_000),
+        prefill=PrefillSection(workers=prefill, slots=8),
+        decode=DecodeSection(workers=decode, slots=64, devices=("cuda:0",)),
+        handover=HandoverSection(disaggregate=disaggregate),
+    )
+    setup = Setup(config=config, workload=Workload(retrieval=False), slos=Slos(ttft_s=0.5, tpot_s=0.025))
+    return simulate(setup, arrivals)
+
+
+def test_a_node_that_chooses_keeps_more_promises_than_one_that_never_does_with_as_many_gpus() -> None:
+    chooses, apart, colocated = served("auto", 2, 6), served("always", 2, 6), served("never", 1, 8)
+    assert chooses.attainment > 0.9
+    assert chooses.attainment > colocated.attainment > apart.attainment
+    assert 0 < chooses.use["by_decode"] < chooses.sent
+    assert chooses.tpot_s.p99 < colocated.tpot_s.p99
+    assert colocated.use["by_decode"] == pytest.approx(colocated.sent)
