@@ -181,12 +181,17 @@ def _saturation() -> Row:
 
 def _latency() -> Row:
     means = [Query(q.mean(stage.time, HERE), stage.name) for stage in TO_FIRST_TOKEN]
+    computed = [Query(q.rate(_s(PrefillMetrics.PROMPTS), ("by",)), "by {{by}}")]
+    causes = ("rejected", "lost", "expired")
+    failed = [Query(q.rate(_s(PrefillMetrics.OFFERS, outcome=cause)), cause) for cause in causes]
     return Row(
         "Where does the time go?",
         [
             _lines("TTFT by stage (mean)", "Stages before the first token", means, "s", 8, stacked=True),
             _percentiles("Time to first token", "Frontend to first token", DecodeMetrics.TTFT),
             _percentiles("Inter-token latency", "Between two tokens", DecodeMetrics.INTER_TOKEN),
+            _lines("Prompts", "A second, by the workers that compute them", computed, "reqps", 12),
+            _lines("Hand-overs that failed", "A second, by cause", failed, "reqps", 12),
         ],
     )
 

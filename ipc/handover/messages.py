@@ -3,10 +3,14 @@
 Here is what they say to each other; `handover_source.py` is prefill's end, `handover_sink.py` decode's. The memory, and
 how a torn copy is noticed, are `arena.py`'s. Offers travel prefill → decode and outcomes decode → prefill, over one-way
 ZeroMQ sockets. Each offer ends exactly once at its source: accepted, rejected (with a reason), withdrawn, 'lost' (the
-decode process died), or 'expired' (no word within the lease; safe, because a late puller meets another generation).
+decode process died), or 'expired' (no word within the lease; safe, because a late puller meets another generation). A
+sink that lives says `Held` of what it has not answered yet, and the leases begin anew.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from ipc.memory.device import CudaReference
 from ipc.memory.shared import MemoryReference, Pid
@@ -14,6 +18,7 @@ from ipc.memory.shared import MemoryReference, Pid
 MAX_PAYLOAD_BYTES = 1 << 22  # of an offer's message, not of the arena
 MAX_PEERS = 1024
 MAX_REASON = 500
+MAX_HELD = 256  # offers in one message
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +54,12 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     pid: Pid
 
 
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """The sink lives, and still has these offers."""
+
+    offer_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_HELD)]
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The sink's answer."""
 
@@ -59,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_at_sink = msgspec.msgpack.Decoder(Offer | Withdrawn).decode
-decode_at_source = msgspec.msgpack.Decoder(Seen | Ended).decode
+decode_at_source = msgspec.msgpack.Decoder(Seen | Held | Ended).decode
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -2,6 +2,9 @@
 
 import os
 import select
+import time
+from collections import defaultdict
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -10,10 +13,12 @@ from ipc.endpoints import bind, connect, receive_all, send_now
 from ipc.errors import MALFORMED, InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
 from ipc.handover.arena import MappedArena, OpenDevice
 from ipc.handover.messages import (
+    MAX_HELD,
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
     MAX_REASON,
     Ended,
+    Held,
     Offer,
     Seen,
     Withdrawn,
@@ -22,6 +27,8 @@ from ipc.handover.messages import (
 )
 from ipc.memory.device import DeviceMemory
 from ipc.memory.shared import MemoryReference
+
+RENEW_NS = 5_000_000_000  # between two words that offers are held: a sixth of the default lease
 
 
 class SinkStatistics(msgspec.Struct, frozen=True):
@@ -42,8 +49,15 @@ class HandoverSink:
     offers of such arenas are refused.
     """
 
-    def __init__(self, endpoint: str, open_device: OpenDevice | None = None) -> None:
-        self.endpoint = endpoint
+    def __init__(
+        self,
+        endpoint: str,
+        open_device: OpenDevice | None = None,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.endpoint, self._clock = endpoint, clock
+        self._renewed_ns = clock()
         self.socket = bind(zmq.PULL, endpoint, max_message_bytes=MAX_PAYLOAD_BYTES + 4096)
         self._open_device = open_device
         self._replies: dict[str, zmq.Socket[bytes]] = {}
@@ -55,10 +69,12 @@ class HandoverSink:
     def receive(self) -> list[Offer]:
         """Offers since the last call, withdrawn ones left out. Never blocks.
 
-        An offer whose arena cannot be opened, or that names a slot, epoch or generation that is not there, is rejected
-        here and not returned.
+        It is also how sources hear that this process lives, and still has what it has not answered: their leases are
+        renewed. An offer whose arena cannot be opened, or that names a slot, epoch or generation that is not there, is
+        rejected here and not returned.
         """
         self._drop_dead()
+        self._renew()
         offers: list[Offer] = []
         while messages := receive_all(self.socket):
             for frames in messages:
@@ -72,6 +88,18 @@ class HandoverSink:
                 elif self._take(message):
                     offers.append(message)
         return [offer for offer in offers if self._is_open(offer)]
+
+    def _renew(self) -> None:
+        now = self._clock()
+        if now - self._renewed_ns < RENEW_NS:
+            return
+        self._renewed_ns = now
+        held: defaultdict[str, list[int]] = defaultdict(list)
+        for reply, offer_id in self._open:
+            held[reply].append(offer_id)
+        for reply, ids in held.items():
+            for begin in range(0, len(ids), MAX_HELD):
+                send_now(self._reply(reply), encode(Held(tuple(ids[begin : begin + MAX_HELD]))))
 
     def _take(self, offer: Offer) -> bool:
         try:

@@ -3,6 +3,7 @@
 import os
 import select
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -14,6 +15,7 @@ from ipc.handover.messages import (
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
     MAX_REASON,
+    Held,
     Offer,
     Outcome,
     Seen,
@@ -84,15 +86,23 @@ class HandoverSource:
     """Offers slots of one arena to sinks. One thread; nothing here blocks.
 
     `socket` (ZeroMQ, bound) is readable when outcomes came; deaths and leases are noticed by `poll`, so call it at
-    least every few 100 ms while offers are outstanding.
+    least every few 100 ms while offers are outstanding. An offer of whose sink nothing is heard for `lease_ms` expires:
+    more than a few of `sink.RENEW_NS`, at which a sink that lives is heard.
     """
 
-    def __init__(self, name: str, arena: KvArena, *, lease_ms: float = LEASE_MS) -> None:
+    def __init__(
+        self,
+        name: str,
+        arena: KvArena,
+        *,
+        lease_ms: float = LEASE_MS,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         if not 0 < lease_ms < 1e9:
             raise InvalidArgument(f"lease_ms must be within 0..1e9, got {lease_ms}")
         self.name = name
         self._arena = arena
-        self._lease_ns = int(lease_ms * 1e6)
+        self._lease_ns, self._clock = int(lease_ms * 1e6), clock
         self.endpoint = private_endpoint(new_token(), "outcomes")
         self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
         self._targets: dict[str, _Target] = {}
@@ -128,7 +138,7 @@ class HandoverSource:
         if not send_now(target.socket, encode(message)):
             raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")
         self._next_id += 1
-        self._pending[offer_id] = _Pending(endpoint, slot, time.monotonic_ns() + self._lease_ns)
+        self._pending[offer_id] = _Pending(endpoint, slot, self._clock() + self._lease_ns)
         self._counts["offered"] += 1
         return offer_id
 
@@ -170,6 +180,8 @@ class HandoverSource:
                     continue
                 if isinstance(message, Seen):
                     self._seen(message, outcomes)
+                elif isinstance(message, Held):
+                    self._renew(message)
                 else:
                     reason = message.reason[:MAX_REASON] or "rejected"
                     kind = "accepted" if message.accepted else "rejected"
@@ -187,8 +199,14 @@ class HandoverSource:
         except OSError:
             self._end(message.offer_id, False, "lost", "lost", outcomes)
 
+    def _renew(self, held: Held) -> None:
+        expires_ns = self._clock() + self._lease_ns
+        for offer_id in held.offer_ids:
+            if offer_id in self._pending:
+                self._pending[offer_id].expires_ns = expires_ns
+
     def _end_lost_and_expired(self, outcomes: list[Outcome]) -> None:
-        now = time.monotonic_ns()
+        now = self._clock()
         used = {pending.endpoint for pending in self._pending.values()}
         dead = {endpoint for endpoint in used if self._targets[endpoint].died()}
         self._bury(dead, outcomes)

@@ -218,12 +218,18 @@ class HandoverSection(Section, frozen=True):
     `disaggregate`: which prompts are run by prefill workers. "auto": not those that a decode worker has done as soon,
     in steps that keep `slo.tpot_s`; "never": none, prefill workers only retrieve, and decode workers do both.
 
+    A hand-over has failed if decode refuses it, dies, or is not heard of for `lease_s` (it is every 5 s while it waits
+    for room); with `failure_policy` "recompute" the request is started again elsewhere (`http.restarts`), with "fail"
+    it ends.
+
     Between two steps of a running batch decode copies for about `slice_s`, a thirtieth of a step at most. It takes in
     another prompt while what waits for a place in the batch has less than `waiting_share` of its blocks.
     """
 
     order: Literal["prefill_first", "decode_first"] = "prefill_first"
     disaggregate: Disaggregate = "auto"
+    lease_s: Annotated[float, Meta(ge=10, le=86_400)] = 30.0
+    failure_policy: Literal["recompute", "fail"] = "recompute"
     slice_s: Annotated[float, Meta(gt=0, le=1)] = 0.002
     waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
 

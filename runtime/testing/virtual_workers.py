@@ -13,12 +13,13 @@ from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from msgspec.structs import replace
 
 from runtime.node.config import parse_config
+from runtime.node.metrics.columns import OfferOutcome
 from runtime.node.placement.plan import resolve
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
@@ -154,7 +155,7 @@ class Handover:
         self.outcomes.put(SimpleNamespace(offer_id=offer.offer_id, accepted=True, reason=""))
 
     def statistics(self) -> Any:
-        return SimpleNamespace(malformed=0)
+        return SimpleNamespace(**dict.fromkeys(("malformed", *get_args(OfferOutcome)), 0))
 
 
 class Retriever:

@@ -13,6 +13,7 @@ from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, PeerLost
 from ipc.endpoints import receive_all
 from ipc.handover.arena import MappedArena
 from ipc.handover.messages import MAX_PAYLOAD_BYTES, Ended, decode_at_source
+from ipc.handover.sink import RENEW_NS
 from tests.ipc.handovers import (
     SLOT_BYTES,
     SLOTS,
@@ -157,6 +158,30 @@ def test_an_offer_without_an_answer_expires(arena: KvArena, sink: HandoverSink) 
     with HandoverSource("prefill-0", arena, lease_ms=1) as source:
         offer_id = source.offer(sink.endpoint, 0, b"")
         assert outcomes(source) == [Outcome(offer_id, 0, False, "expired")]
+
+
+def test_a_lease_is_renewed_while_the_sink_lives_and_holds_the_offer(arena: KvArena) -> None:
+    now_ns = [0]
+    with (
+        HandoverSource("prefill-0", arena, lease_ms=30_000, clock=lambda: now_ns[0]) as source,
+        HandoverSink(address(), open_device, clock=lambda: now_ns[0]) as sink,
+    ):
+        first, second = (source.offer(sink.endpoint, slot, b"") for slot in (0, 1))
+        offers: list[Offer] = []
+        while len(offers) < 2:
+            offers += receive(sink)
+        for _ in range(20):  # it waits for room for two minutes
+            now_ns[0] += RENEW_NS
+            sink.receive()
+            assert source.socket.poll(SOON_MS)
+            assert source.poll() == []
+        sink.acknowledge(offers[0])
+        assert outcomes(source) == [Outcome(first, 0, True, "")]
+        now_ns[0] += 29 * 10**9  # the sink hangs
+        assert source.poll() == []
+        now_ns[0] += 10**9
+        assert source.poll() == [Outcome(second, 1, False, "expired")]
+        assert source.statistics().expired == 1
 
 
 def test_an_answer_after_the_lease_changes_nothing(arena: KvArena, sink: HandoverSink) -> None:

@@ -282,3 +282,24 @@ def test_the_death_of_prefill_does_not_touch_what_decode_computes(start: Start, 
     workers.run()
     found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 12) for prompt in prompts]
+
+
+# ---- hand-overs that fail
+
+
+@pytest.mark.parametrize(("policy", "code"), [("recompute", "worker_lost"), ("fail", "unavailable")])
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
+def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
+    start: Start, policy: str, code: str, disaggregate: str
+) -> None:
+    """The frontend starts again what is lost, and nothing else."""
+    workers = start(handover={"failure_policy": policy, "disaggregate": disaggregate})
+    workers.decodes["decode-0"].bridge.drop("r")
+    workers.submit("r", [5, 6, 7], 6)
+    workers.run()
+    failed = workers.told["r"].failed
+    assert failed is not None
+    assert failed.code == code
+    assert failed.message == "decode-0 did not take the hand-over: cancelled"
+    assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
+    nothing_is_held(workers)

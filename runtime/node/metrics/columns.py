@@ -84,6 +84,8 @@ class ByLabel(Named, Generic[Value, Kind]):
 
 
 Stage = Literal["prefill", "decode"]
+OfferOutcome = Literal["accepted", "rejected", "withdrawn", "lost", "expired"]
+"""How an offer of a hand-over ends: lost with the decode process, or expired without a word from it."""
 Slo = Literal["ttft", "tpot", "search", "all"]
 """What is promised: the first token, each later token, a search alone; "all": every promise to a generation."""
 Refusal = Literal["overloaded", "deadline_exceeded", "invalid_request"]
@@ -157,6 +159,13 @@ class PrefillMetrics(RetrievingMetrics):
         Counter, "trinity_prompts_total", "Prompts, by the workers that compute them", "by", Stage
     )
     PROMPT_TOKENS = Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill")
+    OFFERS = ByLabel[OfferOutcome, Counter](
+        Counter,
+        "trinity_kv_offers_total",
+        "Offers of KV, of prompts without KV, and of announcements, by how they ended",
+        "outcome",
+        OfferOutcome,
+    )
     FAILED = Counter("trinity_prefill_failed_total", "Requests that ended with an error in prefill")
     PREFIX_QUERY_TOKENS = Counter(
         "trinity_prefill_prefix_query_tokens_total", "Prompt tokens looked up among the cached KV blocks"

@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ipc import IpcError
-from runtime.errors import InvalidRequest, TrinityError, WorkerLost
+from runtime.errors import InvalidRequest, TrinityError, Unavailable, WorkerLost
 from runtime.node.beside import beside
-from runtime.node.metrics.columns import PrefillMetrics
+from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.worker import Worker
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
@@ -47,6 +47,8 @@ class PrefillWorker:
         config = worker.plan.config
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
+        # What is lost is started again by the frontend, from what was told; what is unavailable is not.
+        self._failed = WorkerLost if config.handover.failure_policy == "recompute" else Unavailable
         self._decode_first = config.handover.order == "decode_first"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
@@ -60,7 +62,7 @@ class PrefillWorker:
             leases=config.prefill.slots,
             kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens),
             epoch=worker.epoch,
-            lease_ms=config.http.request_timeout_s * 1e3,
+            lease_ms=config.handover.lease_s * 1e3,
         )
         self._model = LanguageModel.load(
             config.own_model.name,
@@ -300,12 +302,14 @@ class PrefillWorker:
                 continue
             self._forget(job)
             if not outcome.accepted:
-                self._fail(job, WorkerLost(f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}"))
+                self._fail(
+                    job, self._failed(f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}")
+                )
 
     def _publish(self) -> None:
         waiting = len(self._waiting) + len(self._asking)
         running = len(self._running) + len(self._offered)
-        found = self._blocks.statistics()
+        found, offers = self._blocks.statistics(), self._source.statistics()
         table = self._table
         self._follower.step(time.monotonic_ns())
         table.set(PrefillMetrics.WAITING, waiting)
@@ -317,7 +321,8 @@ class PrefillWorker:
             (PrefillMetrics.PREFIX_QUERY_TOKENS, found.lookup_tokens),
             (PrefillMetrics.PREFIX_HIT_TOKENS, found.hit_tokens),
             (PrefillMetrics.KV_EVICTIONS, found.evictions),
-            (PrefillMetrics.MALFORMED, self._link.malformed.count + self._source.statistics().malformed),
+            (PrefillMetrics.MALFORMED, self._link.malformed.count + offers.malformed),
+            *((PrefillMetrics.OFFERS[outcome], getattr(offers, outcome)) for outcome in get_args(OfferOutcome)),
         ):
             table.total(counter, value)
         self._link.report(
