@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.serve import agreement, changes, control, goodput, handover, probes, step, tpot, ttft
+from benchmarks.serve import agreement, changes, control, disaggregation, goodput, handover, probes, step, tpot, ttft
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Section, about, markdown, write
 
@@ -27,6 +27,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "ttft": ttft.run,
     "probes": probes.run,
     "goodput": goodput.run,
+    "disaggregation": disaggregation.run,
     "changes": changes.run,
     "orders": control.orders,
     "link": control.link,

@@ -19,7 +19,7 @@ _SECONDS = 8.0  # of load for each point
 _FEWEST = 12  # requests of a point, also at a small scale
 _FULL = 24  # outstanding requests that are enough
 _TTFT_SCALE, _TPOT_SCALE = 6.0, 3.0  # limits, in unloaded times
-_ATTAINMENT = 0.9
+ATTAINMENT = 0.9
 
 Curve = list[tuple[float, float]]  # requests/s, share of the sent requests that met their limits
 
@@ -28,12 +28,12 @@ def run(bench: Bench) -> Section:
     """Every load for every system, with the same requests at the same times."""
     section = Section("goodput", "")
     node, colocated = bench.kept("node"), bench.kept("colocated")
-    plain = _Kind(bench, node)
-    probing = _Kind(bench, node, retrieval={"collection": "docs", "k": 4, "every_tokens": 8})
+    plain = Kind(bench, node)
+    probing = Kind(bench, node, retrieval={"collection": "docs", "k": 4, "every_tokens": 8})
     section.text = (
         f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {plain.ttft_s * 1e3:.0f} "
         f"ms, TPOT {plain.tpot_s * 1e3:.1f} ms; with retrieval and probes {probing.ttft_s * 1e3:.0f} and "
-        f"{probing.tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {_ATTAINMENT:.0%} of the sent "
+        f"{probing.tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {ATTAINMENT:.0%} of the sent "
         "requests meet both. Load in requests/s; who cannot meet the limits any more hangs up."
     )
     lines: dict[str, Curve] = {stand.kind: plain.curve(stand, _LOADS) for stand in (node, colocated)}
@@ -47,7 +47,7 @@ def run(bench: Bench) -> Section:
         "reserve, with retrieval and probes: requests/s, attainment": adaptive,
     }
     for name, points in (lines | adaptive).items():
-        section.measures.append(Measure(f"{name}: goodput at {_ATTAINMENT:.0%}", goodput(points), "requests/s"))
+        section.measures.append(Measure(f"{name}: goodput at {ATTAINMENT:.0%}", goodput(points), "requests/s"))
     best_fixed = max(goodput(points) for name, points in adaptive.items() if name != "adaptive")
     section.measures += [
         Measure("goodput, node / colocated", _ratio(goodput(lines["node"]), goodput(lines["colocated"])), "×"),
@@ -57,7 +57,7 @@ def run(bench: Bench) -> Section:
     return section
 
 
-class _Kind:
+class Kind:
     """Requests of one kind (`more` of their bodies): their limits, and what a node answers of them when it is full."""
 
     def __init__(self, bench: Bench, node: Stand, **more: object) -> None:
@@ -89,7 +89,7 @@ class _Kind:
 
 def goodput(points: Sequence[tuple[float, float]]) -> float:
     """The greatest load tried at which enough requests met their limits; 0 if there is none."""
-    return max((rate for rate, attainment in points if attainment >= _ATTAINMENT), default=0.0)
+    return max((rate for rate, attainment in points if attainment >= ATTAINMENT), default=0.0)
 
 
 def _ratio(one: float, other: float) -> float:

@@ -114,6 +114,16 @@ class Stand:
             if metric.name == name
         )
 
+    def labelled(self, role: str, name: str, label: str) -> float:
+        """As `counter`, of one value of its label."""
+        return sum(
+            table.read(metric)[0]
+            for table in self.tables.values()
+            if table.role == role
+            for metric in table.metrics
+            if metric.name == name and metric.label is not None and metric.label[1] == label
+        )
+
     def used_s(self) -> tuple[float, float, float]:
         """Processor seconds so far: of the models, of the rest of the node with this process, of all others here."""
         tick = os.sysconf("SC_CLK_TCK")

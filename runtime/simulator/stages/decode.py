@@ -143,8 +143,8 @@ class SimDecode:
             self.batch.poke()
 
     def _compute(self) -> None:
-        """A chunk of the prompts that are computed here goes through the model with the next step; one that is whole then
-        has its first token when that is over. Without other rows a prompt's chunks are passes of their own."""
+        """A chunk of the prompts that are computed here goes through the model with the next step; one that is whole
+        then has its first token when that is over. Without other rows a chunk is a pass of its own."""
         now, budget = self._events.now_ns, self._chunk_tokens - self.batch.appended
         computed, self._computed = self._computed, []
         for request in computed:
@@ -156,20 +156,21 @@ class SimDecode:
             request.begun_ns = request.begun_ns or now
             if prompt.end_ns > now:
                 break
-            if prompt.end_ns or request.ended:
+            if request.ended or not left:
                 self._computing.popleft()
                 self._joined(request)
-            elif not len(self.batch) and not self.batch.joining:
-                passes = -(-left // self._chunk_tokens) * self.batch.step_ns()
-                prompt.left_ns = ns(self._times.prefill_s(request.done_tokens, left)) + passes
+                continue
+            tokens = min(left, budget)
+            seconds = self._times.prefill_s(request.done_tokens, tokens)
+            request.done_tokens += tokens
+            budget -= tokens
+            if not len(self.batch) and not self.batch.joining:
+                prompt.left_ns = ns(seconds) + self.batch.step_ns()
                 self._begin(prompt, now)
-            else:
-                tokens = min(left, budget)
-                self.batch.lengthen(self._times.prefill_s(request.done_tokens, tokens))
-                request.done_tokens += tokens
-                budget -= tokens
-                if tokens == left:
-                    self._computed.append(self._computing.popleft().request)
+                break
+            self.batch.lengthen(seconds)
+            if tokens == left:
+                self._computed.append(self._computing.popleft().request)
 
     def _arrived(self, handover: _HandOver) -> None:
         handover.pulled()

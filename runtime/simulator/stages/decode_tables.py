@@ -16,8 +16,8 @@ WORDS = 10
 
 # Of a worker. END: of the run under way, of STEPS steps from BEGIN on, the first of which takes FIRST ns, the others
 # EACH; TAKEN before it. HOLD: TOKENS of all rows in the batch. PYTHON: whether the worker's own code is to be called
-# between two runs (`decode`). DUE_FIRST, DUE_LAST: rows whose probes end by their timeouts, as a list. APPENDED: tokens of
-# passages that go through the model with the next step.
+# between two runs (`decode`). DUE_FIRST, DUE_LAST: rows whose probes end by their timeouts, as a list. APPENDED: tokens
+# of passages that go through the model with the next step.
 (
     END,
     STEPS,
