@@ -16,6 +16,7 @@ from runtime.testing.node import Node
 from tests.e2e.conftest import CONFIG
 from tests.fleet.balancers import program
 from tests.fleet.load import Outcomes, load, more
+from tests.fleet.manifests import picker_metrics
 
 Start = Callable[[int], Node]
 
@@ -58,7 +59,7 @@ def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
     program(name)
     with ThreadPoolExecutor() as both:
         first, second = both.map(start, (1, 2))
-    assert second.metric("vllm:num_requests_running", engine="0") == 0
+    assert [second.metric(asked) for asked in picker_metrics()] == [0, 0, 0]  # the names in our manifests
     urls = [first.info.url, second.info.url]
     with balancing(name, urls, tmp_path) as url, load(url) as outcomes:
         more(outcomes, 20)

@@ -1,0 +1,27 @@
+"""The Kubernetes manifests, as they are committed."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # transformers brings it, without types
+
+FOLDER = Path(__file__).parents[2] / "launchers" / "fleet" / "kubernetes"
+BUILT_IN = ("service", "statefulset", "poddisruptionbudget")
+
+
+def manifest(name: str) -> Any:
+    """One file's contents."""
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def picker_engine() -> dict[str, str]:
+    """What llm-d's endpoint picker is told of a node's metrics."""
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in manifest("picker")["plugins"]}
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    assert plugins["core-metrics-extractor"]["defaultEngine"] == engine["name"]
+    return dict(engine)
+
+
+def picker_metrics() -> list[str]:
+    """The names of metrics that it asks for."""
+    return [value for key, value in picker_engine().items() if key.endswith("Spec")]
