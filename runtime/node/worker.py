@@ -168,9 +168,13 @@ def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 def main() -> int:
     gc.disable()  # until `Worker.ready`: while modules are imported it finds nothing, and takes a fifth of the time
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
-    die_with(spec.supervisor_pid)
-    worker = Worker(spec)
+    try:
+        spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+        die_with(spec.supervisor_pid)
+        worker = Worker(spec)
+    except (msgspec.MsgspecError, ValueError) as error:  # Trinity was replaced by another version under a running node
+        print(f"the supervisor runs another version of Trinity, restart the node: {error}", file=sys.stderr)
+        return 1
     worker.open_logs()
     try:
         return _run(worker)

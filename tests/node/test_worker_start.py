@@ -1,0 +1,35 @@
+"""A worker whose code is not that of its supervisor: Trinity was replaced while the node runs."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from runtime.node.config import SloSection, parse_config
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.plan import resolve
+from runtime.node.worker import WorkerSpec
+
+
+def said(order: bytes) -> str:
+    """The one line with which the process ends."""
+    done = subprocess.run([sys.executable, "-m", "runtime.node.worker"], input=order, capture_output=True, timeout=120)
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == 1
+    return line
+
+
+@pytest.mark.parametrize("order", [b"", b'{"epoch": 1}\n', b"garbage\n"])
+def test_an_order_of_another_version_is_a_line_that_says_to_restart_the_node(order: bytes) -> None:
+    assert "runs another version of Trinity, restart the node: " in said(order)
+
+
+def test_a_table_of_other_metrics_is_a_line_that_says_to_restart_the_node() -> None:
+    plan = resolve(parse_config({"collections": [{"name": "docs", "path": "/docs", "required": False}]}))
+    with contextlib.closing(WorkerTable.create("pool", "frontend-0", SloSection())) as table:
+        spec = WorkerSpec(plan, "frontend-0", 1, table.reference, os.getpid())
+        line = said(msgspec.json.encode(spec) + b"\n")
+    assert "restart the node: worker table of frontend: " in line
