@@ -1,0 +1,65 @@
+"""`benchmarks.engines` over a fake server: every way is asked as often, and the report has a line for each."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines import added, layouts
+from benchmarks.engines.added import Delay
+from benchmarks.engines.ways import Address, Answer, Ways
+from runtime.node.engine_config import OpenAiSection
+from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
+from tests.engines.fake_vllm import Front
+from tests.frontend.fakes import run
+
+
+@asynccontextmanager
+async def ways(home: Path, *names: str) -> AsyncIterator[tuple[Ways, FakeServer]]:
+    """One fake server behind all names."""
+    fake, socket = FakeServer(Behaviour(model=MODEL)), str(home / "fake.sock")
+    addresses = {name: Address("http://fake/v1", socket) for name in names}
+    server = await asyncio.start_unix_server(Front(fake).connected, socket)
+    async with server, Ways(addresses, MODEL, 1, salted=True) as made:
+        yield made, fake
+
+
+def test_layouts_are_asked_the_same_in_turn_and_told_side_by_side(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with ways(tmp_path, *layouts.WAYS) as (made, fake):
+            found = await layouts.compare(made, rounds=2, tokens=4, prompt_tokens=40)
+        assert len(fake.asked) == 3 * 2 * (1 + 4 + 16)  # to warm up, one after the other, eight at a time
+        assert len({body.get("cache_salt") for _, body in fake.asked[6:]}) == len(fake.asked) - 6
+        assert {len(values["rate"]) for values in found["ways"].values()} == {2}
+        lines = layouts.report(found)
+        assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:][-3:] == [
+            *layouts.WAYS.values()
+        ]
+
+    run(test())
+
+
+def test_only_what_is_asked_for_is_measured_and_each_has_its_bar(tmp_path: Path) -> None:
+    async def test() -> None:
+        section = OpenAiSection(name=MODEL, url="http://fake/v1")
+        async with ways(tmp_path, "direct", "through") as (made, _):
+            only = ("ttft", "token", "same")
+            found = await added.measure(made, None, section, only=only, pairs=6, rounds=1, tokens=4)
+        assert found["same"] == 10
+        assert len(found["ttft_added_ms"]) == 6
+        assert "throughput_ratio" not in found
+        report = "\n".join(added.report(found))
+        assert "TTFT added without retrieval, ms" in report
+        assert "throughput" not in report
+
+    run(test())
+
+
+def test_the_parts_of_a_delay_are_the_whole_delay() -> None:
+    timings = {"embed": 0.009, "retrieval": 0.001, "admission": 0.0002, "prefill": 0.4, "ttft": 0.4103}
+    through, direct = Answer(0.412, 0, 2, "", timings), Answer(0.399, 0, 2, "", {})
+    delay = Delay.of(through, direct)
+    assert sum(delay.parts.values()) == pytest.approx(through.ttft_s - direct.ttft_s, abs=2e-4)
+    assert delay.rest == pytest.approx(0.413 - 0.4 - 0.01, abs=1e-3)
