@@ -11,6 +11,7 @@ PROCESS = {
     ),
     "dashboards": ("test_live", "test_preview", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_parts", "test_vllm_stages"),
+    "fleet": ("test_configurations",),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
     "ipc": (
@@ -18,12 +19,13 @@ PROCESS = {
         "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
     "launchers": (
-        "test_bootstrap", "test_entry", "test_service", "test_vllm_environment", "test_workers_commands",
+        "test_bootstrap", "test_entry", "test_examples", "test_service", "test_vllm_environment",
+        "test_workers_commands",
     ),
     "live": ("test_applied", "test_background", "test_kill"),
     "node": (
         "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
-        "test_standby", "test_supervisor",
+        "test_standby", "test_supervisor", "test_worker_start",
     ),
     "pool": ("test_cuda_pool", "test_kills"),
     "retrieval": ("test_apart", "test_directory", "test_embedder", "test_index_commands", "test_ingestion"),
