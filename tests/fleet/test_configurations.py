@@ -139,13 +139,16 @@ def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str,
         assert {name.lower(): value for name, value in made.items()}["x-request-id"]
 
 
-@pytest.mark.parametrize("name", ["haproxy", "envoy"])
-def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("haproxy", "x-conversation-id"), ("envoy", "x-conversation-id"), ("vllm-router", "x-session-id")],
+)
+def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, header: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path, "conversation") as client:
         taken: Counter[int] = Counter()
         for conversation in range(24):
-            headers = {"x-conversation-id": f"c-{conversation}"}
-            nodes = {client.post("/v1/completions", headers=headers, json={}).json()["node"] for _ in range(3)}
+            asked = {"headers": {header: f"c-{conversation}"}, "json": {"model": "m", "prompt": "p"}}
+            nodes = {client.post("/v1/completions", **asked).json()["node"] for _ in range(3)}
             assert len(nodes) == 1
             taken.update(nodes)
         assert len(taken) == 3
