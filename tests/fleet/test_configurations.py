@@ -147,8 +147,8 @@ def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, header: 
     with asked_through(name, tmp_path, "conversation") as client:
         taken: Counter[int] = Counter()
         for conversation in range(24):
-            asked = {"headers": {header: f"c-{conversation}"}, "json": {"model": "m", "prompt": "p"}}
-            nodes = {client.post("/v1/completions", **asked).json()["node"] for _ in range(3)}
+            named, body = {header: f"c-{conversation}"}, {"model": "m", "prompt": "p"}
+            nodes = {client.post("/v1/completions", headers=named, json=body).json()["node"] for _ in range(3)}
             assert len(nodes) == 1
             taken.update(nodes)
         assert len(taken) == 3
