@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,11 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
     here, there = _context.Pipe()
     child = _context.Process(target=target, args=(*args, there), daemon=True)
     child.start()
+    there.close()  # the child has it: once that has died, `recv` raises EOFError and nobody waits
     try:
         yield here
-        here.send(None)
+        with suppress(BrokenPipeError):
+            here.send(None)
         child.join(timeout=30)
     finally:
         child.kill()
