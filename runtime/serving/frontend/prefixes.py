@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from runtime.serving.messages import Message
+from runtime.serving.messages import Generation, Message
 
 BLOCK_CHARS = 128
 BLOCK_TOKENS = 32
@@ -30,6 +30,23 @@ def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message], most: int = P
         chain = hash((chain, content[end - block : end]))
         hashes.append(chain)
     return tuple(hashes)
+
+
+def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
+    """The prefix blocks of a prompt that are known before its passages are, and how many blocks it has without these.
+
+    Passages stand behind the text of a chat's system message, or before a raw prompt (`model/prompt.py`): what follows
+    them is no prefix that two prompts share.
+    """
+    if asked.retrieval is None:
+        prefix = prefix_blocks(asked.messages or asked.prompt)
+        return prefix, len(prefix)
+    before = [turn for turn in asked.messages[:1] if turn.role == "system"]
+    if asked.messages:
+        whole = sum(len(turn.content) for turn in asked.messages) // BLOCK_CHARS
+    else:
+        whole = len(asked.prompt) // (BLOCK_CHARS if isinstance(asked.prompt, str) else BLOCK_TOKENS)
+    return prefix_blocks(before), whole
 
 
 class Prefixes:

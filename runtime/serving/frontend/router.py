@@ -67,9 +67,11 @@ class Worker:
         """Whether its last report had KV blocks for so many tokens (a worker that does not tell has)."""
         return not self.hello.blocks or self.free_blocks * self.hello.block_tokens >= tokens
 
-    def overlap(self, prefix: Sequence[int]) -> float:
-        """The share of `prefix` that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it)."""
-        return self.prefixes.seen(prefix, self.evicted_ns) / len(prefix) if prefix else 0.0
+    def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
+        """The share of a prompt that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it).
+
+        The prompt has `blocks` blocks, of which `prefix` are known; at least these."""
+        return self.prefixes.seen(prefix, self.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
@@ -128,8 +130,9 @@ class Router:
         """The roles for which no worker takes requests; empty when the node is ready."""
         return [role for role in ROLES if not self._ready(role)]
 
-    def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "") -> Placement:
-        """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context.
+    def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "", blocks: int = 0) -> Placement:
+        """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context. It has
+        `blocks` blocks, if not all of them are known.
 
         The worker `avoid` is taken only if there is no other. Raises Overloaded (too many in flight), Unavailable (a
         role has no worker) or ContextLengthExceeded.
@@ -142,7 +145,7 @@ class Router:
             self._fitting("prefill", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
-                worker.load - worker.overlap(prefix) + (not worker.has_free_blocks(tokens)),
+                worker.load - worker.overlap(prefix, blocks) + (not worker.has_free_blocks(tokens)),
             ),
         )
         decode = self._pick(
@@ -150,7 +153,7 @@ class Router:
             lambda worker: (
                 worker.hello.worker == avoid,
                 not (worker.has_free_slot and worker.has_free_blocks(tokens)),
-                (worker.load - worker.overlap(prefix)) / worker.hello.slots,
+                (worker.load - worker.overlap(prefix, blocks)) / worker.hello.slots,
             ),
         )
         load = DecodeLoad(decode.load, decode.hello.slots, decode.step_ns)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
-from runtime.serving.frontend.prefixes import prefix_blocks
+from runtime.serving.frontend.prefixes import known_prefix, prefix_blocks
 from runtime.serving.frontend.requests import Request, RequestTable
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Prefill
@@ -58,9 +58,9 @@ class Starts:
         prompt = resume.tokens if resume else asked.prompt
         tokens = asked.sampling.max_tokens - (len(resume.generated) if resume else 0)
         tokens += len(prompt) if isinstance(prompt, tuple) else 1
-        prefix = prefix_blocks(prompt if resume else asked.messages or prompt)
+        prefix, blocks = (prefix_blocks(prompt), 0) if resume else known_prefix(asked)
         while True:
-            placement = self._router.place(prefix, tokens, avoid=avoid)
+            placement = self._router.place(prefix, tokens, avoid=avoid, blocks=blocks)
             if self._send(placement.prefill, request.message(self._epoch, placement, resume)):
                 request.placement, request.placed = placement, True
                 return

@@ -1,0 +1,48 @@
+"""What the router believes that a worker has of a prompt, against the tokens whose KV the worker finds again."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.prefixes import BLOCK_CHARS, known_prefix
+from runtime.serving.frontend.router import Router
+from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.messages import Generation, Hello, Message, Retrieval, Sampling
+from runtime.serving.model.prompt import build_prompt
+from runtime.serving.model.tokenizer import Tokenizer
+
+BLOCK = 32
+SYSTEM = Message("system", "You answer questions of those who run this service, in full sentences. " * 9)
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["no system message", "a system message"])
+@pytest.mark.parametrize("retrieval", [None, Retrieval("docs")], ids=["without passages", "with passages"])
+def test_the_router_believes_that_a_worker_has_as_much_of_a_chats_next_turn_as_it_finds_again(
+    tiny_directory: Path, system: list[Message], retrieval: Retrieval | None
+) -> None:
+    tokenizer = Tokenizer.load(tiny_directory)  # a byte is a token
+    blocks = BlockManager(1000, BLOCK, b"model")
+    router = Router(max_in_flight=10)
+    for role in ("prefill", "decode"):
+        router.add(Hello(role, role, 1, 0, slots=8, limit_tokens=1 << 20))
+    turns = list(system)
+    for number in range(4):
+        turns.append(Message("user", f"Question {number}: how does it do what it does in case {number}? " * 6))
+        asked = Generation(Sampling(8), 0, 1, messages=tuple(turns), retrieval=retrieval)
+        prefix, whole = known_prefix(asked)
+        (worker, _) = router.workers()
+        believed = worker.overlap(prefix, whole) * max(whole, len(prefix)) * BLOCK_CHARS
+        router.finished(router.place(prefix, blocks=whole), prefilled=False)
+        passages = [Passage(f"p{number}", f"Title {number}", 0.1, "It says. " * 30)] if retrieval else []
+        tokens = build_prompt(tokenizer, turns, passages=passages, budget_tokens=10_000).tokens
+        table = blocks.open(tokens)
+        frame = len(tokenizer.chat(turns)) - sum(len(turn.content) for turn in turns)
+        instruction = 200 if retrieval else 0  # what stands before passages, and the beginning of a title
+        assert believed - BLOCK <= table.reused_tokens <= believed + BLOCK_CHARS + frame + instruction
+        if number and (system or not retrieval):
+            assert believed > 0, "it is not only careful"
+        blocks.grow(table, len(tokens))
+        blocks.fill(table, tokens, len(tokens))
+        blocks.close(table)
+        turns.append(Message("assistant", f"It does so because of reason {number}. " * 4))
