@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import TrinityError
@@ -29,16 +29,22 @@ from tests.frontend.links import Stand
 
 
 class Wired(WorkerLink):
-    """A link that notes what it tries to send. A `dead` identity cannot be sent to."""
+    """A link that notes what it tries to send, and of which requests a worker has heard. A `dead` identity cannot be
+    sent to."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.sent: list[tuple[bytes, ToWorker]] = []
+        self.begun: set[str] = set()
         self.dead: set[bytes] = set()
 
     def _send_to(self, identity: bytes, message: ToWorker) -> bool:
         self.sent.append((identity, message))
-        return identity not in self.dead
+        if identity in self.dead:
+            return False
+        if isinstance(message, Prefill):
+            self.begun.add(message.request_id)
+        return True
 
 
 # Requests are named by how long ago they were accepted; a message comes from one of the request's own workers
@@ -58,7 +64,12 @@ EVENTS = st.one_of(
 )
 
 
+# The fourth is sent to a worker whose connection is gone, so to none, and waits until its client leaves.
+UNHEARD = [*[("submit", 0)] * 3, ("lost", "p0"), ("disconnect", "p1"), ("submit", 0), ("cancel", 0)]
+
+
 @given(st.lists(EVENTS, min_size=10, max_size=60), st.integers(0, 2))
+@example(UNHEARD, 1)
 @settings(max_examples=60, deadline=None)
 def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]], restarts: int) -> None:
     async def test() -> None:
@@ -125,11 +136,10 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
             assert len(link.requests) == stand.router.in_flight == 0
             assert len(stand.ended) == len(requests)
             told = {(name.decode(), sent.request_id) for name, sent in link.sent if isinstance(sent, Cancel)}
-            sent_ids = {sent.request_id for _, sent in link.sent if isinstance(sent, Prefill)}
             for request in requests:
                 code = next(ended.code for ended in stand.ended if ended.request_id == request.id)
-                # One that has only waited for a worker has been sent to none that would have to be told.
-                if request.id in sent_ids and code in ("client_closed_request", "deadline_exceeded"):
+                # One that has only waited for a worker has reached none that would have to be told.
+                if request.id in link.begun and code in ("client_closed_request", "deadline_exceeded"):
                     # The last attempt that was sent: one that waited for workers in the end has a later number.
                     at = (request.placement.prefill, request.placement.decode)
                     ids = [request.id, *(f"{request.id}~{number}" for number in range(1, request.attempts + 1))]
