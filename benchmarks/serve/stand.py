@@ -125,7 +125,8 @@ class Stand:
         )
 
     def used_s(self) -> tuple[float, float, float]:
-        """Processor seconds so far: of the models, of the rest of the node with this process, of all others here."""
+        """Processor seconds so far: of the models, of the rest of the node with this process, and of all others, also
+        of those that the host gave to other machines (steal)."""
         tick = os.sysconf("SC_CLK_TCK")
         models, light = 0.0, time.process_time()
         for process, names in zip(self._processes, self._names, strict=True):
@@ -135,8 +136,8 @@ class Stand:
                 models += used
             else:
                 light += used
-        user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
-        return models, light, (user + nice + system + irq + soft) / tick - models - light
+        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return models, light, (user + nice + system + irq + soft + steal) / tick - models - light
 
     @property
     def reserve(self) -> float:
