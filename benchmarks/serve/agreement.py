@@ -116,9 +116,9 @@ def run(bench: Bench) -> Section:
     known: list[ServiceTimes] = []
     with bench.stand("node", models_last=True, handover={"disaggregate": "always"}) as stand:
         base = calibrate(stand.plan.config, ServiceTimes())
-        full = [body for _, body in _load(bench, 100.0, bench.seconds(1.5), bench.seed + 200)]
-        filled = time.monotonic()
-        capacity = sum(outcome.whole for outcome in at_once(stand.url, full, _FULL)) / (time.monotonic() - filled)
+        full = [body for _, body in _load(bench, 100.0, 1.0, bench.seed + 200)]
+        ends = sorted(outcome.ended_s for outcome in at_once(stand.url, full, _FULL))[_FULL // 2 : -_FULL]
+        capacity = (len(ends) - 1) / (ends[-1] - ends[0])  # neither while it fills nor while it empties
         while lacking := [load for load in names if sum(play.counts for play in plays[names[load]]) < _ROUNDS]:
             if len(known) >= _ROUNDS and time.monotonic() - begin > bench.seconds(_LONGEST_S):
                 break

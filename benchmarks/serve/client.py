@@ -26,7 +26,7 @@ class Outcome:
     prompt: tuple[int, ...] = ()
     passages: list[str] = field(default_factory=list)
     probed: set[int] = field(default_factory=set)  # after how many tokens probes brought passages
-    came_s: list[float] = field(default_factory=list)  # when its tokens did, one time an event
+    came_s: list[float] = field(default_factory=list)  # when each of its tokens did
 
     @property
     def whole(self) -> bool:
@@ -71,7 +71,7 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     choice = event["choices"][0]
     if tokens := choice.get("token_ids"):
         outcome.tokens += len(tokens)
-        outcome.came_s.append(time.monotonic())
+        outcome.came_s += [time.monotonic()] * len(tokens)
     outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
     found = event.get("retrieval", {}).get("passages", ())
     outcome.passages += [passage["id"] for passage in found]

@@ -118,12 +118,11 @@ def _steps(bench: Bench, stand: Stand, random: np.random.Generator, times: Servi
         if codes := sorted({outcome.code for outcome in outcomes if not outcome.whole}):
             raise SystemExit(f"service times cannot be fitted: requests ended with {codes}")
         begin, end = max(o.came_s[0] for o in outcomes), min(o.came_s[-1] for o in outcomes)
-        between = [
-            later - sooner
-            for outcome in outcomes
-            for sooner, later in zip(outcome.came_s, outcome.came_s[1:], strict=False)
-            if sooner > begin and later < end
-        ]
+        between = []  # means: the times between two tokens that came together say nothing of a step
+        for outcome in outcomes:
+            came = [moment for moment in outcome.came_s if begin <= moment <= end]
+            if len(came) > 1:
+                between.append((came[-1] - came[0]) / (len(came) - 1))
         if between:
             took.append(median(between))
             context = sum(len(outcome.prompt) + outcome.tokens - _STEPS / 2 for outcome in outcomes)
