@@ -1,0 +1,25 @@
+"""What benchmarks conclude from their figures: who is ahead beyond noise, and which plays count."""
+
+import pytest
+
+from benchmarks.policy.control import Pair, markdown
+from benchmarks.serve.agreement import Play, Told
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "standing"),
+    [((11.0, 12.0, 13.5), "ahead"), ((9.0, 10.0, 11.5), "behind"), ((9.0, 13.0, 12.0), "even"), ((10, 11, 12), "even")],
+)
+def test_a_law_is_ahead_or_behind_only_by_more_than_two_standard_errors(
+    adaptive: tuple[float, ...], standing: str
+) -> None:
+    pair = Pair.of("azure", 2e-5, 1.0, (10.0, 11.0, 12.0), adaptive)
+    assert pair.standing == standing
+    assert f"ahead by two standard errors in {int(standing == 'ahead')}" in markdown([pair])
+
+
+@pytest.mark.parametrize(("beside", "beside_fit", "counts"), [(0.09, 0.0, True), (0.2, 0.0, False), (0.0, 0.2, False)])
+def test_a_play_counts_only_if_nobody_else_ran_beside_it_or_beside_its_fit(
+    beside: float, beside_fit: float, counts: bool
+) -> None:
+    assert Play(Told(), Told(), (1.0, 0.1, beside), beside_fit).counts is counts
