@@ -27,7 +27,7 @@ CONSTRAINTS = ROOT / "launchers" / "constraints.txt"
 INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
-VLLM_S = 600
+VLLM_S = 360
 """How long making vLLM's environment may take before the contract run is left out."""
 
 PROGRAM = "python3 -m launchers.bootstrap"
@@ -144,7 +144,7 @@ def install_vllm() -> None:
     print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
 
 
-def vllm_trouble() -> str:
+def vllm_trouble(within_s: float) -> str:
     """Make vLLM's environment if it can be made; why it cannot, or "". What pip says is not shown."""
     if (known := vllm_environment.obstacle()) or vllm_environment.is_made():
         return known
@@ -154,18 +154,18 @@ def vllm_trouble() -> str:
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as making:  # fmt: skip
         try:
-            _, said = making.communicate(timeout=VLLM_S)
+            _, said = making.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
             os.killpg(making.pid, signal.SIGKILL)  # pip is a process of its own; what it has installed stays
-            return f"its environment was not made within {VLLM_S // 60} minutes"
+            return f"its environment was not made within {within_s / 60:g} minutes"
     lines = [line for line in said.splitlines() if line.strip()] or ["without a reason"]
     reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
     return f"its environment cannot be made: {reason}" if making.returncode else ""
 
 
-def contract() -> None:
-    """vLLM's contract run, or a line about why there is none."""
-    if trouble := vllm_trouble():
+def contract(within_s: float = VLLM_S) -> None:
+    """vLLM's contract run, or a line about why there is none: its environment may take `within_s` to be made."""
+    if trouble := vllm_trouble(within_s):
         say(f"vLLM's contract run is left out: {trouble}")
         return
     say("vLLM's contract run")

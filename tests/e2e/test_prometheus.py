@@ -35,6 +35,7 @@ LIVE = """
 name = "notes"
 path = "{path}"
 """
+HANDED_OVER = '\n[handover]\ndisaggregate = "always"\n'  # where decode computes short prompts, no panel shows them
 SLO_OF_ITS_OWN = "search"  # what is slowed below
 
 
@@ -42,7 +43,7 @@ SLO_OF_ITS_OWN = "search"  # what is slowed below
 def watched(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Prometheus]]:
     notes = tmp_path_factory.mktemp("notes") / "notes"
     create(notes, 4, metric="l2", degree=4)
-    node = start_node(more=SLO + LIVE.format(path=notes))
+    node = start_node(more=SLO + LIVE.format(path=notes) + HANDED_OVER)
     target = node.info.url.removeprefix("http://")
     prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_yaml(SCALE, interval_s=0.5))
 

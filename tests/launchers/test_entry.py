@@ -11,6 +11,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.retrieval.long_builds import long_source, wait_until_it_reads
+
 IMPORTED = "import time:"  # how `-X importtime` begins each line, which it prints when a module is there
 
 
@@ -64,12 +66,11 @@ def test_these_tests_hold_where_sigint_is_ignored_as_in_a_script_s_background() 
 
 
 def test_ctrl_c_once_a_command_runs_lets_it_tidy_up(tmp_path: Path) -> None:
-    source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
-    os.mkfifo(source)
+    source, out = long_source(tmp_path), tmp_path / "parent" / "docs"
     with trinity("index", "build", source, "--out", out, "--embedder", "hashing-64", tells=False) as (process, errors):
-        with source.open("w"):  # returns when the build has begun to read
-            process.send_signal(signal.SIGINT)
-            rest = errors.read()
+        wait_until_it_reads(out)
+        process.send_signal(signal.SIGINT)
+        rest = errors.read()
         assert process.wait(timeout=60) == 130
     assert "Traceback" not in rest
     assert os.listdir(out.parent) == []

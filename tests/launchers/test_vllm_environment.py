@@ -110,8 +110,7 @@ def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
     fake.write_text(f"#!/bin/sh\n{program}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(bootstrap, "PYTHON", fake)
-    monkeypatch.setattr(bootstrap, "VLLM_S", 1)
-    bootstrap.main(["vllm-contract"])
+    bootstrap.contract(within_s=1)
     assert run == []
     assert reason in capsys.readouterr().out.splitlines()[-1]
 

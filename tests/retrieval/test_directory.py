@@ -14,6 +14,7 @@ import pytest
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionError
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.directory import new_directory
+from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 VECTORS = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
 
@@ -59,14 +60,13 @@ def test_too_little_room_is_told_from_what_would_not_help_to_try_again(
 
 
 def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
-    os.mkfifo(source)
+    source, out = long_source(tmp_path), tmp_path / "parent" / "docs"
     command: list[str | Path] = [sys.executable, "-m", "launchers.main", "index", "build", source, "--out", out]
     child = subprocess.Popen([*command, "--embedder", "hashing-64"], stderr=subprocess.DEVNULL)
     try:
-        with source.open("w"):  # returns when the build has begun to read
-            child.send_signal(signal.SIGKILL)
-            child.wait(timeout=60)
+        wait_until_it_reads(out)
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=60)
     finally:
         child.kill()
         child.wait(timeout=60)

@@ -20,6 +20,7 @@ from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.minilm import MINILM_PIP
+from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 
 class Trinity:
@@ -251,14 +252,13 @@ def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path)
 
 
 def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Path) -> None:
-    source, out = tmp_path / "d.jsonl", tmp_path / "parent" / "docs"
-    os.mkfifo(source)
+    source, out = long_source(tmp_path), tmp_path / "parent" / "docs"
     child = subprocess.Popen(_build(source, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        with source.open("w"):  # returns when the build has begun to read
-            assert [name.startswith(".docs.building-") for name in os.listdir(out.parent)] == [True]
-            child.send_signal(signal.SIGTERM)
-            _, told = child.communicate(timeout=60)
+        wait_until_it_reads(out)
+        assert [name.startswith(".docs.building-") for name in os.listdir(out.parent)] == [True]
+        child.send_signal(signal.SIGTERM)
+        _, told = child.communicate(timeout=60)
     finally:
         child.kill()
         child.communicate(timeout=60)
