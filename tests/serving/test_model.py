@@ -116,6 +116,17 @@ def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
     assert Batcher(model, prompts, answer_tokens=16, seed=2).run() == [reference.generate(p, 16) for p in prompts]
 
 
+def test_a_chunk_behind_others_moves_its_own_blocks_and_not_the_whole_cache(tiny_directory: Path) -> None:
+    model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=4096, context_tokens=128)
+    blocks = list(range(0, 4096, 512))
+    model.forward([Chunk(blocks, 0, [3] * 40)])
+    with torch.profiler.profile(profile_memory=True) as seen:
+        model.forward([Chunk(blocks, 40, [3] * 40)])
+    largest = max(event.cpu_memory_usage for event in seen.events())
+    side = model.kv[0, 0].nbytes  # the keys of one layer
+    assert 0 < largest < side / 8
+
+
 def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Path) -> None:
     directory = make_tiny_llama(tmp_path, seed=3, layers=2, hidden=512)
     model = LanguageModel.load(directory, block_tokens=16, blocks=6 * 16, context_tokens=256)

@@ -41,8 +41,6 @@ class PagedCache:
         self.layers = [(layer[0], layer[1]) for layer in kv]
         # … seen as [blocks, block_tokens, kv_heads, head_dim], so that tokens can be written by (block, offset) …
         self.by_position = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.layers]
-        # … as [kv_heads, blocks, block_tokens, head_dim], to gather a sequence's blocks …
-        self.by_head = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in self.layers]
         # … and as the rows' attention wants them.
         self.for_rows: list[tuple[Any, Any]] = self.by_position
         if kernels == "cpu":
@@ -157,7 +155,7 @@ def attend(
     if batch.chunks:
         queries, fresh = _by_head(query), (_by_head(key), _by_head(value))
         for chunk in batch.chunks:
-            keys, values = _seen(chunk, cache.by_head[layer], *fresh)
+            keys, values = _seen(chunk, cache.layers[layer], *fresh)
             for piece in chunk.pieces:
                 attended = scaled_dot_product_attention(
                     queries[:, :, piece.begin : piece.end],
@@ -183,7 +181,8 @@ def _seen(
     """K and V that a chunk sees, [1, kv_heads, positions, head_dim], in order."""
     if chunk.blocks is None:
         return key[:, :, chunk.begin : chunk.end], value[:, :, chunk.begin : chunk.end]
-    keys, values = (side.index_select(1, chunk.blocks).flatten(1, 2).unsqueeze(0) for side in stored)
+    # The blocks first: `index_select` along another dimension would copy the whole layer, to have it in that order.
+    keys, values = (side.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2).unsqueeze(0) for side in stored)
     return keys, values
 
 
