@@ -1,6 +1,7 @@
 """How often a server is asked, and over how many connections: what an answer costs beside its tokens."""
 
 import asyncio
+import gc
 from pathlib import Path
 
 from runtime.engines.openai.http import AioHttp
@@ -64,3 +65,32 @@ def test_requests_share_a_connection_though_the_end_of_a_body_comes_after_the_en
         assert (asked, connections) == (3, 1)
 
     run(test())
+
+
+def test_a_client_that_is_closed_before_a_body_has_ended_leaves_no_connection_open() -> None:
+    told: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"%x\r\n%b\r\n" % (len(EVENTS), EVENTS))
+        assert await reader.read() == b"", "the client has closed"
+        writer.close()
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        http = AioHttp(5.0)
+        reply = await http.ask("GET", f"http://127.0.0.1:{port}/", {}, None)
+        async for _ in reply.parts():
+            break
+        reply.over()
+        reply.close()
+        await http.close()
+        del reply
+        gc.collect()
+        server.close()
+        await server.wait_closed()
+
+    run(test())
+    assert told == []

@@ -71,6 +71,7 @@ class AioHttp:
     async def close(self) -> None:
         for end in self._ends:
             end.cancel()
+        await asyncio.gather(*self._ends, return_exceptions=True)
         if self._made is not None:
             await self._made.close()
 
@@ -112,13 +113,17 @@ class _Reply:
             return
         end = asyncio.create_task(self._read_end())
         self._ends.add(end)
-        end.add_done_callback(self._ends.discard)
+        end.add_done_callback(self._ended)
 
     async def _read_end(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_END_S):
                 while await self._answer.content.readany():
                     pass
+
+    def _ended(self, end: asyncio.Task[None]) -> None:
+        """However it did, by being cancelled before it began too."""
+        self._ends.discard(end)
         self._answer.close()  # which is nothing once the body has ended
 
 
