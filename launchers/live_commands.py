@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
+from runtime.node.logs.format import plain
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.collections.sources import complaint
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
@@ -129,7 +130,7 @@ def search(
     for document, distance in zip(found, distances[0], strict=False):
         if document is not None:
             words = " ".join(f"{document.title} {document.text}".split())
-            print(f"{distance:.4f}  {document.id}  {words[:100]}")
+            print(f"{distance:.4f}  {plain(document.id)}  {plain(words[:100])}")
 
 
 def show_info(directory: Path) -> None:

@@ -23,6 +23,13 @@ def _lines(path: Path, *documents: dict[str, Any]) -> Path:
     return path
 
 
+def test_what_a_document_says_to_a_terminal_is_shown_as_an_escape(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    _trinity("live", "create", docs, "--embedder", "hashing-256")
+    _trinity("live", "upsert", docs, _lines(tmp_path / "a.jsonl", {"id": "1\x1b[2J", "text": "a \x1b]0;red\x07 fox"}))
+    assert _trinity("live", "search", docs, "red fox").split(maxsplit=1)[1] == "1\\x1b[2J  a \\x1b]0;red\\x07 fox\n"
+
+
 def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tmp_path: Path) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     assert "256 dimensions" in _trinity("live", "create", docs, "--embedder", "hashing-256", "--demand", "tenant")
