@@ -1,7 +1,7 @@
 """Collections are rebuilt, reloaded and their pools killed while readers ask: every answer is of one build."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,46 +87,47 @@ def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it
     assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 0
 
 
-def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(tmp_path: Path, make_pool: MakePool) -> None:
-    build(tmp_path / "docs", 1)
-    plan = plan_of(tmp_path / "docs")
-    pool = make_pool(plan).start()
-    with reading(plan) as readers:
-        build(tmp_path / "docs", 2)
-        codes = np.load(tmp_path / "docs" / "index" / "codes.npy", mmap_mode="r+")
-        codes[0, 0] += 1
-        codes.flush()
-        assert not reload(pool, readers, 1)
-        assert "collection docs: not reloaded: " in pool.table.note
-        assert "codes.npy is damaged" in pool.table.note
-        assert readers.some() == {1}
-        build(tmp_path / "docs", 3)
-        assert reload(pool, readers, 2)
-        assert readers.some() == {3}
-    until(lambda: pool.table.note == "")
+def _alter_codes(directory: Path) -> None:
+    codes = np.load(directory / "index" / "codes.npy", mmap_mode="r+")
+    codes[0, 0] += 1
+    codes.flush()
 
 
-@pytest.mark.parametrize("damage", ["altered", "cut", "gone"])
-def test_a_build_whose_documents_are_damaged_is_not_taken_and_the_old_one_goes_on(
-    damage: str, tmp_path: Path, make_pool: MakePool
+def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> None:
+    """As a new file: others have the old one open."""
+    documents = directory / "documents.sqlite"
+    content = documents.read_bytes()
+    documents.unlink()
+    documents.write_bytes(change(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_alter_codes, "codes.npy is damaged"),
+        (lambda directory: _rewrite_documents(directory, lambda content: content[:-1] + b"?"), "documents.sqlite"),
+        (lambda directory: _rewrite_documents(directory, lambda content: content[:1000]), "documents.sqlite"),
+        (lambda directory: (directory / "documents.sqlite").unlink(), "documents.sqlite"),
+    ],
+    ids=["codes altered", "documents altered", "documents cut", "documents gone"],
+)
+def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(
+    damage: Callable[[Path], None], told: str, tmp_path: Path, make_pool: MakePool
 ) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     pool = make_pool(plan).start()
     with reading(plan) as readers:
         build(tmp_path / "docs", 2)
-        documents = tmp_path / "docs" / "documents.sqlite"
-        content = documents.read_bytes()
-        documents.unlink()
-        if damage != "gone":
-            documents.write_bytes(content[:-1] + b"?" if damage == "altered" else content[:1000])
+        damage(tmp_path / "docs")
         assert not reload(pool, readers, 1)
         assert "collection docs: not reloaded: " in pool.table.note
-        assert "documents.sqlite" in pool.table.note
+        assert told in pool.table.note
         assert readers.some() == {1}
         build(tmp_path / "docs", 3)
         assert reload(pool, readers, 2)
         assert readers.some() == {3}
+    until(lambda: pool.table.note == "")
 
 
 def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:

@@ -227,22 +227,6 @@ def test_probes_bring_passages_into_answers_whose_prompt_decode_computed(
     nothing_is_held(workers)
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
-def test_a_cancelled_request_holds_nothing_while_decode_computes_its_prompt(start: Start, rounds: int) -> None:
-    workers = start(decode={"chunk_tokens": 32}, handover=NEVER)
-    workers.submit("stays", [1, 2, 3], 60)
-    for number in range(3):
-        workers.submit(f"r{number}", list(range(3, 150)), 200)
-    for _ in range(rounds):
-        workers.round()
-    for number in range(3):
-        workers.cancel(f"r{number}")
-        del workers.told[f"r{number}"]
-    workers.run()
-    assert len(workers.told["stays"].tokens) == 60
-    nothing_is_held(workers)
-
-
 @pytest.mark.parametrize("unheard", [0, 1, 3])
 def test_an_answer_goes_on_with_another_decode_worker_that_computes_its_context(
     start: Start, reference: Reference, unheard: int

@@ -234,9 +234,11 @@ def test_the_first_and_the_last_piece_carry_the_stamps_so_far(start: Start) -> N
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
-def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, order: str, rounds: int) -> None:
-    workers = start(prefill={"chunk_tokens": 32}, handover={"order": order, "slice_s": 1e-6})
+@pytest.mark.parametrize(
+    "handover", [{"order": "prefill_first"}, {"order": "decode_first"}, {"disaggregate": "never"}], ids=str
+)
+def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, handover: dict[str, Any], rounds: int) -> None:
+    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover={"slice_s": 1e-6} | handover)
     workers.submit("stays", [1, 2, 3], 60)
     for number in range(3):
         workers.submit(f"r{number}", list(range(3, 150)), 200)

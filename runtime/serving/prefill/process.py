@@ -223,6 +223,7 @@ class PrefillWorker:
         message = encode(job.for_decode(self._model.identity, job.told_token))
         job.offer = self._source.announce(request.decode_endpoint, message)
         self._offered[job.offer] = job
+        self._log.debug("left to %s to compute", request.decode_worker, extra={"request": job.id})
         self._record(job)
 
     def _admit(self) -> None:
