@@ -1,6 +1,7 @@
 """Where a collection is built: what killed builds left is removed, nothing else is, and a full disk is said."""
 
 import errno
+import fcntl
 import os
 import signal
 import sqlite3
@@ -76,6 +77,19 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
     (half / "codes.npy").touch()
     build(out)
     assert os.listdir(out.parent) == ["docs"]
+
+
+def test_an_interrupt_just_after_the_directory_was_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(fd: int, operation: int) -> None:
+        assert os.listdir(tmp_path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "docs", replace=False):
+        pytest.fail("the block ran")
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_a_build_that_lives_has_written_is_left_to_it(tmp_path: Path) -> None:

@@ -37,10 +37,14 @@ def new_directory(out: Path, *, replace: bool) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead_builds(out)
-        building, lock = _locked_sibling(out)
     except OSError as error:
-        raise _error_of(error)(f"{error.filename} cannot be made: {error.strerror}") from error
-    try:
+        raise _cannot_make(error) from error
+    building, lock = _sibling(out, "building"), None
+    try:  # from before it is made: an interrupt may come at any line
+        try:
+            lock = _made_and_locked(building)
+        except OSError as error:
+            raise _cannot_make(error) from error
         yield building
         _refuse(out, replace)  # much may have happened since
         _swap(building, out)
@@ -52,7 +56,12 @@ def new_directory(out: Path, *, replace: bool) -> Iterator[Path]:
     finally:
         if building.exists():
             shutil.rmtree(building)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
+
+
+def _cannot_make(error: OSError) -> CollectionError:
+    return _error_of(error)(f"{error.filename} cannot be made: {error.strerror}")
 
 
 def _error_of(error: OSError | sqlite3.Error) -> type[CollectionError]:
@@ -63,17 +72,16 @@ def _error_of(error: OSError | sqlite3.Error) -> type[CollectionError]:
     return NoRoom if full else CollectionError
 
 
-def _locked_sibling(out: Path) -> tuple[Path, int]:
-    """A new directory beside `out`, and the descriptor that holds its lock, which goes with this process."""
+def _made_and_locked(building: Path) -> int:
+    """The descriptor of a new directory that holds its lock, which goes with this process."""
     while True:
-        building = _sibling(out, "building")
-        building.mkdir()
+        building.mkdir(exist_ok=True)
         try:
             fd = _opened(building)
         except FileNotFoundError:  # another build took it for a dead one's before it was locked
             continue
         if _lock(fd) is not False and _is_at(building, fd):
-            return building, fd
+            return fd
         os.close(fd)
 
 
