@@ -15,9 +15,10 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.engine_config import OpenAiSection
+from runtime.serving.frontend.starts import RestartLimits
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
-from tests.engines.openai_engines import stand, until
+from tests.engines.openai_engines import stand, until, whole
 from tests.frontend.fakes import run
 
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
@@ -208,6 +209,34 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
         for look in looks:
             look.cancel()
         await asyncio.gather(*looks, return_exceptions=True)
+
+    run(test())
+
+
+def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_patience_each_time() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as at:
+            (member,) = at.engine.servers.members
+            at.fake.behaviour.hangs_after = 0
+            at.engine.servers.failed(member, EngineUnreachable("it was killed"))
+            asked = at.chat(max_tokens=4)
+            for patience_s in (5, 10):
+                at.clock.now = max(at.clock.now, member.due_ns)
+                at.engine.tick()
+                await until(lambda: at.fake.open == 1)
+                at.clock.forward(patience_s - 0.1)
+                at.engine.tick()
+                await asyncio.sleep(0)
+                assert member.asking
+                at.clock.forward(0.1)
+                at.engine.tick()
+                await until(lambda: not member.asking)
+                assert member.problem == f"{member.name} does not answer within {patience_s} s"
+                assert at.fake.open == 0
+            at.fake.behaviour.hangs_after = None
+            at.clock.now = max(at.clock.now, member.due_ns)
+            at.engine.tick()
+            assert len((await whole(asked)).text) == 4
 
     run(test())
 

@@ -33,6 +33,7 @@ _FULL = 0.9  # of its KV: what comes now may have to wait, or have others wait
 _LOAD_NS = 1_000_000_000  # between two looks at how busy a server is
 _REMEMBERED = 65_536  # blocks of prompts, for each server
 _LOOK_S = 10.0
+_PATIENCE_NS = 5_000_000_000  # with a server that is asked again; twice as long after each time that it was in vain
 _QUIET_NS = 5_000_000_000
 
 
@@ -51,6 +52,9 @@ class Member:
     up_ns: int = 0
     heard_ns: int = 0  # when it last had a request, or was asked anything
     asking: bool = False
+    patience_ns: int = _PATIENCE_NS
+    late_ns: int = 0  # when the look that is out is given up, by its `limit`
+    limit: asyncio.Timeout | None = None
     faults: int = 0  # requests in a row that it failed
     load: Load | None = None
     load_due_ns: int | None = 0  # None: it has no metrics
@@ -165,8 +169,12 @@ class Servers:
             raise refused[0]
 
     def due(self) -> list[Coroutine[None, None, None]]:
-        """To be run: each asks a server again that is down. One that takes its time keeps no other waiting."""
+        """To be run: each asks a server again that is down. One that takes its time keeps no other waiting, and is
+        asked anew when it has taken too long."""
         for member in self.members:
+            if member.limit is not None and member.late_ns <= self._clock():
+                member.limit.reschedule(0.0)
+                member.limit = None
             if member.abilities is not None and not member.server.listens:
                 self.failed(member, EngineUnreachable("it takes nothing new"))
         found = [m for m in self.members if m.abilities is None and not m.asking and m.due_ns <= self._clock()]
@@ -225,10 +233,20 @@ class Servers:
         return None
 
     async def _again(self, member: Member) -> None:
+        """What hangs is given up by the clock (`due`): a server that was just started may never answer the first that
+        it was asked, and those who wait for it wait for a bounded time."""
+        member.late_ns = self._clock() + member.patience_ns
         try:
-            await self._look_at(member)
+            async with asyncio.timeout(None) as member.limit:
+                await self._look_at(member)
         except ConfigError as error:  # it has come back as another server; the node goes on without it
             self.failed(member, error)
+        except TimeoutError:
+            within_s = member.patience_ns / 1e9
+            self.failed(member, EngineUnreachable(f"{member.name} does not answer within {within_s:g} s"))
+            member.patience_ns *= 2
+        finally:
+            member.limit = None
 
     async def _look_at(self, member: Member) -> None:
         member.asking = True
@@ -245,6 +263,7 @@ class Servers:
         finally:
             member.asking = False
         member.abilities, member.up_ns, member.problem, member.faults = found, self._clock(), "", 0
+        member.patience_ns = _PATIENCE_NS
         member.load, member.load_due_ns, member.prefixes = None, 0, Prefixes()  # it may be another process
         log.info("%s answers: %s", member.name, found)
         for missing in found.lacking():
