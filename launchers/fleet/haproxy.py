@@ -17,12 +17,16 @@ global
 defaults
     mode http
     log global
+    option httplog                               # of what failed, alone: why, and where
+    option dontlog-normal
+    option log-separate-errors
     timeout connect 2s
     timeout client 1h                            # between two bytes: a stream may think for long
     timeout server 1h
     timeout http-request 10s
     timeout http-keep-alive 60s                  # below the nodes' idle_timeout_s
     timeout queue 30s
+    option http-buffer-request                   # what was sent on before it was whole is not repeated
     option redispatch 1                          # a repeated request goes to another node
     retries 3
     retry-on conn-failure empty-response 503     # all of it before the first byte of an answer

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -84,6 +85,7 @@ def test_envoy_is_not_asked_to_go_by_what_a_body_says() -> None:
 
 class _Named(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    broken_off: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -94,7 +96,13 @@ class _Named(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        self.do_GET()
+        """As GET; /break breaks off the first time that a request comes to any node."""
+        if self.path == "/break" and self.headers["x-request-id"] not in self.broken_off:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.broken_off.add(self.headers["x-request-id"])
+            self.close_connection = True
+        else:
+            self.do_GET()
 
     def log_message(self, *told: object) -> None:
         """Nothing is said."""
@@ -137,6 +145,19 @@ def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str,
         assert heard["x-forwarded-for"]  # by which a node knows that it was not asked directly
         made = client.get("/v1/models").json()["headers"]
         assert {name.lower(): value for name, value in made.items()}["x-request-id"]
+
+
+@pytest.mark.parametrize("name", ["haproxy", "envoy"])
+def test_a_request_that_comes_in_pieces_is_repeated_when_its_node_breaks_off(name: str, tmp_path: Path) -> None:
+    with asked_through(name, tmp_path) as client:
+
+        def pieces() -> Iterator[bytes]:
+            client.get("/v1/models").raise_for_status()  # by now the balancer has the headers, sent on or not
+            yield b"{}"
+
+        named = {"x-request-id": f"{name}-in-pieces", "content-length": "2"}
+        answer = client.post("/break", headers=named, content=pieces())
+        assert (answer.status_code, named["x-request-id"] in _Named.broken_off) == (200, True)
 
 
 @pytest.mark.parametrize(
