@@ -11,6 +11,7 @@ import psutil
 
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.needs import host_bytes, needed_bytes
+from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, installed
 from runtime.engines.vllm.transfer import check_transfer
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
@@ -153,10 +154,12 @@ def _check_host_memory(plan: NodePlan) -> None:
     """What the workers take of the host's memory must be free."""
     needed, free = host_bytes(plan), psutil.virtual_memory().available
     if sum(needed.values()) > free:
+        advice = "lower kv_blocks or slots of prefill or decode, decode.swap_blocks, model.context_tokens or spares"
+        if isinstance(plan.config.model, VllmSection):
+            advice = LESS_ON_CPU if plan.config.model.on_cpu else "run fewer instances"
         raise ResourceBusy(
             f"the node needs {sum(needed.values()) / 2**30:.1f} GiB of memory ({_parts(needed)}), "
-            f"{free / 2**30:.1f} are free: "
-            "lower kv_blocks or slots of prefill or decode, decode.swap_blocks, model.context_tokens or spares"
+            f"{free / 2**30:.1f} are free: {advice}"
         )
 
 
@@ -170,7 +173,10 @@ def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     for gpu in machine.gpus:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:
+            advice = "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
+            if isinstance(plan.config.model, VllmSection):
+                advice = LESS_ON_GPU
             raise ResourceBusy(
                 f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {_parts(there)}: "
-                "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
+                f"{advice}"
             )

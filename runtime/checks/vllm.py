@@ -20,6 +20,8 @@ _GIB = 1 << 30
 _PROCESSES = 2000 << 20
 """Of an instance's server, core and worker, measured without weights and KV (0.32's build for CPUs)."""
 _KV_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
+LESS_ON_CPU = f'give vLLM less: environment = {{ {_KV_ON_CPU} = "1" }}, GiB of KV an instance'
+LESS_ON_GPU = 'give vLLM less: extra_args = ["--gpu-memory-utilization", "0.8"]'
 
 
 def findings(section: VllmSection, machine: Machine) -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def _on_cpu(section: VllmSection) -> Iterator[Finding]:
     free = psutil.virtual_memory().available
     said = f"{free / _GIB:.1f} GiB free, vLLM takes about {needed / _GIB:.1f}"
     fits = needed <= free
-    advice = "" if fits else f'free it, or give less: environment = {{ {_KV_ON_CPU} = "1" }}, GiB of KV an instance'
+    advice = "" if fits else f"free it, or {LESS_ON_CPU}"
     yield Finding("ok" if fits else "error", "memory for vLLM", said, advice)
 
 
@@ -92,5 +94,5 @@ def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
             wanted = int(share * gpu.memory_bytes)
             said = f"{gpu.free_bytes / _GIB:.0f} GiB free, vLLM takes {wanted / _GIB:.0f} ({share:g} of all)"
             fits = gpu.free_bytes >= wanted
-            advice = "" if fits else 'free it, or give less: extra_args = ["--gpu-memory-utilization", "0.8"]'
+            advice = "" if fits else f"free it, or {LESS_ON_GPU}"
             yield Finding("ok" if fits else "error", f"GPU {gpu.index} for vLLM", said, advice)

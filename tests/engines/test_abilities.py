@@ -168,6 +168,7 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
         servers = Servers(
             [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
             partial(ask, section=SECTION),
+            advice="start it",
         )
         await servers.reach()
         return servers
@@ -175,7 +176,9 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
     with caplog.at_level(logging.WARNING):
         servers = run(start(Behaviour(), Behaviour(down=True)))
     assert [member.name for member in servers.up] == ["http://fake0/v1"]
-    assert "http://fake1/v1 is not used until it answers" in caplog.text
+    assert (
+        "http://fake1/v1 does not answer: connection refused: it is not used until it answers; start it" in caplog.text
+    )
     with pytest.raises(ConfigError):
         run(start(Behaviour(), Behaviour(model="another")))
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from prometheus_client.core import Metric
 
+from runtime.checks import preflight
 from runtime.checks.diagnosis import diagnose
 from runtime.checks.needs import needed_bytes
 from runtime.checks.vllm import host_bytes
@@ -18,7 +19,7 @@ from runtime.engines.vllm.ask import unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
 from runtime.engines.vllm.lines import Lines
 from runtime.engines.vllm.process import drain
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import VllmSection
@@ -178,6 +179,19 @@ def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_conne
     assert found["vLLM"].text == "0.32.0, 1 prefill and 2 decode × m, KV by TrinityKvFiles"
     assert found["memory for vLLM"].level == "error"
     assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice
+
+
+def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_to_give_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, huge = str(fake_python(tmp_path)), {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
+    with pytest.raises(ResourceBusy, match=r"engine-0 \d.*VLLM_CPU_KVCACHE_SPACE = \"1\""):
+        preflight.check(resolve(config(python=python, devices=["cpu"], environment=huge)))
+    monkeypatch.setattr(preflight, "check_device", lambda device: None)
+    gpus = (Gpu("0", "GPU-00000000", "H100", "", 80 << 30, 70 << 30),)
+    machine = Machine(gpus, tuple(range(8)), 1 << 40)
+    with pytest.raises(ResourceBusy, match=r"70\.0 GiB free, needed are engine-0 73\.\d: .*--gpu-memory-utilization"):
+        preflight.check(lay_out(config(python=python), machine), machine=machine)
 
 
 def test_an_instance_that_leaves_ends_when_two_looks_in_a_row_have_found_no_request(tmp_path: Path) -> None:

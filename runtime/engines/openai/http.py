@@ -130,4 +130,6 @@ class _Reply:
 def _why(error: Exception) -> str:
     if isinstance(error, asyncio.TimeoutError) and not str(error):
         return "no connection in time"
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno is not None:
+        return os.strerror(error.os_error.errno) if error.os_error.errno > 0 else str(error.os_error.strerror)
     return str(error).partition("\n")[0][:_MAX_WHY] or type(error).__name__

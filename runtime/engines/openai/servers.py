@@ -76,7 +76,7 @@ class Member:
 
 class Servers:
     """All servers of a model. `ask` finds out what one can do (`abilities.ask`). One that is down is asked again at
-    least every `look_s`."""
+    least every `look_s`; `advice` is for those who read of it."""
 
     def __init__(
         self,
@@ -85,10 +85,11 @@ class Servers:
         clock: Callable[[], int] = time.monotonic_ns,
         source: random.Random | None = None,
         look_s: float = _LOOK_S,
+        advice: str = "",
     ) -> None:
         source = source or random.Random()
         self.members = [Member(server, Backoff(source, most_s=look_s)) for server in servers]
-        self._ask, self._clock = ask, clock
+        self._ask, self._clock, self._advice = ask, clock, advice and f"; {advice}"
         self._turns = 0
         self.changed = asyncio.Event()
         """Set whenever a server has come back."""
@@ -258,7 +259,7 @@ class Servers:
             first = member.problem != error.message
             self.failed(member, error)
             if first:
-                log.warning("%s is not used until it answers: %s", member.name, error.message)
+                log.warning("%s: it is not used until it answers%s", error.message, self._advice)
             return
         finally:
             member.asking = False

@@ -19,7 +19,11 @@ async def openai_engine(
 ) -> OpenAiEngine:
     """Over the servers at the section's URLs. Raises as `engine_over`."""
     key = read_engine_key(section)
-    servers = Servers([Server(url, key, section.connect_s) for url in section.urls], partial(ask, section=section))
+    servers = Servers(
+        [Server(url, key, section.connect_s) for url in section.urls],
+        partial(ask, section=section),
+        advice="start it, or mend model.url",
+    )
     return await engine_over(servers, worker, section, measures, search)
 
 
