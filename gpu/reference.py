@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.index_data import IndexData
-from gpu.neighbor_codes import FACTOR_BYTES, GROUP, ROUNDS, NeighborCodes, window
+from gpu.index_data import FACTOR_BYTES, GROUP, ROUNDS, IndexData, NeighborCodes, window
 from gpu.params import SearchParams
 from gpu.rows import Rows, true_distances
 from gpu.sketch import TAIL, decoded

@@ -10,7 +10,7 @@
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
     ids.npy        int64 [N]                                     (only if the caller gave ids)
-    neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.neighbor_codes`; only with neighbor_codes)
+    neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.index_data`; only with neighbor_codes)
     entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
 
@@ -35,8 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
-from gpu.index_data import IndexData
-from gpu.neighbor_codes import ROUNDS, NeighborCodes, block_bytes, code_dims
+from gpu.index_data import ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
 from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
 from gpu.sketch import LINE, MAX_LINES, Sketch, components
 

@@ -10,8 +10,8 @@ from msgspec.inspect import type_info
 from msgspec.structs import FieldInfo, fields
 
 from runtime.node.config import NodeConfig
+from runtime.node.engine_config import Section
 from runtime.node.expected import described
-from runtime.node.section import Section
 
 _HEAD = """\
 # Configuration

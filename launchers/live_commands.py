@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
-from runtime.node.logs.format import plain
+from runtime.node.logs.log import plain
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.collections.sources import complaint
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder

@@ -14,7 +14,7 @@ import typer
 from launchers.node_option import NodeOption, meant
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
-from runtime.node.logs.format import LEVELS, Level, Line, plain
+from runtime.node.logs.log import LEVELS, Level, Line, plain
 from runtime.node.logs.reader import read
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import LOGS, NodeInfo, find_node

@@ -23,8 +23,7 @@ from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
-from runtime.node.logs.format import LEVELS
-from runtime.node.logs.log import log_to_stderr
+from runtime.node.logs.log import LEVELS, log_to_stderr
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import gpu.cuda.backend  # each of these compiles as it is imported
-import runtime.serving.network.row_attention
+import runtime.serving.network.paged_cache
 from gpu import GraphIndex
 from gpu.rows import DTYPES, METRICS
 from runtime.retrieval.collections.collection import Collection

@@ -26,9 +26,8 @@ from ipc import (
     private_endpoint,
 )
 from ipc.memory.shared import MemoryReference
-from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
+from ipc.ring.doorbell import EventfdBell, FdMailbox, SpinBudget, send_fds
 from ipc.ring.ring import Watch
-from ipc.ring.spin import SpinBudget
 
 DIM = 384
 BYTES = 4 * DIM

@@ -4,8 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu.distances import row_distance
-from gpu.cpu.keys import distance_of, insert, key_of, node_of
+from gpu.cpu.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.queries import Form, full_offset, prepare, prepared_bytes
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2

@@ -34,7 +34,7 @@ from gpu.cpu.tables import (
     SQUARED,
 )
 from gpu.errors import InvalidVector
-from gpu.neighbor_codes import ROUNDS, NeighborCodes
+from gpu.index_data import ROUNDS, NeighborCodes
 from gpu.rows import Rows, padded
 
 SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24

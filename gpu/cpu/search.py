@@ -76,7 +76,7 @@ def search(
     """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
 
     starts: the nodes where the searches begin, int64 [q], instead of the seeds.
-    allowed: a bit a node, as `gpu.bitmap.bitmap` makes it, of those that may be results; the walk goes over all.
+    allowed: a bit a node, as `gpu.index_data.bitmap` makes it, of those that may be results; the walk goes over all.
     """
     array = np.asarray(queries)
     if array.ndim != 2:

@@ -13,9 +13,8 @@ far for top_m and still is, because the worst distance in top_m only falls.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.distances import row_distance
 from gpu.cpu.estimated import extend_estimated
-from gpu.cpu.keys import distance_of, insert, key_of, node_of
+from gpu.cpu.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.passing import compare_instead, extend_comparing
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.results import keep_allowed, rescore

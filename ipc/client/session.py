@@ -10,9 +10,9 @@ from ipc.client.outstanding import Outstanding
 from ipc.errors import InvalidArgument, IpcError, PeerLost, ProtocolViolation, StaleEpoch
 from ipc.memo import Memo
 from ipc.ring.descriptors import SEARCH, SEARCH_ARENA, SearchSpec
+from ipc.ring.doorbell import SpinBudget
 from ipc.ring.payloads import read_results
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
-from ipc.ring.spin import SpinBudget
 from ipc.session.messages import DOORBELLS, EVENTFD
 from ipc.session.parameters import Limits, Packed, pack
 from ipc.session.statistics import ClientStatistics

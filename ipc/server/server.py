@@ -7,7 +7,7 @@ from typing import Self
 from ipc.errors import InvalidArgument, IpcError, MemoryRefused, ProtocolViolation
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
-from ipc.ring.spin import SpinBudget
+from ipc.ring.doorbell import SpinBudget
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
 from ipc.server.places import ClientPlace

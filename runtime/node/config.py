@@ -10,9 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
-from runtime.node.engine_config import OpenAiSection, VllmSection
+from runtime.node.engine_config import OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.expected import explained
-from runtime.node.section import Seconds, Section
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from runtime.node.section import Seconds, Section, Variable
+# ---- what the tables of a node's configuration have in common
+
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the TOML file; every subclass is frozen too."""
+
 
 Stage = Literal["", "prefill", "decode"]
 """What an instance of an engine is for: "": whole answers."""

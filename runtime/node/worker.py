@@ -24,7 +24,7 @@ from runtime.errors import TrinityError
 from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.columns import WorkerMetrics
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.placement.numa import prefer_memory_of
+from runtime.node.placement.machine import prefer_memory_of
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.start_times import StartTimes, process_age_s
 

@@ -10,7 +10,7 @@ from gpu.backend import Backend
 from ipc import SessionServer
 from ipc.memory.instructions import words
 from ipc.ring import exchange
-from ipc.ring.spin import SpinBudget
+from ipc.ring.doorbell import SpinBudget
 from runtime.errors import Overloaded, TrinityError
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop_words as of

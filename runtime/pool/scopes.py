@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.bitmap import bitmap
+from gpu.index_data import bitmap
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
@@ -36,7 +36,7 @@ InUse = Callable[[int], bool]
 
 
 class Part(NamedTuple):
-    """An index by the engine's number, and which of its rows may be found: bits as `gpu.bitmap` has them, None for all;
+    """An index by the engine's number, and which of its rows may be found: bits as `bitmap` has them, None for all;
     `passing` of them are set."""
 
     number: int

@@ -11,8 +11,8 @@ from typing import Any
 from ipc.memory import instructions
 from ipc.memory.instructions import words
 from ipc.ring import exchange
+from ipc.ring.doorbell import learn_wait, spin_ns
 from ipc.ring.exchange import DESK_WORDS
-from ipc.ring.spin import learn_wait, spin_ns
 from runtime.pool.compiled import compiled
 from runtime.pool.loop import run_loop
 from runtime.pool.loop_words import DESK, IDLE, NEW_FILTER, TIME

@@ -20,7 +20,7 @@ import psutil
 
 from runtime.errors import Unavailable
 from runtime.node.config_file import load_config
-from runtime.node.logs.format import Formatter
+from runtime.node.logs.log import Formatter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import resolve

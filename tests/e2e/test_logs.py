@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.logs.format import parse
+from runtime.node.logs.log import parse
 from runtime.node.logs.reader import read
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually

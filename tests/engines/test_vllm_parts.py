@@ -23,7 +23,7 @@ from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import VllmSection
-from runtime.node.metrics.engines import engine_families
+from runtime.node.metrics.exporter import engine_families
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.node.config_file import load_config
-from runtime.node.metrics.vllm_names import VllmMetrics
+from runtime.node.metrics.exporter import VllmMetrics
 from tests.fleet.manifests import BUILT_IN, FOLDER, manifest, picker_engine, picker_metrics
 
 CONFIG = load_config(FOLDER / "node.toml")

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
-from gpu.bitmap import bitmap
 from gpu.cpu.search import search
+from gpu.index_data import bitmap
 from gpu.reference import search_reference
 from gpu.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall

@@ -10,8 +10,8 @@ import pytest
 
 from gpu import CpuEngine, GraphIndex
 from gpu.backend import INVALID, RELEASE
-from gpu.bitmap import bitmap
 from gpu.cpu.passing import ROWS_A_STEP, ROWS_AN_EXTEND, walk_length
+from gpu.index_data import bitmap
 from gpu.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, recall
 from tests.gpu.engines import BACKENDS, Backend

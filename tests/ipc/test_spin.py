@@ -1,6 +1,6 @@
 """How spinning follows the waits."""
 
-from ipc.ring.spin import SpinBudget
+from ipc.ring.doorbell import SpinBudget
 
 
 def test_two_long_waits_in_a_row_end_spinning_and_one_short_wait_brings_it_back() -> None:

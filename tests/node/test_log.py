@@ -13,8 +13,17 @@ import msgspec
 import pytest
 
 from runtime.node.config import NodeConfig, parse_config
-from runtime.node.logs.format import Formatter, Line, parse
-from runtime.node.logs.log import LogFile, QueuedHandler, Write, log_to_file, log_to_stderr, rotated
+from runtime.node.logs.log import (
+    Formatter,
+    Line,
+    LogFile,
+    QueuedHandler,
+    Write,
+    log_to_file,
+    log_to_stderr,
+    parse,
+    rotated,
+)
 from runtime.node.placement.plan import NodePlan
 
 

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from launchers.logs_command import shown
 from launchers.main import command_line
 from runtime.errors import EXIT_FAILED, InvalidRequest
-from runtime.node.logs.format import Line
-from runtime.node.logs.log import LogFile
+from runtime.node.logs.log import Line, LogFile
 from runtime.node.logs.reader import read
 from runtime.node.run_dir import NodeInfo, RunDir
 

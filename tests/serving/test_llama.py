@@ -14,7 +14,7 @@ from runtime.serving.model.language_model import Chunk, LanguageModel
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 transformers = pytest.importorskip("transformers", reason="the reference needs the extra [test]")
 
-from runtime.serving.network.rope import Rope  # noqa: E402  (it imports torch)
+from runtime.serving.network.llama import Rope  # noqa: E402  (it imports torch)
 
 ROPE = {
     "default": {},

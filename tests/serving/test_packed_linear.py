@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network import packed_linear  # noqa: E402  (it imports torch)
-from runtime.serving.network.packed_linear import PackedLinear, PlainLinear, linear_layer  # noqa: E402
+from runtime.serving.network import llama  # noqa: E402  (it imports torch)
+from runtime.serving.network.llama import PackedLinear, PlainLinear, linear_layer  # noqa: E402
 
 SIZE = 512  # a layer of this size squared is large enough to be packed
 
@@ -15,9 +15,9 @@ SIZE = 512  # a layer of this size squared is large enough to be packed
 @pytest.fixture(autouse=True)
 def _looked_anew() -> Iterator[None]:
     """Whether packing works is found out once a process: here once a test."""
-    packed_linear.packing_works.cache_clear()
+    llama.packing_works.cache_clear()
     yield
-    packed_linear.packing_works.cache_clear()
+    llama.packing_works.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.row_attention import (  # noqa: E402
+from runtime.serving.network.paged_cache import (  # noqa: E402
     GatheredRows,
     Rows,
     _mix,

@@ -7,8 +7,7 @@ from os import fstat
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.node.logs.format import Line, parse
-from runtime.node.logs.log import rotated
+from runtime.node.logs.log import Line, parse, rotated
 
 
 class Tail:

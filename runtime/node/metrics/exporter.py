@@ -3,15 +3,19 @@
 Every sample says which node and which model it is of, so that one Prometheus can hold many nodes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from runtime.node.metrics.columns import Histogram
+from runtime.node.figures import Figure
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, Gauge, Histogram, PrefillMetrics
 from runtime.node.metrics.table import WorkerTable
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -66,3 +70,50 @@ def render(collector: NodeCollector) -> str:
     registry = CollectorRegistry()
     registry.register(collector)
     return generate_latest(registry).decode()
+
+
+# ---- the metrics of engines that are not ours, each sample with the name of the worker that it is of
+
+
+_PREFIX = "vllm:"  # what else its process exports (Python's garbage, HTTP's own) says nothing of the engine
+
+
+def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
+    """Of the workers by name, from the files in which their last ones lie. What is no metrics is left out."""
+    families: dict[str, Metric] = {}
+    for worker, file in files.items():
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not what the format allows
+            for family in _parsed(file.read_text()):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [s._replace(labels={"worker": worker} | s.labels) for s in family.samples]
+    yield from families.values()
+
+
+def _parsed(text: str) -> Iterable[Metric]:
+    return [found for found in text_string_to_metric_families(text) if found.name.startswith(_PREFIX)]
+
+
+# ---- A node's load under vLLM's metric names, for what routes by these: llm-d's picker as it is shipped, vLLM's router
+# A gauge of the node as one engine: requests that wait for a worker or for room, requests that run, KV use where it is
+# highest. (`engine = "vllm"` exports what its processes say themselves, and needs none of this.)
+
+
+class VllmMetrics:
+    WAITING = Figure("vllm:num_requests_waiting", "Requests that wait for a worker or for room", "engine")
+    RUNNING = Figure("vllm:num_requests_running", "Requests in prefill and in decode", "engine")
+    KV_USED = Figure("vllm:kv_cache_usage_perc", "Share of KV blocks in use where it is highest, 0 to 1", "engine")
+
+
+def vllm_families(tables: Collection[WorkerTable]) -> Iterator[Metric]:
+    """From the workers' tables. A node in front of other servers runs all that it has taken, and holds no KV."""
+    decodes = _values(tables, DecodeMetrics.KV_USED)
+    waiting = sum(_values(tables, PrefillMetrics.WAITING)) + sum(_values(tables, DecodeMetrics.WAITING))
+    running = sum(_values(tables, PrefillMetrics.RUNNING)) + sum(_values(tables, DecodeMetrics.RUNNING))
+    yield VllmMetrics.WAITING.of({"0": waiting})
+    yield VllmMetrics.RUNNING.of({"0": running if decodes else sum(_values(tables, FrontendMetrics.IN_FLIGHT))})
+    if decodes:
+        yield VllmMetrics.KV_USED.of({"0": max(decodes)})
+
+
+def _values(tables: Collection[WorkerTable], gauge: Gauge) -> list[float]:
+    return [table.read(gauge)[0] for table in tables if gauge in table]

@@ -20,10 +20,8 @@ from msgspec.structs import replace
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
 from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
-from runtime.node.metrics.engines import engine_families
-from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.exporter import NodeCollector, engine_families, render, vllm_families
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.vllm_names import vllm_families
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir

@@ -18,8 +18,7 @@ from runtime.serving.kv.swap import SwapSpace
 from runtime.serving.kv.transfer import Transfer
 from runtime.serving.messages import Decode, FinishReason, Probe
 from runtime.serving.model.language_model import Chunk
-from runtime.serving.model.sampling import Sampler
-from runtime.serving.model.text import TextStream
+from runtime.serving.model.text import Sampler, TextStream
 
 
 @dataclass(eq=False)

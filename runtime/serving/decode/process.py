@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
-from runtime.node.beside import beside
 from runtime.node.metrics.columns import DecodeMetrics
+from runtime.node.start_times import beside
 from runtime.node.worker import Worker
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
@@ -29,8 +29,7 @@ from runtime.serving.kv.swap import SwapSpace
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.sampling import Sampler
-from runtime.serving.model.text import TextStream
+from runtime.serving.model.text import Sampler, TextStream
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ResourceBusy
-from runtime.node.beside import beside
+from runtime.node.start_times import beside
 from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
@@ -102,8 +102,7 @@ class LanguageModel:
         host_kv = beside(lambda: _host_kv(shape, buffer)) if device == "cpu" else None
         import torch
 
-        from runtime.serving.model.weight_files import WeightFiles
-        from runtime.serving.network.llama import Llama
+        from runtime.serving.network.llama import Llama, WeightFiles
 
         stamp("torch")
         torch.set_num_threads(threads)

@@ -5,19 +5,223 @@ it kept every weight twice, as read and as laid out for the product. What it com
 token by token (`tests/serving/test_model.py`). Names of tensors and keys of `config.json` are transformers'.
 """
 
+import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import sqrt
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch.nn import functional
 from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo
-from runtime.serving.model.weight_files import WeightFiles
-from runtime.serving.network.packed_linear import Linear, linear_layer
 from runtime.serving.network.paged_cache import PagedBatch, attend
-from runtime.serving.network.rope import Rope, turn
+
+# ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
+
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+
+
+class WeightFiles:
+    """The tensors in `model.safetensors`, or in the files that `model.safetensors.index.json` names."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ModelError` for a file that is missing or damaged."""
+        self._directory = directory
+        self._file_of: dict[str, Path] = {}
+        try:
+            for path in self._paths():
+                with safe_open(path, framework="pt") as file:
+                    self._file_of |= dict.fromkeys(file.keys(), path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise ModelError(f"cannot load the model in {directory}: {error}") from error
+
+    def _paths(self) -> list[Path]:
+        index = self._directory / _INDEX
+        if not index.is_file():
+            return [self._directory / _WHOLE]
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [self._directory / Path(name).name for name in sorted(names)]
+
+    def require(self, names: list[str]) -> None:
+        """Raise `ModelError` if one of them is not there: a model does not go on with random numbers in its place."""
+        if missing := sorted(set(names) - self._file_of.keys()):
+            raise ModelError(f"the weights in {self._directory} lack {len(missing)} tensors, such as {missing[0]}")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """It as float32; what is float32 in its file is mapped, by a mapping of its own, and shared with all processes
+        that have it. Raises `ModelError` for another shape."""
+        try:
+            with safe_open(self._file_of[name], framework="pt") as file:
+                found: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot load the model in {self._directory}: {error}") from error
+        if tuple(found.shape) != shape or not found.is_floating_point():
+            raise ModelError(
+                f"{name} in {self._directory} is {found.dtype} {list(found.shape)}; config.json says {list(shape)}"
+            )
+        return found.float()
+
+
+# ---- rotary position embedding (RoFormer, arXiv 2104.09864): how far each pair of a head's dimensions turns a position
+# Four variants, all of whose angles depend on a token's position alone: "default", "linear" (positions divided by a
+# factor), "llama3" (only slow frequencies are, Llama 3.1) and "yarn" (arXiv 2309.00071). Keys as in a transformers
+# `config.json`.
+
+
+class Rope:
+    """Turns queries and keys by their positions. Both halves of a head's dimensions form the pairs, as in Llama."""
+
+    def __init__(self, config: dict[str, Any], head_dim: int, device: str) -> None:
+        """`config`: the model's `config.json`. Raises `ModelError` for parameters that are missing or no numbers."""
+        found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        try:
+            frequencies, self._scale = _frequencies(found, head_dim)
+            if not frequencies.isfinite().all():
+                raise ValueError("an angle that is no number")
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelError(f"config.json's RoPE parameters {found} cannot be used: {error!r}") from error
+        self._frequencies = frequencies.to(device)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines float32 [tokens, 1, head_dim] for `turn`, of positions int64 [tokens]."""
+        half = positions[:, None, None].float() * self._frequencies
+        both = torch.cat((half, half), dim=-1)
+        return both.cos() * self._scale, both.sin() * self._scale
+
+
+def turn(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """`heads` float32 [tokens, heads, head_dim], each turned by its token's angles."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a position float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+    base = float(rope["rope_theta"])
+    periods = base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    plain = 1.0 / periods
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return plain, 1.0
+        case "linear":
+            return plain / float(rope["factor"]), 1.0
+        case "llama3":
+            return _llama3(plain, rope), 1.0
+        case "yarn":
+            return _yarn(periods, rope, head_dim, base)
+        case kind:
+            raise ValueError(f"unknown type {kind!r}")
+
+
+def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Slow frequencies are divided, fast ones stay, those between are mixed."""
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = float(rope["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / plain
+    slowed = torch.where(wavelength > trained / low, plain / factor, plain)
+    share = (trained / wavelength - low) / (high - low)
+    mixed = (1 - share) * slowed / factor + share * slowed
+    between = (wavelength >= trained / high) & (wavelength <= trained / low)
+    return torch.where(between, mixed, slowed)
+
+
+def _yarn(periods: torch.Tensor, rope: dict[str, Any], head_dim: int, base: float) -> tuple[torch.Tensor, float]:
+    """Fast frequencies stay, slow ones are divided, with a ramp between; attention is sharpened a little."""
+    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    scale = rope.get("attention_factor")
+    if scale is None:
+        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = _sharpened(factor, above) / _sharpened(factor, below) if above and below else _sharpened(factor, 1.0)
+
+    def dimension(turns: float) -> float:
+        """Which pair turns so often within the trained context."""
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    begin, end = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - begin) / (end - begin or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return (1 / (factor * periods)) * (1 - kept) + (1 / periods) * kept, float(scale)
+
+
+def _sharpened(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+# ---- linear layers with weights laid out for few rows at a time, which is what decoding does
+# MKL's float32 product of 1 to 16 rows with a large matrix reaches a fraction of the memory's speed (on an AMD EPYC
+# core 2 rows took longer than 4, at 5 GB/s of 23). oneDNN with its own blocked weights reaches it from 3 rows on and is
+# as fast as MKL or faster for long prompts, so the large linear layers of a model on a CPU are these.
+
+
+_FEWEST_ROWS = 4  # below it oneDNN takes another, slower path: rows of zeros are cheaper
+_LAYOUT_ROWS = (
+    16  # the batch that the weights are laid out for; other sizes were no slower than with a layout of theirs
+)
+_SMALLEST_WEIGHTS = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that stay in a core's cache
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""y = x Wᵀ + b for x float32 [rows, in]: [rows, in] → [rows, out]."""
+
+
+class PlainLinear:
+    """A `Linear` that keeps W as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """A `Linear` that keeps its own copy of W, in oneDNN's order."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if rows >= _FEWEST_ROWS:
+            return self._product(x)
+        return self._product(functional.pad(x, (0, 0, 0, _FEWEST_ROWS - rows)))[:rows]
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+
+def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The layer with weights float32 [out, in]: packed if they are large and on a CPU that can do it."""
+    if weight.device.type == "cpu" and weight.numel() >= _SMALLEST_WEIGHTS and packing_works():
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+@cache
+def packing_works() -> bool:
+    """Whether oneDNN's product is there and right: torch offers it to its own compiler only, and could change it."""
+    weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
+    x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
+    try:
+        with torch.inference_mode():
+            return torch.allclose(PackedLinear(weight, bias)(x), functional.linear(x, weight, bias), atol=1e-4)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, get_args
 
 from ipc import IpcError
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, WorkerLost
-from runtime.node.beside import beside
 from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
+from runtime.node.start_times import beside
 from runtime.node.worker import Worker
 from runtime.retrieval.follower import Follower
 from runtime.retrieval.library import Library
@@ -28,7 +28,7 @@ from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Reserve, Re
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
-from runtime.serving.model.sampling import Sampler
+from runtime.serving.model.text import Sampler
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.serving.prefill.job import Job
