@@ -35,8 +35,8 @@ from benchmarks.common.report import table
 from launchers.http_client import post
 from launchers.progress import BuildProgress
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, load_embedder
-from runtime.retrieval.embedding.specs import name_of
 from runtime.retrieval.recall import recall
 from runtime.testing.node import running
 

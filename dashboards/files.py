@@ -1,11 +1,28 @@
-"""Dashboards and alerts as files: written for Grafana's and Prometheus's provisioning, compared with the code."""
+"""Dashboards and alerts as files, and brought into a Grafana: a folder, a data source, dashboards by fixed uids.
 
+What is there already is recognised and not written again: a dashboard by a hash of its content, kept in one of its
+tags (the body that Grafana stores is its own, and cannot be compared). Dashboards that Grafana has from files
+(provisioned) are left alone. Needs the extra [grafana], which is imported on first use.
+"""
+
+import copy
+import hashlib
+import importlib
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from dashboards import fleet, overview
 from dashboards.grafana import Json
 from dashboards.rules import rules_yaml
+from runtime.errors import ConfigError, Unavailable
+
+# ---- dashboards and alerts as files: written for Grafana's and Prometheus's provisioning, compared with the code
+
 
 GENERATED = Path(__file__).parent / "generated"
 
@@ -37,3 +54,177 @@ def _files() -> dict[str, str]:
         f"{uid}.json": json.dumps(board, indent=1, ensure_ascii=False) + "\n" for uid, board in all_dashboards().items()
     }
     return boards | {"trinity-rules.yml": rules_yaml()}
+
+
+FOLDER_UID = "trinity"
+SOURCE_UID = "trinity-prometheus"
+_TAG = "trinity-hash:"
+_INSTALL = "URLLIB3_NO_OVERRIDE=1 pip install --no-binary urllib3-future 'trinity-runtime[grafana]'"
+
+Credential = str | tuple[str, str] | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something in Grafana and what has to be done to it; `write` does it."""
+
+    what: str
+    action: Literal["create", "update", "unchanged", "provisioned"]
+    write: Callable[[], object]
+
+    @property
+    def needed(self) -> bool:
+        return self.action in ("create", "update")
+
+
+class Pusher:
+    """One Grafana. `credential` is a service account's token or a name and password; None takes what the URL has.
+
+    With a `prometheus_url` a data source of that address is kept too, and the dashboards choose it; without, they
+    choose Grafana's default one. Raises `ConfigError` without the extra, or for a URL that is none.
+    """
+
+    def __init__(
+        self, url: str, credential: Credential = None, prometheus_url: str = "", folder: str = "Trinity"
+    ) -> None:
+        try:
+            client = importlib.import_module("grafana_client")
+            self._errors = importlib.import_module("grafana_client.client")
+            self._lost = importlib.import_module("niquests.exceptions").RequestException
+        except ImportError as error:
+            raise ConfigError(f"pushing dashboards needs grafana-client: {_INSTALL}") from error
+        self._url = url
+        self._api: Any = client.GrafanaApi.from_url(_with_slash(url), credential)
+        self._prometheus_url = prometheus_url
+        self._folder = folder
+
+    def changes(self) -> list[Change]:
+        """What Grafana has now against what it should have; nothing is written. Raises as `push`."""
+        with self._explained():
+            found = [self._folder_change()]
+            if self._prometheus_url:
+                found.append(self._source_change())
+            return found + [self._board_change(uid, board) for uid, board in all_dashboards().items()]
+
+    def push(self) -> list[Change]:
+        """Write what is missing or different; returns all that was looked at.
+
+        Raises `Unavailable` when Grafana does not answer, `ConfigError` when it refuses.
+        """
+        changes = self.changes()
+        with self._explained():
+            for change in changes:
+                if change.needed:
+                    change.write()
+        return changes
+
+    # ---- the three kinds
+
+    def _folder_change(self) -> Change:
+        what = f"folder {self._folder!r}"
+        found = self._get(lambda: self._api.folder.get_folder(FOLDER_UID))
+        if found is None:
+            return Change(what, "create", lambda: self._api.folder.create_folder(self._folder, uid=FOLDER_UID))
+        if found["title"] == self._folder:
+            return _unchanged(what)
+        version = found["version"]
+        return Change(
+            what, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
+        )
+
+    def _source_change(self) -> Change:
+        what = f"data source {SOURCE_UID!r}"
+        wanted = {
+            "uid": SOURCE_UID,
+            "name": "Trinity",
+            "type": "prometheus",
+            "access": "proxy",
+            "url": self._prometheus_url,
+            "jsonData": {"httpMethod": "POST"},
+        }
+        found = self._get(lambda: self._api.datasource.get_datasource_by_uid(SOURCE_UID))
+        if found is None:
+            return Change(what, "create", lambda: self._api.datasource.create_datasource(wanted))
+        has = {key: found.get(key) for key in wanted} | {"jsonData": {"httpMethod": _method(found)}}
+        if has == wanted:
+            return _unchanged(what)
+        if found.get("readOnly"):
+            return Change(what, "provisioned", lambda: None)
+        return Change(what, "update", lambda: self._api.datasource.update_datasource_by_uid(SOURCE_UID, wanted))
+
+    def _board_change(self, uid: str, board: Json) -> Change:
+        what = f"dashboard {uid!r}"
+        wanted = _tagged(_of_source(board) if self._prometheus_url else board)
+        body = {"dashboard": wanted, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
+        found = self._get(lambda: self._api.dashboard.get_dashboard(uid))
+        if found is not None and found["meta"].get("provisioned"):
+            return Change(what, "provisioned", lambda: None)
+        if found is None:
+            return Change(what, "create", lambda: self._api.dashboard.update_dashboard(body))
+        same = _hash_in(found["dashboard"]) == _hash_in(wanted) and found["meta"].get("folderUid") == FOLDER_UID
+        return _unchanged(what) if same else Change(what, "update", lambda: self._api.dashboard.update_dashboard(body))
+
+    def _get(self, read: Callable[[], Json]) -> Json | None:
+        """What is there; None if nothing is."""
+        try:
+            return read()
+        except self._errors.GrafanaClientError as error:
+            if error.status_code == 404:
+                return None
+            raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors.GrafanaUnauthorizedError as error:
+            raise ConfigError(f"Grafana at {self._shown()} does not accept the credential: {error.message}") from error
+        except self._errors.GrafanaTimeoutError as error:
+            raise Unavailable(f"Grafana at {self._shown()} does not answer in time") from error
+        except self._errors.GrafanaServerError as error:
+            raise Unavailable(f"Grafana at {self._shown()} answers {error.message}") from error
+        except self._errors.GrafanaException as error:
+            raise ConfigError(f"Grafana at {self._shown()} refuses: {error.message}") from error
+        except self._lost as error:
+            raise Unavailable(f"no answer from Grafana at {self._shown()}: {type(error).__name__}") from error
+
+    def _shown(self) -> str:
+        """The URL without what may be a secret."""
+        parts = urlsplit(self._url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _with_slash(url: str) -> str:
+    """grafana-client glues "api" to the path as it is."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is not the URL of a Grafana: it should begin with http:// or https://")
+    path = parts.path if not parts.path or parts.path.endswith("/") else f"{parts.path}/"
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def _of_source(board: Json) -> Json:
+    """The same dashboard with our own data source chosen."""
+    board = copy.deepcopy(board)
+    for variable in board["templating"]["list"]:
+        if variable["type"] == "datasource":
+            variable["current"] = {"text": "Trinity", "value": SOURCE_UID}
+    return board
+
+
+def _tagged(board: Json) -> Json:
+    text = json.dumps(board, sort_keys=True, ensure_ascii=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return board | {"tags": [*board["tags"], _TAG + digest]}
+
+
+def _hash_in(board: Json) -> str:
+    return next((tag for tag in board.get("tags") or [] if tag.startswith(_TAG)), "")
+
+
+def _method(source: Json) -> str:
+    return str((source.get("jsonData") or {}).get("httpMethod", ""))
+
+
+def _unchanged(what: str) -> Change:
+    return Change(what, "unchanged", lambda: None)

@@ -13,7 +13,7 @@ from textual.containers import Grid
 from textual.widgets import DataTable, Footer, Static
 
 from dashboards import screen
-from dashboards.live import Live, Snapshot
+from dashboards.screen import Live, Snapshot
 from runtime.errors import Unavailable
 
 _COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}

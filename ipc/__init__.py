@@ -19,13 +19,12 @@ from ipc.errors import (
     StaleEpoch,
     UnknownRequest,
 )
-from ipc.memo import Memo
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.ring.descriptors import STAGES, STATUSES, Cancel, Request, Result, SearchSpec, Stage
-from ipc.session.statistics import ClientStatistics, ServerStatistics
 
 if TYPE_CHECKING:
     from ipc.client.client import RingClient
+    from ipc.client.session import Memo
     from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
     from ipc.handover.arena import KvArena
     from ipc.handover.messages import Offer, Outcome
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, format_ring
     from ipc.server.ring_server import RingServer
     from ipc.server.server import SessionServer
-    from ipc.session.messages import Catalogue, Served, Unserved
+    from ipc.session.messages import Catalogue, ClientStatistics, Served, ServerStatistics, Unserved
 
 # Loaded on first use: most of this is compiled code, or ZeroMQ, which a supervisor or a command never runs.
 _HOME = {
@@ -43,12 +42,13 @@ _HOME = {
     "HandoverSink": "handover.sink",
     "HandoverSource": "handover.source",
     "KvArena": "handover.arena",
+    "Memo": "client.session",
     "Offer": "handover.messages",
     "Outcome": "handover.messages",
     "RingClient": "client.client",
     "RingServer": "server.ring_server",
     "SessionServer": "server.server",
-    **dict.fromkeys(("Catalogue", "Served", "Unserved"), "session.messages"),
+    **dict.fromkeys(("Catalogue", "ClientStatistics", "Served", "ServerStatistics", "Unserved"), "session.messages"),
     **dict.fromkeys(("RingConsumer", "RingLayout", "RingProducer", "format_ring"), "ring.ring"),
     **dict.fromkeys(
         ("bind", "check_endpoint", "connect", "new_token", "private_endpoint", "receive_all", "send_now"), "endpoints"

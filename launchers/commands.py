@@ -11,7 +11,7 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "search": ("index_commands", "search"),
     "demo": ("demo", "demo"),
     "config": ("config_command", "config"),
-    "doctor": ("doctor", "doctor"),
+    "doctor": ("config_command", "doctor"),
     "trace": ("trace_command", "trace"),
     "logs": ("logs_command", "logs"),
     "simulate": ("simulate_command", "simulate_node"),

@@ -1,15 +1,21 @@
-"""`trinity config`: every key of a node's configuration, as docs/configuration.md has it."""
+"""`trinity config`, every key of a node's configuration as docs/configuration.md has it, and `trinity doctor`."""
 
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from msgspec.inspect import type_info
 from msgspec.structs import FieldInfo, fields
+from rich.console import Console
+from rich.markup import escape
 
+from runtime.checks.diagnosis import diagnose
 from runtime.node.config import NodeConfig
+from runtime.node.config_file import load_config
 from runtime.node.engine_config import Section
 from runtime.node.expected import described
 
@@ -104,3 +110,24 @@ def _toml(value: Any) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+# ---- `trinity doctor`: what stands in the way of a node on this machine, a line each, with what to do
+
+
+_COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="Also look at what this node needs.")] = None,
+) -> None:
+    """Look at the machine before a node runs on it. Exits with 1 if something is in error."""
+    console = Console(soft_wrap=True)
+    worst = 0
+    for finding in diagnose(load_config(config) if config else None):
+        colour = _COLOURS[finding.level]
+        console.print(f"[{colour}]{finding.level:7}[/{colour}] {escape(finding.what)}: {escape(finding.text)}")
+        if finding.advice:
+            console.print(f"        → {escape(finding.advice)}")
+        worst = max(worst, int(finding.level == "error"))
+    raise typer.Exit(worst)

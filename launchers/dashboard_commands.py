@@ -10,10 +10,9 @@ import typer
 
 from dashboards import files
 from dashboards.drawing import page
+from dashboards.files import Credential, Pusher
 from dashboards.overview import overview
-from dashboards.preview import shown
-from dashboards.prometheus import Prometheus
-from dashboards.push import Credential, Pusher
+from dashboards.preview import Prometheus, shown
 
 dashboards_app = typer.Typer(help="Grafana dashboards and Prometheus alerts of a node.", no_args_is_help=True)
 

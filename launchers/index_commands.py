@@ -22,8 +22,8 @@ from runtime.node.run_dir import find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
+from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderPlace, choose_embedder
-from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, name_of
 from runtime.retrieval.ingestion.ingest import Ingested, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES

@@ -29,8 +29,7 @@ from benchmarks.common.report import table, write
 from benchmarks.gateway.standin import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
-from runtime.serving.frontend.relayed import Relayed
-from runtime.serving.frontend.requests import Request, RequestTable
+from runtime.serving.frontend.requests import Relayed, Request, RequestTable
 from runtime.serving.http.answers import ChatAnswer
 from runtime.serving.messages import Generation, Sampling
 from runtime.testing.node import running

@@ -12,8 +12,8 @@ from ipc.errors import Draining, InvalidArgument, MemoryRefused, PeerLost, Proto
 from ipc.memory.device import DeviceSpan
 from ipc.ring.descriptors import Float32s, Result, SearchSpec
 from ipc.ring.payloads import FLOAT32, as_float32, rehearse
+from ipc.session.messages import ClientStatistics
 from ipc.session.parameters import check_deadline
-from ipc.session.statistics import ClientStatistics
 
 PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
 COLD_NS = 1_000_000  # a pause after which caches may be empty

@@ -2,20 +2,87 @@
 
 import contextlib
 import time
-from typing import Self
+from collections import deque
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+import numpy as np
 
 from ipc.client.arena import ClientArena
 from ipc.client.attachment import Attachment
-from ipc.client.outstanding import Outstanding
 from ipc.errors import InvalidArgument, IpcError, PeerLost, ProtocolViolation, StaleEpoch
-from ipc.memo import Memo
-from ipc.ring.descriptors import SEARCH, SEARCH_ARENA, SearchSpec
+from ipc.ring.descriptors import LOST, REQUEST_HEADER, SEARCH, SEARCH_ARENA, Result, SearchSpec
 from ipc.ring.doorbell import SpinBudget
 from ipc.ring.payloads import read_results
-from ipc.ring.ring import CLOSED, DRAINING, EVICTED
-from ipc.session.messages import DOORBELLS, EVENTFD
-from ipc.session.parameters import Limits, Packed, pack
-from ipc.session.statistics import ClientStatistics
+from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingProducer
+from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics
+from ipc.session.parameters import Limits, Packed, pack, pack_cancel
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Memo(dict[K, V]):
+    """memo[key] is `work_out(key)`, done once; after `most` different keys all are forgotten and worked out anew."""
+
+    def __init__(self, work_out: Callable[[K], V], most: int = 4096) -> None:
+        super().__init__()
+        self._work_out = work_out
+        self._most = most
+
+    def __missing__(self, key: K) -> V:
+        if len(self) >= self._most:
+            self.clear()
+        value = self[key] = self._work_out(key)
+        return value
+
+
+# ---- what a client has asked and was not told yet: its requests, results not yet returned, cancellations not yet sent
+
+
+_NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+class Outstanding(dict[int, int]):
+    """Request id → enqueue_ns, from submission to result; over all sessions of a client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_id = 1
+        self.ended: list[Result] = []
+        """Read or lost, not yet returned."""
+        self.unsent: deque[int] = deque()
+        """Cancellations for which the ring has had no room yet."""
+
+    def withdraw(self, ids: range) -> None:
+        """They were not sent."""
+        for request_id in ids:
+            del self[request_id]
+        self.next_id = ids.start
+
+    def send_cancellations(self, ring: RingProducer, epoch: int) -> bool:
+        """As many of those unsent as there is room for; whether the pool must be rung."""
+        ring_it = False
+        while self.unsent:
+            request_id = self.unsent[0]
+            if request_id in self:
+                if ring.free() < 1:
+                    break
+                offset = ring.header_offsets[ring.loan()]
+                REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, pack_cancel(epoch))
+                ring_it |= ring.send()
+            self.unsent.popleft()
+        return ring_it
+
+    def lose(self) -> int:
+        """All of them end with status 'lost'; how many."""
+        now, count = time.monotonic_ns(), len(self)
+        for request_id, enqueue_ns in self.items():
+            self.ended.append(Result(request_id, LOST, _NO_IDS, _NO_DISTANCES, 0, enqueue_ns, 0, 0, now))
+        self.clear()
+        self.unsent.clear()
+        return count
+
 
 _ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this client: it broke the protocol"}
 

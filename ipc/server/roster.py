@@ -8,11 +8,9 @@ from ipc.ring.exchange import INVALID, STALE
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
-from ipc.server.places import ClientPlace
+from ipc.server.places import ClientPlace, Terms
 from ipc.server.reception import ASKED, Reception
-from ipc.session.messages import VERSION, Attach, Attached, Refused
-from ipc.session.statistics import ServerStatistics
-from ipc.session.terms import Terms
+from ipc.session.messages import VERSION, Attach, Attached, Refused, ServerStatistics
 
 RENEW_NS = 2_000_000_000  # how long a client may take to open a session in the place of an idle one
 JOIN_NS = 10_000_000_000  # how long a client may take to open its rings; longer than those that try again wait

@@ -10,13 +10,11 @@ from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.ring.doorbell import SpinBudget
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
-from ipc.server.places import ClientPlace
+from ipc.server.places import ClientPlace, Number, Terms
 from ipc.server.reception import Reception
 from ipc.server.roster import Roster
 from ipc.session.device_arena import DeviceArena
-from ipc.session.messages import Catalogue, Served
-from ipc.session.statistics import ServerStatistics
-from ipc.session.terms import Number, Terms
+from ipc.session.messages import Catalogue, Served, ServerStatistics
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
 SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do

@@ -25,8 +25,8 @@ from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.listen import listen
+from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import load_embedder, place_of
-from runtime.retrieval.embedding.specs import ServerSpec
 from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 

@@ -14,9 +14,9 @@ from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import model_bytes, place_of
-from runtime.retrieval.embedding.minilm import MINILM
-from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec
+from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.model_info import ModelInfo
 

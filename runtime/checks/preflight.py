@@ -20,8 +20,8 @@ from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import check_embedder, place_of
-from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.live.collection import collection_info
 from runtime.retrieval.live.manifest import is_live
 from runtime.serving.model import smollm

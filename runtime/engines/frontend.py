@@ -1,11 +1,13 @@
 """The frontend's process, with the engine that the configuration names."""
 
-from runtime.engines.trinity import trinity_engine
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import Measures
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.service import SearchSource
 
 
@@ -28,3 +30,20 @@ async def engine_of(worker: Worker, measures: Measures, search: SearchSource) ->
 def run(worker: Worker) -> None:
     """The process: serve until told to stop, then finish what is in flight."""
     process.run(worker, engine_of)
+
+
+# ---- the node's own prefill and decode workers as the engine: the frontend's link to them has the interface as it is
+
+
+def trinity_engine(worker: Worker, measures: Measures) -> WorkerLink:
+    """The link to the workers of the frontend's node, which connect to it."""
+    http = worker.plan.config.http
+    return WorkerLink(
+        worker.plan.endpoint("frontend"),
+        Router(max_in_flight=http.max_in_flight),
+        epoch=worker.epoch,
+        on_end=measures.ended,
+        on_refused=measures.refused,
+        restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
+        keep_traces=http.traces,
+    )

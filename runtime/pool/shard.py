@@ -14,10 +14,9 @@ from runtime.node.config import CollectionSection
 from runtime.pool.scopes import Filtered, Part, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.collection import index_errors
 from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
-from runtime.retrieval.collections.unchanged import open_unchanged
 from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.manifest import is_live
 from runtime.retrieval.live.reader import LiveReader

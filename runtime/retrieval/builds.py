@@ -8,11 +8,10 @@ from pathlib import Path
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
-from runtime.retrieval.collections.unchanged import open_unchanged
-from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
+from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
 from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.manifest import is_live, read_description
 from runtime.retrieval.live.reading import LiveDocuments

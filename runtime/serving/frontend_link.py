@@ -9,10 +9,10 @@ import zmq
 
 from ipc.endpoints import connect, send_now
 from ipc.errors import MALFORMED
-from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Hello,
+    MalformedMessages,
     Prefill,
     Release,
     Report,

@@ -3,7 +3,7 @@
 import pytest
 
 from dashboards import screen
-from dashboards.live import Live, Snapshot
+from dashboards.screen import Live, Snapshot
 
 HISTOGRAM = """# TYPE wait_seconds histogram
 wait_seconds_bucket{{le="0.1"}} {0}

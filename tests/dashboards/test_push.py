@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-import dashboards.push as module
-from dashboards.files import all_dashboards
-from dashboards.push import FOLDER_UID, SOURCE_UID, Pusher
+import dashboards.files as module
+from dashboards.files import FOLDER_UID, SOURCE_UID, Pusher, all_dashboards
 from launchers.main import command_line
 from runtime.errors import ConfigError, Unavailable
 from tests.dashboards.grafana_server import TOKEN, GrafanaServer

@@ -21,8 +21,8 @@ import pytest
 from textual.widgets import DataTable, Static
 
 from dashboards import screen
-from dashboards.live import Live, Snapshot
 from dashboards.overview import overview
+from dashboards.screen import Live, Snapshot
 from dashboards.top import Top
 from runtime.errors import Unavailable
 from runtime.node.config import NodeConfig, SloSection

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from runtime.node.supervisor.admin import reload_collections
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.ingestion.ingest import add, ingest
 from runtime.testing.node import Node
 from tests.retrieval.files import pdf

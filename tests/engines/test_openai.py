@@ -18,8 +18,7 @@ from runtime.errors import (
     TrinityError,
     WorkerLost,
 )
-from runtime.serving.frontend.relayed import Relayed
-from runtime.serving.frontend.requests import Request
+from runtime.serving.frontend.requests import Relayed, Request
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.engines.fake_openai import MODEL, Behaviour, rendered, written

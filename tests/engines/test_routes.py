@@ -10,7 +10,7 @@ import httpx
 from runtime.node.config import AnswerCacheSection
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.serving.frontend.answer_cache import AnswerCache, PromptAnswers
-from runtime.serving.frontend.relayed import Choices
+from runtime.serving.frontend.requests import Choices
 from runtime.serving.http.routes import create_app
 from runtime.serving.http.service import Service, Settings
 from tests.engines.fake_openai import MODEL, Behaviour

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidDocument, InvalidFilter, InvalidRequest, TrinityError, Unauthorized, Unavailable
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.writing import LiveWrites

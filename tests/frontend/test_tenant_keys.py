@@ -9,10 +9,10 @@ import pytest
 
 from runtime.retrieval.attributes.filters import Bound, decode_filter, filter_bytes, parse_filter
 from runtime.retrieval.builds import About
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.http.access import Access
+from runtime.serving.http.guard import Access
 from runtime.serving.http.service import NoCatalogue, Settings
 from tests.frontend.fakes import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held

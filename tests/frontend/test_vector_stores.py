@@ -11,8 +11,7 @@ import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.builds import About
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.service import Settings
 from runtime.serving.http.vector_stores import score_of

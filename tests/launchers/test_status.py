@@ -13,7 +13,7 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.writing import LiveWrites

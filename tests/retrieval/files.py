@@ -4,8 +4,7 @@ import io
 import zipfile
 from collections.abc import Sequence
 
-from runtime.retrieval.embedding.embedder import TextKind, Vectors
-from runtime.retrieval.embedding.hashing import Hashing
+from runtime.retrieval.embedding.embedder import Hashing, TextKind, Vectors
 
 
 class Counting(Hashing):

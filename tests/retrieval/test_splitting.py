@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.retrieval.ingestion.splitting import split
+from runtime.retrieval.ingestion.sections import split
 
 
 def words(text: str) -> int:

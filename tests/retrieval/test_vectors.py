@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.vectors.device import DeviceVectors, on_host
-from runtime.retrieval.vectors.vectors import as_vectors
+from runtime.retrieval.vectors.vectors import DeviceVectors, as_vectors, on_host
 from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
 
 VALUES = np.arange(6, dtype=np.float32)

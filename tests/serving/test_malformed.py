@@ -7,8 +7,7 @@ import zmq
 
 from ipc.endpoints import bind, new_token, private_endpoint
 from runtime.serving.frontend_link import FrontendLink
-from runtime.serving.malformed import MalformedMessages
-from runtime.serving.messages import Hello
+from runtime.serving.messages import Hello, MalformedMessages
 
 log = logging.getLogger("tests.malformed")
 

@@ -6,7 +6,7 @@ from typing import Any
 from runtime.engines.openai.sequel import Script
 from runtime.errors import EngineFailed, InvalidRequest
 from runtime.serving import stages
-from runtime.serving.frontend.relayed import Relayed
+from runtime.serving.frontend.requests import Relayed
 from runtime.serving.messages import Probe
 from runtime.serving.model.text import StopStrings
 

@@ -20,6 +20,7 @@ from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections.attributes import AttributesSeen
+from runtime.retrieval.collections.checksums import open_unchanged
 from runtime.retrieval.collections.directory import new_directory
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import (
@@ -41,10 +42,8 @@ from runtime.retrieval.collections.sources import (
     read_ids,
     read_vectors,
 )
-from runtime.retrieval.collections.unchanged import open_unchanged
-from runtime.retrieval.embedding.embedder import Embedder, Vectors, embedding_text
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text, name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
-from runtime.retrieval.embedding.specs import EmbedderSpec, name_of
 from runtime.retrieval.search.gather import merge_nearest
 
 Metric = Literal["cosine", "l2", "ip"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import CollectionError
-from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
 ATTRIBUTES = "attributes.msgpack"

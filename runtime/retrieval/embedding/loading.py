@@ -2,20 +2,32 @@
 
 import difflib
 import re
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from runtime.errors import ConfigError, ModelError
 from runtime.node.config import CollectionSection
-from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.embedding.hashing import MAX_HASHING_DIM, MIN_HASHING_DIM, Hashing
-from runtime.retrieval.embedding.minilm import MINILM, MINILM_DIM, load_minilm, minilm_files
+from runtime.retrieval.embedding.embedder import (
+    MAX_HASHING_DIM,
+    MIN_HASHING_DIM,
+    SERVER_AT_ONCE,
+    DirectorySpec,
+    Embedder,
+    EmbedderSpec,
+    Hashing,
+    ServerSpec,
+    TextKind,
+    name_of,
+)
 from runtime.retrieval.embedding.model_directory import ModelDirectory, read_model_directory
-from runtime.retrieval.embedding.onnx_model import OnnxModel
-from runtime.retrieval.embedding.specs import DirectorySpec, EmbedderSpec, ServerSpec, name_of
+from runtime.retrieval.embedding.onnx_model import MINILM, MINILM_DIM, OnnxModel, load_minilm, minilm_files
 
 DEFAULT_EMBEDDER = MINILM
 
@@ -192,3 +204,33 @@ def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> O
     encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
     tokenizer = found.directory / "tokenizer.json"
     return OnnxModel(name_of(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)
+
+
+# ---- an embedder that is loaded when it is first needed
+
+
+class LazyEmbedder:
+    """Loaded by the thread that embeds with it first: a loop does not wait for that."""
+
+    def __init__(self, spec: EmbedderSpec, place: EmbedderPlace, threads: int) -> None:
+        self.name, self.dim = name_of(spec), embedder_dim(spec)
+        self.at_once = SERVER_AT_ONCE if isinstance(spec, ServerSpec) else 1
+        self._spec, self._place, self._threads = spec, place, threads
+        self._lock = threading.Lock()
+        self._loaded: Embedder | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        return self._embedder().max_tokens
+
+    def count_tokens(self, text: str) -> int:
+        return self._embedder().count_tokens(text)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> npt.NDArray[np.float32]:
+        return self._embedder().embed(texts, kind)
+
+    def _embedder(self) -> Embedder:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load_embedder(self._spec, threads=self._threads, place=self._place)
+            return self._loaded

@@ -15,8 +15,16 @@ import msgspec
 import numpy as np
 
 from runtime.errors import EmbedderFailed, EmbedderUnreachable
-from runtime.retrieval.embedding.embedder import TextKind, Vectors, readable, unit
-from runtime.retrieval.embedding.specs import MAX_DIM, SERVER_AT_ONCE, ServerSpec, name_of
+from runtime.retrieval.embedding.embedder import (
+    MAX_DIM,
+    SERVER_AT_ONCE,
+    ServerSpec,
+    TextKind,
+    Vectors,
+    name_of,
+    readable,
+    unit,
+)
 
 BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
 MAX_TOKENS = 8192

@@ -20,14 +20,12 @@ from runtime.errors import BuildRefused, CollectionError, ResourceBusy
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document, Sources
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
-from runtime.retrieval.embedding.embedder import Embedder, Vectors, embedding_text
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder
-from runtime.retrieval.embedding.specs import EmbedderSpec
 from runtime.retrieval.ingestion.apart import Apart
 from runtime.retrieval.ingestion.files import Found, checksum, find_files, read_bytes, root_of
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
-from runtime.retrieval.ingestion.sections import Section, Unreadable
-from runtime.retrieval.ingestion.splitting import split
+from runtime.retrieval.ingestion.sections import Section, Unreadable, split
 from runtime.retrieval.passages import Attribute
 
 PASSAGE_TOKENS = 192  # four of them are what a prompt has room for by default

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 from runtime.errors import BuildRefused
-from runtime.retrieval.ingestion.html import read_html
-from runtime.retrieval.ingestion.office import read_docx, read_pptx
-from runtime.retrieval.ingestion.pdf import read_pdf
+from runtime.retrieval.ingestion.office import read_docx, read_pdf, read_pptx
 from runtime.retrieval.ingestion.sections import Read, Section, Unreadable
-from runtime.retrieval.ingestion.text import read_markdown, read_text
+from runtime.retrieval.ingestion.text import read_html, read_markdown, read_text
 
 _READERS: dict[str, Callable[[bytes], Read]] = {
     ".md": read_markdown,

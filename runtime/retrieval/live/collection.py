@@ -11,7 +11,7 @@ from gpu.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
-from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.log import LogWriter, log_path
 from runtime.retrieval.live.manifest import (

@@ -12,7 +12,7 @@ from gpu.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
 from runtime.retrieval.collections.manifest import LIVE_FORMAT, FileFacts, is_collection
-from runtime.retrieval.embedding.specs import EmbedderSpec
+from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.disk import Disk, storage_error
 
 DESCRIPTION, MANIFEST = "collection.json", "MANIFEST"

@@ -4,7 +4,7 @@ from runtime.errors import TrinityError
 from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.search.question import Question
 from runtime.retrieval.search.results import SearchBatch, SearchResult, failed
-from runtime.retrieval.vectors.device import Vectors
+from runtime.retrieval.vectors.vectors import Vectors
 
 
 class BatchRun:

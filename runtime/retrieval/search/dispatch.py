@@ -25,7 +25,7 @@ from runtime.retrieval.search.question import Question, error_of
 from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
 from runtime.retrieval.search.results import SearchResult, SearchStatistics, failed
 from runtime.retrieval.search.routes import Routes
-from runtime.retrieval.vectors.device import Vectors
+from runtime.retrieval.vectors.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query

@@ -8,7 +8,7 @@ from ipc import SearchSpec
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.retrieval.search.arguments import check_finite
 from runtime.retrieval.search.gather import Gather
-from runtime.retrieval.vectors.device import Vectors, on_host
+from runtime.retrieval.vectors.vectors import Vectors, on_host
 
 Accept = Callable[[str], bool]
 """Whether an answer from a collection's build of this identity is of use."""

@@ -15,8 +15,7 @@ from runtime.errors import TrinityError
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.follower import Follower
-from runtime.retrieval.library import Library
+from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages

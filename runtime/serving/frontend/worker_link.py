@@ -27,11 +27,11 @@ from runtime.serving.frontend.engine import Capabilities, Engine
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.starts import RestartLimits, Starts
-from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Failed,
     Hello,
+    MalformedMessages,
     Release,
     Report,
     Retrieved,

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, TrinityError
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.relayed import Choices, Relayed
-from runtime.serving.frontend.requests import Piece, Request
+from runtime.serving.frontend.requests import Choices, Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import spans_seconds
 

@@ -16,8 +16,7 @@ from runtime.errors import InvalidRequest, TrinityError, Unavailable, WorkerLost
 from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.follower import Follower
-from runtime.retrieval.library import Library
+from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
