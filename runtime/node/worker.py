@@ -24,7 +24,6 @@ from runtime.errors import TrinityError
 from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.columns import WorkerMetrics
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.placement.machine import prefer_memory_of
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.start_times import StartTimes, process_age_s
 
@@ -214,6 +213,23 @@ def _run(worker: Worker) -> int:
         return 1
     worker.log.info("stopped")
     return 0
+
+
+# ---- memory near a GPU: the kernel's policy for where a process's pages go
+
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_PREFERRED = 1
+_MAX_NODE = 64
+
+
+def prefer_memory_of(node: int, machine: str) -> bool:
+    """Have this process's new pages come from a NUMA node while it has some. False if the kernel does not let us."""
+    number = _SET_MEMPOLICY.get(machine)
+    if number is None or not 0 <= node < _MAX_NODE:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(number, _MPOL_PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODE + 1))) == 0
 
 
 if __name__ == "__main__":

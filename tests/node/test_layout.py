@@ -199,7 +199,7 @@ def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: P
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
 def test_memory_can_prefer_the_first_numa_node_or_the_refusal_is_told() -> None:
-    from runtime.node.placement.machine import prefer_memory_of
+    from runtime.node.worker import prefer_memory_of
 
     assert prefer_memory_of(0, "m68k") is False
     assert prefer_memory_of(-1, "x86_64") is False

@@ -21,7 +21,7 @@ from runtime.engines.openai.load import Load, read_load
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
-from runtime.serving.frontend.router import Prefixes
+from runtime.serving.frontend.prefixes import Prefixes
 
 log = logging.getLogger(__name__)
 
