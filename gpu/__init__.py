@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from gpu.backends import check_device, is_device_name
+from gpu.devices import check_device, is_device_name
 from gpu.errors import (
     DeviceError,
     DeviceUnavailable,

@@ -1,36 +1,13 @@
 """From a device's name to the engine that searches on it. Packages of other devices are not imported before."""
 
-import re
 from collections.abc import Callable, Mapping
 
 from gpu.cpu.engine import CpuEngine
+from gpu.devices import CPU, check_device
 from gpu.engine import Engine
-from gpu.errors import DeviceUnavailable, InvalidParams
+from gpu.errors import InvalidParams
 from gpu.index import GraphIndex
 from gpu.roofline import host_copy_bytes_s
-
-# ---- names of devices: "cpu" is always there; "cuda", "cuda:N" and a GPU's UUID ("GPU-…") need the extra [cuda], a
-# driver and that GPU
-
-
-CPU = "cpu"
-_CUDA = re.compile(r"cuda(:\d{1,3})?\Z|GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z")
-
-
-def is_device_name(device: str) -> bool:
-    """Whether a device could be called that; `check_device` tells whether it is there."""
-    return device == CPU or _CUDA.match(device) is not None
-
-
-def check_device(device: str) -> None:
-    """Raise DeviceUnavailable, with the reason, unless a search engine can be opened on the device."""
-    if not is_device_name(device):
-        raise DeviceUnavailable(f'{device!r} is no device: "cpu", "cuda:N" and UUIDs ("GPU-…") are')
-    if device != CPU:
-        from gpu.cuda.cuda_driver import find_device
-
-        find_device(device)
-
 
 Progress = Callable[[str, float], None]
 
