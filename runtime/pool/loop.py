@@ -25,7 +25,6 @@ from ipc.ring.exchange import DESK_WORDS
 from runtime.pool import parts, policy, queues
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
-from runtime.pool.counting import count, observe
 from runtime.pool.estimate import kind_a, kind_b
 from runtime.pool.loop_words import (
     BEGUN,
@@ -80,6 +79,7 @@ from runtime.pool.loop_words import (
     WIDTH,
     K,
 )
+from runtime.pool.parts import count, observe
 from runtime.pool.scopes import LIVE
 from runtime.pool.tables import NEVER_NS, tables_at
 

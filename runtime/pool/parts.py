@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu.backend import RELEASE
 from ipc.memory import instructions
-from ipc.memory.instructions import call, floats32, words
+from ipc.memory.instructions import call, floats, floats32, words
 from runtime.pool import scopes
 from runtime.pool.compiled import compiled
 from runtime.pool.loop_words import (
@@ -122,3 +122,24 @@ def merge(one: int, ones: int, other: int, others: int, most: int, into: int, k:
             ids[i + j], distances[i + j] = b[j], near_b[j]
             j += 1
     return i + j
+
+
+# ---- the loop's metrics, written by compiled code where the worker's table has them
+
+
+@compiled
+def count(loop: Any, counter: int, amount: float) -> None:
+    """Add to the counter of this word of the loop."""
+    floats(loop[counter], 1)[0] += amount
+
+
+@compiled
+def observe(loop: Any, histogram: int, value: float) -> None:
+    """A value of the histogram of this word and the two behind it."""
+    many = loop[histogram + 2]
+    edges, buckets = floats(loop[histogram + 1], many), floats(loop[histogram], many + 2)
+    place = 0
+    while place < many and edges[place] < value:
+        place += 1
+    buckets[place] += 1.0
+    buckets[many + 1] += value

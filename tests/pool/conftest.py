@@ -15,8 +15,8 @@ from runtime.pool.process import MakeArena, Timing
 from runtime.pool.shard import OpenShard, open_shard
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.limits import Limits
-from runtime.retrieval.search.replicas import ReplicaPolicy
+from runtime.retrieval.search.question import Limits
+from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.pools import Vectors
 

@@ -25,7 +25,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.replicas import ReplicaPolicy
+from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from runtime.testing.worker import worker_of

@@ -19,7 +19,7 @@ from runtime.retrieval.live.manifest import MANIFEST, Manifest, read_description
 from runtime.retrieval.live.operations import decode
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import Loaded, State, close
-from runtime.retrieval.search.gather import Nearest
+from runtime.retrieval.search.results import Nearest
 
 _ATTEMPTS = 5
 

@@ -32,7 +32,7 @@ from runtime.retrieval.live.search import search
 from runtime.retrieval.live.segment import Segment, segment_path
 from runtime.retrieval.live.state import tombstones_content
 from runtime.retrieval.live.statistics import WriterState, state_of
-from runtime.retrieval.search.gather import Nearest
+from runtime.retrieval.search.results import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
 MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds

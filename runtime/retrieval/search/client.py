@@ -24,10 +24,9 @@ from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 from runtime.retrieval.search.arguments import check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
-from runtime.retrieval.search.limits import Limits
-from runtime.retrieval.search.question import Accept, Question
-from runtime.retrieval.search.replicas import ReplicaPolicy
+from runtime.retrieval.search.question import Accept, Limits, Question
 from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.retrieval.search.writes import Writes
 from runtime.retrieval.vectors.vectors import as_vectors
 

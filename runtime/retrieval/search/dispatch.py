@@ -18,13 +18,10 @@ from msgspec.structs import replace
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.gather import Gather
-from runtime.retrieval.search.limits import Limits
 from runtime.retrieval.search.pool_session import PoolSession
-from runtime.retrieval.search.question import Question, error_of
-from runtime.retrieval.search.replicas import ReplicaPolicy, Replicas
-from runtime.retrieval.search.results import SearchResult, SearchStatistics, failed
-from runtime.retrieval.search.routes import Routes
+from runtime.retrieval.search.question import Limits, Question, error_of
+from runtime.retrieval.search.results import Gather, SearchResult, SearchStatistics, failed
+from runtime.retrieval.search.routes import ReplicaPolicy, Replicas, Routes
 from runtime.retrieval.vectors.vectors import Vectors
 
 _MAX_ATTEMPTS = 3

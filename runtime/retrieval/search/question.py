@@ -1,13 +1,14 @@
-"""A query as its client keeps it until it has ended."""
+"""A query as its client keeps it until it has ended, and how long it does."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from ipc import SearchSpec
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.retrieval.search.arguments import check_finite
-from runtime.retrieval.search.gather import Gather
+from runtime.retrieval.search.results import Gather
 from runtime.retrieval.vectors.vectors import Vectors, on_host
 
 Accept = Callable[[str], bool]
@@ -53,3 +54,14 @@ def error_of(status: str, question: Question) -> TrinityError:
             return DeadlineExceeded("the query was cancelled")
         case _:
             return InternalError(f"the pool ended the query with status {status!r}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long, and how many, a client of the pools has wait. `retry_ns`: a lost pool is tried again this often.
+    `wait_ns`: a query without a deadline waits so long for one, while none of its collection is answered. `parked`: so
+    many queries wait for a pool at once."""
+
+    retry_ns: int = 500_000_000
+    wait_ns: int = 10_000_000_000
+    parked: int = 1024

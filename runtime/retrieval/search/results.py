@@ -1,14 +1,14 @@
-"""What a search client hands out: results, batches of them, and its statistics."""
+"""What a search client hands out: results, batches of them, one of several shards', and its statistics."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.errors import TrinityError
+from runtime.errors import InternalError, TrinityError
 
 NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 NO_DISTANCES: npt.NDArray[np.float32] = np.empty(0, np.float32)
@@ -105,3 +105,56 @@ class SearchStatistics:
 
     pools: tuple[PoolStatistics, ...]
     waiting: int
+
+
+# ---- one answer from several shards: the nearest of all, ties by id
+
+
+Q = TypeVar("Q")
+
+Nearest = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
+
+def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
+    """The `k` nearest of all parts: ids and distances, each [≤ k] or [q, ≤ k], of different vectors, -1 for none.
+
+    Nearest first; among equally near ones the smaller id; what is missing (id -1, distance +inf) comes last.
+    """
+    ids = np.concatenate([ids for ids, _ in parts], axis=-1)
+    distances = np.concatenate([distances for _, distances in parts], axis=-1)
+    order = np.lexsort((ids, distances), axis=-1)[..., :k]
+    return np.take_along_axis(ids, order, -1), np.take_along_axis(distances, order, -1)
+
+
+class Gather(Generic[Q]):
+    """The parts of one query that were sent to all shards of a collection. It ends once: whole, or with an error.
+
+    `whole` is the query that was split, `identity` that of the build whose shards are asked.
+    """
+
+    def __init__(self, whole: Q, identity: str, k: int, shards: int) -> None:
+        self.whole, self.identity = whole, identity
+        self.ended = False
+        self._k = k
+        self._missing = shards
+        self._parts: list[SearchResult] = []
+
+    def add(self, part: SearchResult) -> SearchResult | None:
+        """A shard's answer. The query's, if it was the last one missing."""
+        if part.identity != self.identity:
+            raise InternalError(f"a shard of build {part.identity!r} answered a query to build {self.identity!r}")
+        self._parts.append(part)
+        self._missing -= 1
+        if self._missing:
+            return None
+        self.ended = True
+        ids, distances = merge_nearest([(part.ids, part.distances) for part in self._parts], self._k)
+        return SearchResult(
+            self._parts[0].ticket,
+            ids,
+            distances,
+            max(part.extends for part in self._parts),
+            max(part.wait_ns for part in self._parts),
+            max(part.search_ns for part in self._parts),
+            identity=self.identity,
+        )

@@ -19,10 +19,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
-from runtime.serving.frontend.traces import SENT_ID
+from runtime.serving.frontend.traces import SENT_ID, trace_context, trace_context_of
 from runtime.serving.http.access import EVERYTHING, Access
 from runtime.serving.http.answers import error_json, to_json
-from runtime.serving.trace_context import trace_context, trace_context_of
 
 log = logging.getLogger(__name__)
 
