@@ -36,8 +36,8 @@ def _lines(title: str, description: str, queries: list[Query], unit: str, width:
     return Panel("timeseries", title, description, queries, unit, width, **look)
 
 
-def _tile(title: str, description: str, expr: str, unit: str, width: int = 4, **look: Any) -> Panel:
-    return Panel("stat", title, description, [Query(expr)], unit, width=width, height=4, **look)
+def _tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Panel:
+    return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
 
 
 def _percentiles(title: str, description: str, histogram: Named, width: int = 8) -> Panel:

@@ -17,7 +17,7 @@ from typing import Any
 from dashboards.grafana import Json
 from runtime.errors import InvalidRequest, Unavailable
 
-VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all"}
+VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all", "$__rate_interval": "30s"}
 _POINTS = 120  # of a line
 
 Ask = Callable[[str, Mapping[str, str]], list[Json]]
@@ -61,10 +61,9 @@ class Shown:
         return self.lines[0].points[-1][1] if self.lines and self.lines[0].points else None
 
 
-def shown(board: Json, ask: Ask, end_s: float, span_s: float = 300.0, rate_interval: str = "30s") -> list[Shown]:
+def shown(board: Json, ask: Ask, end_s: float, span_s: float = 300.0) -> list[Shown]:
     """Every panel of a dashboard with its data over the `span_s` seconds before `end_s` (Unix time)."""
-    variables = VARIABLES | {"$__rate_interval": rate_interval}
-    return [_panel(panel, ask, end_s, span_s, variables) for panel in board["panels"]]
+    return [_panel(panel, ask, end_s, span_s, VARIABLES) for panel in board["panels"]]
 
 
 def _panel(panel: Json, ask: Ask, end_s: float, span_s: float, variables: Mapping[str, str]) -> Shown:

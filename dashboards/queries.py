@@ -24,9 +24,9 @@ def quantile(q: float, histogram: Named, where: str = "", by: Sequence[str] = ()
     return f"histogram_quantile({q}, {rate(series(f'{histogram}_bucket', where), ('le', *by), window)})"
 
 
-def mean(histogram: Named, where: str = "", window: str = RATE) -> str:
-    """The mean of a histogram's observations within the window."""
-    total, count = (rate(series(f"{histogram}_{part}", where), window=window) for part in ("sum", "count"))
+def mean(histogram: Named, where: str = "") -> str:
+    """The mean of a histogram's observations lately."""
+    total, count = (rate(series(f"{histogram}_{part}", where)) for part in ("sum", "count"))
     return f"{total} / {count}"
 
 

@@ -19,14 +19,15 @@ from runtime.errors import Unavailable
 _COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}
 _NAME_WIDTH = 17
 _TITLES = 6
+_TIMEOUT_S = 5.0
 
 
-def fetch_metrics(url: str, key: str = "", timeout_s: float = 5.0) -> str:
+def fetch_metrics(url: str, key: str = "") -> str:
     """A node's /metrics, asked for with an API key if there is one. Raises `Unavailable`."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode())
     except (OSError, ValueError) as error:  # ValueError: not a URL, or not UTF-8
         raise Unavailable(f"no metrics from {url}: {error}") from error

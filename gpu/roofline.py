@@ -162,12 +162,12 @@ def _extend_s(
     return spent / extends if extends else 0.0
 
 
-def typical_queries(index: GraphIndex, count: int, seed: int = 0) -> npt.NDArray[np.float32]:
+def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
     """Queries float32 [count, dim] such as are asked: near stored vectors, with noise of half their spread.
 
     Far from all of them, every neighbour is as good as another, and a search reads several times as much.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     rows = index.data.rows
     stored = rows.codes if rows.full is None else rows.full
     near = np.asarray(stored[random.integers(len(stored), size=count)], np.float32)[:, : index.dim]

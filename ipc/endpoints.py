@@ -14,6 +14,7 @@ from ipc.errors import InvalidArgument
 
 ZmqSocket = zmq.Socket[bytes]
 
+_AT_ONCE = 1000  # messages of one look
 _NAME_LIMIT = 100  # an abstract socket name has 107 bytes
 _RETRY_MS, _MAX_RETRY_MS = 5, 100  # of a peer that is not there yet: the first time, doubled up to ZeroMQ's usual 100
 _ENDPOINT = re.compile(rf"ipc://@([\x21-\x7e]{{1,{_NAME_LIMIT}}})")
@@ -94,13 +95,13 @@ def send_now(socket: ZmqSocket, *frames: bytes) -> bool:
     return False
 
 
-def receive_all(socket: ZmqSocket, limit: int = 1000) -> list[list[bytes]]:
-    """Up to `limit` messages that wait now, each as its frames. Never blocks.
+def receive_all(socket: ZmqSocket) -> list[list[bytes]]:
+    """Messages that wait now, at most 1000, each as its frames. Never blocks.
 
     A ZeroMQ file descriptor only reports *changes*: read until this returns an empty list before sleeping on one.
     """
     messages: list[list[bytes]] = []
-    while len(messages) < limit:
+    while len(messages) < _AT_ONCE:
         try:
             messages.append(socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:

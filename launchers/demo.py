@@ -31,6 +31,7 @@ from runtime.serving.model.model_info import model_directory
 from runtime.serving.model.packages import require_packages
 
 NAME = "demo"
+_START_S = 600.0
 
 CONFIG = """\
 # A node of one worker of each kind on the CPU, as `trinity demo` runs it.
@@ -109,7 +110,7 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
     return path
 
 
-def start_node(config: Path, log: Path, console: Console, *, outlive: bool, timeout_s: float = 600.0) -> NodeInfo:
+def start_node(config: Path, log: Path, console: Console, *, outlive: bool) -> NodeInfo:
     """Start `trinity serve` in the background and wait until every worker is ready; it may `outlive` this process."""
     _refuse_second_node()
     life = () if outlive else ("--with-parent",)
@@ -119,17 +120,17 @@ def start_node(config: Path, log: Path, console: Console, *, outlive: bool, time
             stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:
-        return _wait_until_ready(process, log, console, timeout_s)
+        return _wait_until_ready(process, log, console)
     except BaseException:
         process.terminate()
         process.wait(timeout=60)
         raise
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, console: Console, timeout_s: float) -> NodeInfo:
+def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, console: Console) -> NodeInfo:
     begin = time.monotonic()
     with console.status("starting the node") as spinner:
-        while (waited := time.monotonic() - begin) < timeout_s:
+        while (waited := time.monotonic() - begin) < _START_S:
             if process.poll() is not None:
                 raise Unavailable(f"the node did not start; the end of {log}:\n{log.read_text()[-2000:].rstrip()}")
             try:
@@ -142,7 +143,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, console: Co
                 console.print(f"the node is up after {waited:.1f} s at {status.info.url} (log: {log})\n")
                 return status.info
             time.sleep(0.1)
-    raise Unavailable(f"the node is not ready after {timeout_s:.0f} s; see {log}")
+    raise Unavailable(f"the node is not ready after {_START_S:.0f} s; see {log}")
 
 
 def _refuse_second_node() -> None:
@@ -234,7 +235,7 @@ def ragged_prompts(vocabulary: int, count: int, longest: int, seed: int) -> list
     return [[source.randrange(vocabulary) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
-def check_equality(url: str, model: str, console: Console, count: int = PROMPTS, seed: int = 0) -> None:
+def check_equality(url: str, model: str, console: Console) -> None:
     """Raises `InternalError` if a token differs, `ModelError` where transformers is not installed."""
     require_packages("torch", "transformers")
     import torch
@@ -244,17 +245,15 @@ def check_equality(url: str, model: str, console: Console, count: int = PROMPTS,
     reference = LlamaForCausalLM.from_pretrained(
         model_directory(model), dtype=torch.float32, local_files_only=True
     ).eval()
-    prompts = ragged_prompts(reference.config.vocab_size, count, _LONGEST, seed)
+    prompts = ragged_prompts(reference.config.vocab_size, PROMPTS, _LONGEST, seed=0)
     with console.status("checking") as spinner:
         for number, prompt in enumerate(prompts, start=1):
-            spinner.update(f"prompt {number} of {count}, {len(prompt)} tokens, against transformers' generate()")
+            spinner.update(f"prompt {number} of {PROMPTS}, {len(prompt)} tokens, against transformers' generate()")
             expected = greedy(reference, prompt, NEW_TOKENS)
             found = node_tokens(url, model, prompt, NEW_TOKENS)
             if found != expected:
-                raise InternalError(
-                    f"prompt {number} (seed {seed}): the node gives {found}, generate() gives {expected}"
-                )
-    console.print(f"check: {count} of {count} prompts give the same greedy tokens as transformers' generate()")
+                raise InternalError(f"prompt {number} (seed 0): the node gives {found}, generate() gives {expected}")
+    console.print(f"check: {PROMPTS} of {PROMPTS} prompts give the same greedy tokens as transformers' generate()")
 
 
 def greedy(reference: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:

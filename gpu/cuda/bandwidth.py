@@ -7,9 +7,9 @@ _REPEAT = 5
 _MICROSECOND = 1e-3
 
 
-def device_copy_bytes_s(driver: Driver, nbytes: int = _COPY_BYTES) -> float:
-    """Bytes read a second while `nbytes` are copied on the device (as many are written): the fastest of some copies."""
-    nbytes = min(nbytes, driver.memory()[0] // 4) // 256 * 256
+def device_copy_bytes_s(driver: Driver) -> float:
+    """Bytes read a second while some are copied on the device (as many are written): the fastest of some copies."""
+    nbytes = min(_COPY_BYTES, driver.memory()[0] // 4) // 256 * 256
     stream, begin, end = driver.create_stream(), driver.create_event(), driver.create_event()
     source, target = driver.allocate(nbytes), driver.allocate(nbytes)
     try:

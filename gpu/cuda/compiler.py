@@ -32,7 +32,7 @@ class Usage(NamedTuple):
     shared_bytes: int
 
 
-def kernel_source(folder: Path = KERNELS) -> str:
+def kernel_source() -> str:
     """All kernels as one text without includes, each header once; the layout's C mirror is "layout.cuh"."""
     seen: set[str] = set()
 
@@ -40,7 +40,7 @@ def kernel_source(folder: Path = KERNELS) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        text = c_header() if name == "layout.cuh" else (folder / name).read_text()
+        text = c_header() if name == "layout.cuh" else (KERNELS / name).read_text()
         pieces, line, position = [f'#line 1 "{name}"\n'], 1, 0
         for include in _INCLUDE.finditer(text):
             pieces.append(text[position : include.start()])

@@ -41,6 +41,7 @@ class Found:
     build: str = ""
 
 
+_WARM_UP_NS = 5_000_000_000
 _MAX_ATTEMPTS = 4  # to find a build that stays until it is asked
 
 
@@ -74,14 +75,14 @@ class Retriever:
         self._texts: dict[int, _Query] = {}  # being embedded, by ticket
         self._searches: dict[int, _Query] = {}  # in the pool, by the client's ticket
 
-    def warm_up(self, within_s: float = 5.0) -> None:
+    def warm_up(self) -> None:
         """Embed with every embedder and search every collection once, so that first uses (compiled code, files, the
         session) are not a user's.
 
         Without a pool in time there is no warm-up: it may start later than its clients.
         """
         self.library.warm_up()
-        end = self._clock() + int(within_s * 1e9)
+        end = self._clock() + _WARM_UP_NS
         waiting = set()
         for name, dim in self.library.dims.items():
             query = _Query(next(self._tickets), name, 1, "decode", end)
