@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table
-from launchers.demo import CONFIG, prepare_collection
+from launchers.commands.demo import CONFIG, prepare_collection
 from runtime.retrieval.collections.sources import no_progress
 from runtime.serving.model import smollm
 from runtime.testing.node import Node

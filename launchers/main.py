@@ -17,8 +17,7 @@ from gpu import GpuError
 from ipc import IpcError
 from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
 from launchers.node_option import NodeArgument, NodeOption, meant
-from launchers.placement_table import show_placement
-from launchers.status import show_status
+from launchers.status import show_placement, show_status
 from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import EXIT_FAILED, TrinityError

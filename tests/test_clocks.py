@@ -13,7 +13,7 @@ WALL_CLOCK = {
 }
 ALLOWED = {
     "runtime/serving/http/routes.py": "the time that an answer shows as `created`",
-    "launchers/dashboard_commands.py": "which times to ask Prometheus for",
+    "launchers/commands/dashboards.py": "which times to ask Prometheus for",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
     "runtime/testing/tiny_node.py": "to have it jump, for a supervisor that is to take no notice",
 }

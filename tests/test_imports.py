@@ -33,8 +33,8 @@ def test_a_process_imports_what_it_needs_and_nothing_else_that_is_heavy(module: 
 @pytest.mark.parametrize("command", ["serve", "status", "stop"])
 def test_a_command_imports_no_other_command_s_module(command: str) -> None:
     found = _modules(f"import sys; from launchers.main import command_line; command_line([{command!r}])")
-    others = ("demo", "config_command", "index_commands", "dashboard_commands", "simulate_command", "trace_command")
-    assert not {f"launchers.{name}" for name in others} & found
+    others = ("demo", "config", "index", "dashboards", "simulate", "trace")
+    assert not {f"launchers.commands.{name}" for name in others} & found
 
 
 def test_help_shows_every_command() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from launchers.config_command import reference
+from launchers.commands.config import reference
 from launchers.main import command_line
 from runtime.node.config_file import load_config
 

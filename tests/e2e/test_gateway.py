@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from launchers.demo import node_tokens, ragged_prompts
+from launchers.commands.demo import node_tokens, ragged_prompts
 from launchers.http_client import get_json
 from runtime.engines.openai.abilities import ask
 from runtime.engines.openai.assembly import fit, with_passages

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from launchers.demo import greedy, node_tokens, ragged_prompts
+from launchers.commands.demo import greedy, node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.node.config import PoolSection

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launchers.demo import prepare_collection
+from launchers.commands.demo import prepare_collection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import no_progress
 

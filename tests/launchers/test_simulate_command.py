@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launchers import simulate_command
+from launchers.commands import simulate
 from launchers.main import command_line
 from runtime.simulator.times.service import ServiceTimes
 
@@ -25,7 +25,7 @@ def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
 
     monkeypatch.setattr("runtime.simulator.times.calibrate.calibrate", measured)
     monkeypatch.setattr("runtime.simulator.times.roofline.draw_roofline", lambda roofline, path: False)
-    simulate_command.calibrate_machine(tmp_path / "node.toml", out)
+    simulate.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
 
 

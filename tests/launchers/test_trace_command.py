@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from launchers.trace_command import show
+from launchers.commands.trace import show
 from runtime.serving.frontend.traces import ProbeTime, StageTime, Trace
 
 STAGES = (

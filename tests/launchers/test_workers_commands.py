@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from launchers.workers_commands import workers_app
+from launchers.commands.workers import workers_app
 from runtime.errors import InvalidRequest
 
 

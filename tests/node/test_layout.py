@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launchers.placement_table import show_placement
+from launchers.status import show_placement
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from launchers.logs_command import shown
+from launchers.commands.logs import shown
 from launchers.main import command_line
 from runtime.errors import EXIT_FAILED, InvalidRequest
 from runtime.node.logs.log import Line, LogFile

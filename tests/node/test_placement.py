@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from launchers.placement_table import show_placement
+from launchers.status import show_placement
 from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from launchers import index_commands
+from launchers.commands import index as index_commands
 from launchers.main import main
 from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
 from runtime.node.placement.plan import nodes_dir

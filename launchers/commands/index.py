@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from launchers.live_commands import show_info, show_verified
+from launchers.commands.live import show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError
 from runtime.node.placement.plan import nodes_dir
