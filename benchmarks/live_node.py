@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,9 +78,12 @@ class Live:
         self.node.stop()
 
 
-def beside(home: Path, rows: int = 12_000, dim: int = 384, seconds: float = 8.0) -> dict[str, dict[str, float]]:
-    """Latencies of searches in ms: alone and beside 200 upserts a second, twice in turn; then alone and beside a merge
-    of all rows. Vectors as clustered as real ones."""
+def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0) -> dict[str, dict[str, float]]:
+    """Latencies of searches in ms: alone; while 200 upserts a second come, and while these are held up, in turns;
+    while all rows are merged, and while the merge is held up, in turns. Vectors as clustered as real ones.
+
+    In turns of half a second, because what else a machine does comes and goes; rows that were written stay in both.
+    """
     vectors = _clustered(rows, dim)
     create(home / "notes", dim, embedder=f"hashing-{dim}")
     with LiveWriter(home / "notes", background=False, seal_rows=rows, threads=os.cpu_count() or 1) as writer:
@@ -86,22 +92,82 @@ def beside(home: Path, rows: int = 12_000, dim: int = 384, seconds: float = 8.0)
             writer.upsert([Upserted(str(begin + n), "text", vector=vector) for n, vector in enumerate(part)])
             if (begin + 1000) % (rows // 3) == 0:
                 writer.flush()
-    batches = round(seconds * RATE / BATCH)
-    bodies = _bodies(vectors, 2 * batches)
-    queries = vectors[:: max(1, rows // 256)] + np.float32(0.01)
+    queries = itertools.cycle(vectors[:: max(1, rows // 256)] + np.float32(0.01))
     told: dict[str, dict[str, float]] = {}
-    with Live(home) as live, SearchClient.connect(home / "run") as client:
-        _search(client, queries, 3.0)
-        for begin, turn in ((0, ""), (batches, ", again")):
-            told[f"alone{turn}"] = _search(client, queries, seconds)
-            with _upserting(live.url, bodies[begin : begin + batches]) as written:
-                told[f"beside 200 upserts/s{turn}"] = _search(client, queries, seconds)
-            told[f"beside 200 upserts/s{turn}"]["upserts/s"] = round(written() / seconds, 1)
+    with Live(home, dim) as live, SearchClient.connect(home / "run") as client:
+
+        def search() -> None:
+            client.search(next(queries), 10)
+
+        window(search, 3.0)
+        told["alone"] = _latencies(window(search, seconds / 2))
+        with _upserting(live.url, _bodies(vectors, round(seconds * RATE / BATCH))) as (writer_pid, written):
+            held, going_on = in_turns(partial(window, search, TURN_S), [writer_pid], round(seconds / TURN_S))
+        told["upserts held up"] = _latencies(held)
+        told["beside 200 upserts/s"] = _latencies(going_on) | {"upserts/s": round(written() / (seconds / 2), 1)}
         with httpx.Client(base_url=live.url, timeout=600, trust_env=False) as http:
             http.post(FLUSH).raise_for_status()  # the fourth segment of their size: they become one
-            told["beside a merge"] = _search(client, queries, 60.0, lambda: bool(live.builders()))
-        told["alone, one segment"] = _search(client, queries, seconds)
+        held, going_on = in_turns(partial(window, search, TURN_S), live.builders(), 1000)
+        told["merge held up"], told["beside a merge"] = _latencies(held), _latencies(going_on)
+        window(search, 1.0)  # in which the segment is taken
+        told["alone, one segment"] = _latencies(window(search, seconds / 2))
     return told
+
+
+TURN_S = 0.5
+AGAINST = {"beside 200 upserts/s": ("alone", "upserts held up"), "beside a merge": ("merge held up",)}
+"""What each is compared with."""
+
+
+def window(
+    search: Callable[[], None],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[float]:
+    """One search after the other, with a pause of 4 ms between two: the milliseconds that each took."""
+    took, until = [], clock() + seconds
+    while (begin := clock()) < until:
+        search()
+        took.append((clock() - begin) * 1e3)
+        sleep(0.004)
+    return took
+
+
+def in_turns(
+    measure: Callable[[], list[float]], pids: Sequence[int], turns: int, kill: Callable[[int, int], None] = os.kill
+) -> tuple[list[float], list[float]]:
+    """What is measured while processes are stopped, and while they run; until they have ended, or for some turns."""
+    measured: tuple[list[float], list[float]] = ([], [])
+    try:
+        for turn in range(turns):
+            runs = turn % 2
+            for pid in pids:
+                kill(pid, signal.SIGCONT if runs else signal.SIGSTOP)
+            found = measure()
+            if all(_ended(pid) for pid in pids):
+                break  # some time in this turn
+            measured[runs].extend(found)
+    except ProcessLookupError:
+        pass
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGCONT)
+    return measured
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _latencies(took: Sequence[float]) -> dict[str, float]:
+    if not took:
+        return {"searches": 0, "p50 ms": math.nan, "p99 ms": math.nan}
+    p50, p99 = np.percentile(took, (50, 99))
+    return {"searches": len(took), "p50 ms": round(float(p50), 3), "p99 ms": round(float(p99), 3)}
 
 
 RATE, BATCH = 200, 10
@@ -127,35 +193,17 @@ def _bodies(vectors: Any, count: int) -> list[bytes]:
     ]  # fmt: skip
 
 
-def _search(
-    client: SearchClient, queries: Any, seconds: float, going_on: Callable[[], bool] = lambda: True
-) -> dict[str, float]:
-    """One search after the other, with a pause of 4 ms between two."""
-    took, begun = [], time.monotonic()
-    for number, query in enumerate(itertools.cycle(queries)):
-        begin = time.monotonic()
-        if begin >= begun + seconds or (number % 50 == 49 and not going_on()):
-            break
-        client.search(query, 10)
-        took.append((time.monotonic() - begin) * 1e3)
-        time.sleep(0.004)
-    p50, p99 = np.percentile(took, (50, 99))
-    return {
-        "p50 ms": round(float(p50), 3), "p99 ms": round(float(p99), 3), "searches": len(took),
-        "s": round(time.monotonic() - begun, 1),
-    }  # fmt: skip
-
-
 @contextmanager
-def _upserting(url: str, bodies: Sequence[bytes]) -> Iterator[Callable[[], int]]:
-    """Batches at `RATE` documents a second, from a process of their own; how many were acknowledged, at the end."""
+def _upserting(url: str, bodies: Sequence[bytes]) -> Iterator[tuple[int, Callable[[], int]]]:
+    """Batches at `RATE` documents a second, from a process of its own: which, and how many were acknowledged."""
     context = multiprocessing.get_context("spawn")
     count, begun = context.Value("q", 0), context.Event()
     process = context.Process(target=_upsert, args=(url, list(bodies), count, begun))
     process.start()
     begun.wait()
+    assert process.pid is not None
     try:
-        yield lambda: int(count.value)
+        yield process.pid, lambda: int(count.value)
     finally:
         process.kill()
         process.join()
@@ -164,19 +212,19 @@ def _upserting(url: str, bodies: Sequence[bytes]) -> Iterator[Callable[[], int]]
 def _upsert(url: str, bodies: Sequence[bytes], count: Any, begun: Any) -> None:
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         begun.set()
-        begin = time.monotonic()
-        for step, body in enumerate(bodies):
-            time.sleep(max(0.0, begin + step * BATCH / RATE - time.monotonic()))
+        due = time.monotonic()
+        for body in itertools.cycle(bodies):
+            due = max(due + BATCH / RATE, time.monotonic())  # what was missed while it was held up is left out
             answer = http.put(DOCUMENTS, content=body, headers={"content-type": "application/json"})
             count.value += BATCH * (answer.status_code == 200)
+            time.sleep(max(0.0, due - time.monotonic()))
 
 
 def report_beside(told: dict[str, dict[str, float]]) -> str:
-    """As Markdown: each against the ones alone before it."""
-    alone = np.mean([told[name]["p99 ms"] for name in ("alone", "alone, again")])
-    rows = [
-        [name, *(one.get(key, "") for key in ("searches", "p50 ms", "p99 ms")), f"{one['p99 ms'] / alone:.2f}×",
-         one.get("upserts/s", "")]
-        for name, one in told.items()
-    ]  # fmt: skip
-    return "\n".join(table(["searches", "how many", "p50 ms", "p99 ms", "of p99 alone", "upserts/s"], rows))
+    """As Markdown."""
+    rows = []
+    for name, one in told.items():
+        against = [f"{one['p99 ms'] / told[other]['p99 ms']:.2f}× {other}" for other in AGAINST.get(name, ())]
+        numbers = (one.get(key, "") for key in ("searches", "p50 ms", "p99 ms"))
+        rows.append([name, *numbers, ", ".join(against), one.get("upserts/s", "")])
+    return "\n".join(table(["searches", "how many", "p50 ms", "p99 ms", "p99 against", "upserts/s"], rows))
