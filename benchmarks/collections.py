@@ -10,7 +10,6 @@ Filtered speeds are compared at equal recall: for each engine the least effort t
 """
 
 import argparse
-import importlib
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from benchmarks.collections_peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
@@ -43,7 +43,9 @@ EFFORTS = (16, 32, 64, 128, 256)
 SELECTIVITIES = (0.5, 0.1, 0.01, 0.001)
 ENOUGH = 0.95
 ROUNDS = 3
-Search = Callable[[int], Array]
+SLOW_S = 0.005
+"""An engine that takes longer for a query is asked fewer."""
+Search = Callable[[Array, int], Array]
 
 
 def recall(found: Array, truth: Array) -> float:
@@ -52,99 +54,63 @@ def recall(found: Array, truth: Array) -> float:
     return float(hits.any(axis=1).sum() / (truth >= 0).sum())
 
 
-def best_at(search: Search, truth: Array, queries: int) -> dict[str, float]:
+def best_at(search: Search, truth: Array, queries: Array, efforts: Sequence[int] = EFFORTS) -> dict[str, float]:
     """The first setting that reaches ENOUGH, else the one of most recall: effort, recall, queries a second."""
+    begin = time.process_time()
+    search(queries[:5], efforts[0])  # compiles, warms
+    slow = time.process_time() - begin > 5 * SLOW_S
+    asked, rounds = (queries[:10], 1) if slow else (queries, ROUNDS)
     found = []
-    for effort in EFFORTS:
-        search(effort)  # compiles, warms
+    for effort in efforts:
         seconds = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             begin = time.process_time()
-            ids = search(effort)
+            ids = search(asked, effort)
             seconds.append(time.process_time() - begin)
-        found.append({"effort": effort, "recall": recall(ids, truth), "qps": queries / statistics.median(seconds)})
+        told = recall(ids, truth[: len(asked)])
+        found.append({"effort": effort, "recall": told, "qps": len(asked) / statistics.median(seconds)})
         if found[-1]["recall"] >= ENOUGH:
             break
     return max(found, key=lambda one: (one["recall"] >= ENOUGH, one["recall"]))
 
 
-def filtered(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, Any]]:
-    """Every selectivity, uncorrelated and correlated with the queries, every engine."""
-    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
-    peers = _peers(base, metric)
-    random = np.random.default_rng(seed)
-    records = []
-    direction = queries.mean(axis=0)
-    order = np.argsort(-(base @ direction))  # nearest to the queries' middle first
+def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, str, Array]]:
+    """By name: every selectivity, uncorrelated and correlated with the queries, and which rows pass, bool [N]."""
+    random, order = np.random.default_rng(seed), np.argsort(-(base @ queries.mean(axis=0)))
+    found: dict[str, tuple[float, str, Array]] = {}
     for part in SELECTIVITIES:
         count = max(K, round(part * len(base)))
         for kind, rows in (
             ("uncorrelated", random.permutation(len(base))[:count]),
-            ("near", order[:count]),
+            ("near", order[:count]),  # to the queries' middle
             ("far", order[-count:]),
         ):
             allowed = np.zeros(len(base), bool)
             allowed[rows] = True
-            own = np.flatnonzero(allowed)
-            truth = own[nearest(base[own], queries, K)]
-            engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed, queries)}
-            engines |= {name: partial(peer, allowed, queries) for name, peer in peers.items()}
-            for name, search in engines.items():
-                records.append({"part": part, "kind": kind, "engine": name, **best_at(search, truth, len(queries))})
-                print(f"  {part:6.1%} {kind:13} {name:8} {records[-1]}", flush=True)
+            found[f"p{len(found)}"] = part, kind, allowed
+    return found
+
+
+def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -> list[dict[str, Any]]:
+    """Every filter, every engine."""
+    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
+    wanted = filters(base, queries, seed)
+    others = peers(base, {name: allowed for name, (_, _, allowed) in wanted.items()}, place)
+    records = []
+    for name, (part, kind, allowed) in wanted.items():
+        own = np.flatnonzero(allowed)
+        truth = own[nearest(base[own], queries, K)]
+        engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed)}
+        engines |= {peer: partial(search, name) for peer, search in others.items()}
+        for engine, search in engines.items():
+            told = best_at(search, truth, queries, EFFORTS[:1] if engine in EXACT else EFFORTS)
+            records.append({"part": part, "kind": kind, "engine": engine, **told})
+            print(f"  {part:6.1%} {kind:13} {engine:12} {told}", flush=True)
     return records
 
 
 def _trinity(index: GraphIndex, allowed: Array, queries: Array, effort: int) -> Array:
     return search_segment(index, queries, K, effort, 1, allowed)[0]
-
-
-def _peers(base: Array, metric: str) -> dict[str, Callable[[Array, Array, int], Array]]:
-    """Those that are installed: name, and a search by allowed rows, queries and effort."""
-    peers: dict[str, Callable[[Array, Array, int], Array]] = {}
-    try:
-        hnswlib: Any = importlib.import_module("hnswlib")
-    except ImportError:
-        print("  hnswlib: not installed")
-    else:
-        graph = hnswlib.Index("l2", base.shape[1])
-        graph.init_index(len(base), M=16, ef_construction=200)
-        graph.add_items(base, num_threads=1)
-
-        def by_hnswlib(allowed: Array, queries: Array, effort: int) -> Array:
-            graph.set_ef(max(effort, K))
-            passes = allowed.tolist()
-            out = np.full((len(queries), K), -1, np.int64)
-            try:
-                found, _ = graph.knn_query(queries, K, num_threads=1, filter=lambda row: passes[row])
-                out[:] = found.astype(np.int64)
-            except RuntimeError:  # one query found fewer than k, and none is told
-                pass
-            return out
-
-        peers["hnswlib"] = by_hnswlib
-    try:
-        faiss: Any = importlib.import_module("faiss")
-    except ImportError:
-        print("  faiss: not installed")
-    else:
-        faiss.omp_set_num_threads(1)
-        hnsw = faiss.IndexHNSWFlat(base.shape[1], 16)
-        hnsw.hnsw.efConstruction = 200
-        hnsw.add(base)
-        flat = faiss.IndexFlatL2(base.shape[1])
-        flat.add(base)
-
-        def by_faiss(allowed: Array, queries: Array, effort: int) -> Array:
-            some = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-            return np.asarray(hnsw.search(queries, K, params=faiss.SearchParametersHNSW(efSearch=effort, sel=some))[1])
-
-        def by_faiss_flat(allowed: Array, queries: Array, effort: int) -> Array:
-            some = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-            return np.asarray(flat.search(queries, K, params=faiss.SearchParameters(sel=some))[1])
-
-        peers["faiss"], peers["faiss flat"] = by_faiss, by_faiss_flat
-    return peers
 
 
 def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
@@ -199,9 +165,14 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         rows, _ = writer.search(queries, K, 64)
         ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
         speed = _against_plain(writer, queries)
+    held = now[truth]
+    in_place = {
+        name: recall(found["live"], held) / recall(found["fresh"], held)
+        for name, found in replaced_in_place(base, count, queries, 64).items()
+    }
     return {
         "live": live, "compacted": recall(ids, truth), "fresh": anew, "ratio": live / anew, "segments": segments,
-        "speed": speed,
+        "speed": speed, **{f"{name} ratio": ratio for name, ratio in in_place.items()},
     }  # fmt: skip
 
 
@@ -242,9 +213,10 @@ def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> di
 
 def report(results: dict[str, Any]) -> str:
     """As Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     lines = [
         f"{results['set']}, {results['rows']:,} rows, {results['queries']} queries, seed {results['seed']}; "
-        f"{results['machine']['processor']}, {results['load']}",
+        f"{results['machine']['processor']}, {results['load']}; {versions}",
         "",
     ]
     engines, rows = sorted({one["engine"] for one in results["filtered"]}), []
@@ -258,6 +230,11 @@ def report(results: dict[str, Any]) -> str:
         "Replaced 30%: recall@10 live {live:.4f}, fresh build {fresh:.4f} ({ratio:.4f}×), compacted {compacted:.4f}; "
         "{segments} segments. One segment, unfiltered, against its index alone: {speed:.3f}×".format(
             **results["replaced"]
+        )
+        + "".join(
+            f". {name}, deleted and replaced in place: {ratio:.4f}× its fresh build"
+            for name in results["peers"]
+            if (ratio := results["replaced"].get(f"{name} ratio")) is not None
         ),
         "",
         "Upserts of 32, acknowledged with fsync: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms; an fsync of as many bytes "
@@ -296,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = load(options.data, options.set, options.rows, options.queries)
     results: dict[str, Any] = {
         "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(data.base),
-        "queries": len(data.queries), "seed": options.seed,
+        "queries": len(data.queries), "seed": options.seed, "peers": versions(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=options.out.parent) as place:
         results["upserts"] = upserts(data.base, data.metric, Path(place) / "upserts")
@@ -304,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results["switch"] = switched(data.base, data.queries, data.metric, options.seed)
         results["replaced"] = replaced(data.base, data.queries, data.metric, Path(place) / "replaced")
         print(results["replaced"], flush=True)
-    results["filtered"] = filtered(data.base, data.queries, data.metric, options.seed)
+        results["filtered"] = filtered(data.base, data.queries, data.metric, options.seed, Path(place))
     write(results, report(results), options.out)
 
 

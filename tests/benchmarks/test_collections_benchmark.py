@@ -14,9 +14,9 @@ def test_recall_counts_what_is_there_to_be_found() -> None:
     assert collections.recall(found, truth) == pytest.approx(4 / 5)
 
 
-def test_filtered_searches_reach_the_recall_that_was_asked_for_at_every_selectivity() -> None:
+def test_filtered_searches_reach_the_recall_that_was_asked_for_at_every_selectivity(tmp_path: Path) -> None:
     vectors = clustered(np.random.default_rng(0), 1010, 16)
-    records = collections.filtered(vectors[:1000], vectors[1000:], "l2", seed=0)
+    records = collections.filtered(vectors[:1000], vectors[1000:], "l2", seed=0, place=tmp_path)
     own = [one for one in records if one["engine"] == "trinity"]
     assert len(own) == 12
     assert all(one["recall"] >= collections.ENOUGH for one in own)
@@ -28,7 +28,7 @@ def test_replaced_rows_are_found_as_well_as_in_a_fresh_build(tmp_path: Path) -> 
     assert found["ratio"] > 0.97
     upserts = collections.upserts(vectors, "l2", tmp_path / "b", batches=4)
     report = collections.report(
-        {"set": "x", "rows": 650, "queries": 10, "seed": 0, "machine": {"processor": "p"}, "load": "none",
+        {"set": "x", "rows": 650, "queries": 10, "seed": 0, "machine": {"processor": "p"}, "load": "none", "peers": {},
          "replaced": found, "upserts": upserts, "switch": [], "filtered": []}
     )  # fmt: skip
     assert f"fresh build {found['fresh']:.4f}" in report
