@@ -48,5 +48,5 @@ def test_the_report_compares_what_was_measured_in_turns() -> None:
             ("beside a merge", 3.0),
         )
     }  # fmt: skip
-    assert "1.21× alone, 1.10× upserts held up" in report_beside(told)
-    assert "1.50× merge held up" in report_beside(told)
+    assert "1.21×, 1.21× alone, 1.10×, 1.10× upserts held up" in report_beside(told)
+    assert "1.50×, 1.50× merge held up" in report_beside(told)
