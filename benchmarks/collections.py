@@ -1,7 +1,7 @@
 """Live collections measured: replaced rows, filters beside hnswlib's and faiss's, the latency of acknowledged upserts.
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
-        [--out benchmarks/results/collections]
+        [--part replaced] [--out benchmarks/results/collections]
     python -m benchmarks.collections --kills 200    processes of a node killed under writes, searches, seals and merges
     python -m benchmarks.collections --beside       a node's searches alone, beside 200 upserts a second, beside a merge
 
@@ -10,6 +10,7 @@ Filtered speeds are compared at equal recall: for each engine the least effort t
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -41,6 +42,7 @@ from runtime.retrieval.live.writer import LiveWriter  # noqa: E402
 K = 10
 EFFORTS = (16, 32, 64, 128, 256)
 SELECTIVITIES = (0.5, 0.1, 0.01, 0.001)
+PARTS = ("upserts", "switch", "replaced", "filtered")
 ENOUGH = 0.95
 ROUNDS = 3
 SLOW_S = 0.005
@@ -251,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--kills", type=int, default=0, help="kill a node's processes so often, no more")
     parser.add_argument("--beside", action="store_true", help="a node's searches beside writes, no more")
+    parser.add_argument("--part", action="append", choices=PARTS, help="measure this alone, beside what --out has")
     parser.add_argument("--set", default="minilm-384-cosine")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--queries", type=int, default=100)
@@ -266,23 +269,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 latencies = beside(Path(home))
                 found = {"machine": machine(), "load": machine_load(), "latencies": latencies}
-                write(found, report_beside(latencies), options.out.with_name(f"{options.out.name}-beside"))
+                write(
+                    found, report_beside(latencies, found["load"]), options.out.with_name(f"{options.out.name}-beside")
+                )
         return
     if options.data is None:
         parser.error("--data is missing")
     data = load(options.data, options.set, options.rows, options.queries)
-    results: dict[str, Any] = {
-        "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(data.base),
-        "queries": len(data.queries), "seed": options.seed, "peers": versions(),
+    base, queries, metric = data.base, data.queries, data.metric
+    before = options.out.with_name(f"{options.out.name}.json")
+    results: dict[str, Any] = json.loads(before.read_text()) if options.part and before.exists() else {}
+    results |= {
+        "machine": machine(), "load": machine_load(), "set": options.set, "rows": len(base), "queries": len(queries),
+        "seed": options.seed, "peers": versions(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=options.out.parent) as place:
-        results["upserts"] = upserts(data.base, data.metric, Path(place) / "upserts")
-        print(results["upserts"], flush=True)
-        results["switch"] = switched(data.base, data.queries, data.metric, options.seed)
-        results["replaced"] = replaced(data.base, data.queries, data.metric, Path(place) / "replaced")
-        print(results["replaced"], flush=True)
-        results["filtered"] = filtered(data.base, data.queries, data.metric, options.seed, Path(place))
-    write(results, report(results), options.out)
+        parts: dict[str, Callable[[], Any]] = {
+            "upserts": lambda: upserts(base, metric, Path(place) / "upserts"),
+            "switch": lambda: switched(base, queries, metric, options.seed),
+            "replaced": lambda: replaced(base, queries, metric, Path(place) / "replaced"),
+            "filtered": lambda: filtered(base, queries, metric, options.seed, Path(place)),
+        }
+        for name in options.part or parts:
+            results[name] = parts[name]()
+            print(name, results[name], flush=True)
+    missing = [name for name in PARTS if name not in results]
+    write(results, f"not measured yet: {', '.join(missing)}" if missing else report(results), options.out)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,8 @@ def _upsert(url: str, bodies: Sequence[bytes], count: Any, begun: Any) -> None:
             time.sleep(max(0.0, due - time.monotonic()))
 
 
-def report_beside(told: dict[str, dict[str, float]]) -> str:
-    """As Markdown."""
+def report_beside(told: dict[str, dict[str, float]], load: str = "") -> str:
+    """As Markdown; load: what else the machine had to do."""
     rows = []
     for name, one in told.items():
         against = [
@@ -248,4 +248,6 @@ def report_beside(told: dict[str, dict[str, float]]) -> str:
         ]
         numbers = (one.get(key, "") for key in ("searches", "p50 ms", "p99 ms"))
         rows.append([name, *numbers, ", ".join(against), one.get("upserts/s", "")])
-    return "\n".join(table(["searches", "how many", "p50 ms", "p99 ms", "p50, p99 against", "upserts/s"], rows))
+    return "\n".join(
+        [load, "", *table(["searches", "how many", "p50 ms", "p99 ms", "p50, p99 against", "upserts/s"], rows)]
+    ).lstrip()

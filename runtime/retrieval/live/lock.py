@@ -8,13 +8,15 @@ from pathlib import Path
 from runtime.errors import CollectionBusy
 from runtime.retrieval.live.disk import storage_error
 
+LOCK = "writer.lock"
+
 
 def locked(directory: Path) -> int:
     """The descriptor that holds the writer's lock, which goes with this process.
 
     Raises `CollectionBusy` if another process has it.
     """
-    path = directory / "writer.lock"
+    path = directory / LOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -32,3 +34,11 @@ def locked(directory: Path) -> int:
         os.close(fd)
         raise storage_error(error, f"{path} cannot be locked") from error
     return fd
+
+
+def holds(fd: int, directory: Path) -> bool:
+    """Whether a lock is still that of what is at `directory`, which may have been replaced or moved."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(directory / LOCK))
+    except OSError:
+        return False

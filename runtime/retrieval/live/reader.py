@@ -68,6 +68,8 @@ class LiveReader:
         place = self._place()
         changed = False
         if place != self._seen:
+            if read_description(self.directory).identity != self.description.identity:
+                raise CollectionError(f"another collection is in the place of {self.directory}: reload it")
             manifest = read_manifest(self.directory)
             if manifest.generation != self._generation:
                 try:

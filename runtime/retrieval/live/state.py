@@ -96,6 +96,20 @@ class State:
             parts = [segment.rows[~segment.alive] for segment in self.segments]
             return np.concatenate([*parts, np.flatnonzero(~self.growing.alive) + self.growing.first])
 
+    def dead_rows_in(self, manifest: Manifest) -> Rows:
+        """The deleted rows of the segments that a manifest names. Raises `CollectionError`."""
+        known = {segment.facts: segment for segment in self.segments}
+        dead, found = self.dead_rows(), [np.empty(0, np.int64)]
+        for facts in manifest.segments:
+            segment = known.get(facts)
+            if segment is None:
+                segment = Segment.load(self.directory, facts, self.description, self.schema)
+                found.append(np.intersect1d(segment.rows, dead))
+                segment.documents.close()
+            else:
+                found.append(segment.rows[~segment.alive])
+        return np.concatenate(found)
+
     @property
     def count(self) -> int:
         """Documents that are there."""

@@ -21,7 +21,7 @@ from runtime.retrieval.live.applied import Serving
 from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.disk import Disk, storage_error
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
-from runtime.retrieval.live.lock import locked
+from runtime.retrieval.live.lock import holds, locked
 from runtime.retrieval.live.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
 from runtime.retrieval.live.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
@@ -29,7 +29,7 @@ from runtime.retrieval.live.operations import Delete, Operation, Upsert, encode
 from runtime.retrieval.live.pending import Group, Pending
 from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.segment import Segment, segment_path
+from runtime.retrieval.live.segment import segment_path
 from runtime.retrieval.live.state import tombstones_content
 from runtime.retrieval.live.statistics import WriterState, state_of
 from runtime.retrieval.search.results import Nearest
@@ -254,6 +254,10 @@ class LiveWriter:
         """Log a record, have it last, and let it take effect."""
         path = self.log.path
         try:
+            self._check_place()
+        except CollectionError as error:
+            return error
+        try:
             self.log.append(self.state.sequence, encode(operations))
         except OSError as error:
             return storage_error(error, f"{path} cannot be written; nothing was stored")
@@ -264,6 +268,12 @@ class LiveWriter:
             return storage_error(error, self._broken)
         self.state.apply(operations)
         return None
+
+    def _check_place(self) -> None:
+        """Raise `CollectionError` where another collection, or none, is in this one's place."""
+        if not holds(self.lock_fd, self.directory):
+            self._broken = f"{self.directory} was replaced or moved while it was written to: open it again"
+            raise CollectionError(self._broken)
 
     def _decide_upsert(
         self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32], owner: Bound | None
@@ -315,11 +325,13 @@ class LiveWriter:
         with self._commit_lock:
             if not self.state.growing.count:
                 return
+            self._check_place()
             self._rotate()
             job = Job(self._number(), self.state.sequence, self.state.growing.next_row, [], self._threads)
         self._take(job, build(self.directory, job))
 
     def _merge(self, numbers: list[int], build: Build) -> None:
+        self._check_place()
         job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads)
         self._take(job, build(self.directory, job))
 
@@ -344,6 +356,7 @@ class LiveWriter:
     def _take(self, job: Job, facts: SegmentFacts | None) -> None:
         """Put a segment in the place of what it was built from."""
         with self._commit_lock:
+            self._check_place()
             segments = [one for one in self._manifest.segments if one.number not in job.merged]
             segments += [] if facts is None else [facts]
             self._generation += 1
@@ -356,7 +369,7 @@ class LiveWriter:
                 schema=dict(self.state.schema),
             )
             try:
-                dead = self._dead_rows_of(manifest)
+                dead = self.state.dead_rows_in(manifest)
                 if len(dead):
                     content, tombstones = tombstones_content(dead)
                     self._disk.write_file(manifest.tombstones_path(self.directory), content)
@@ -369,20 +382,6 @@ class LiveWriter:
             self._merged += bool(job.merged)
             self._sealed += not job.merged
         self._remove_leftovers()
-
-    def _dead_rows_of(self, manifest: Manifest) -> NDArray[np.int64]:
-        """The deleted rows of the segments that a manifest names."""
-        known = {segment.facts: segment for segment in self.state.segments}
-        dead, found = self.state.dead_rows(), [np.empty(0, np.int64)]
-        for facts in manifest.segments:
-            segment = known.get(facts)
-            if segment is None:
-                segment = Segment.load(self.directory, facts, self.state.description, self.state.schema)
-                found.append(np.intersect1d(segment.rows, dead))
-                segment.documents.close()
-            else:
-                found.append(segment.rows[~segment.alive])
-        return np.concatenate(found)
 
     def _remove_leftovers(self) -> None:
         """Remove what the manifest does not name: what was merged, sealed, or left by a build that was killed."""
