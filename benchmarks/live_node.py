@@ -110,6 +110,7 @@ def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0)
 
         window(search, 3.0)
         told["alone"] = _latencies(window(search, seconds / 2))
+        told["from an upsert's answer until it is found"] = _latencies(_until_found(live.url, client, dim))
         with _upserting(live.url, _bodies(vectors, round(seconds * RATE / BATCH))) as (writer_pid, written):
             held, going_on = in_turns(partial(window, search, TURN_S), [writer_pid], round(seconds / TURN_S))
         told["upserts held up"] = _latencies(held)
@@ -172,6 +173,21 @@ def in_turns(
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGCONT)
     return measured
+
+
+def _until_found(url: str, client: SearchClient, dim: int, count: int = 100) -> list[float]:
+    """Milliseconds from the answer to an upsert of a document until a search finds it."""
+    took = []
+    vectors = np.random.default_rng(2).standard_normal((count, dim)).astype(np.float32)
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        for number, vector in enumerate(vectors):
+            document = {"id": f"new {number}", "text": "t", "vector": vector.tolist()}
+            http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()
+            begin = time.monotonic()
+            while client.search(vector, 1, collection="notes").distances[0] > 1e-3:
+                pass
+            took.append((time.monotonic() - begin) * 1e3)
+    return took
 
 
 def _ended(pid: int) -> bool:

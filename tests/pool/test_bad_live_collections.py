@@ -1,5 +1,6 @@
 """Altered bytes of a live collection's sealed segment: that collection is unavailable, and the others are served."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,22 @@ def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: 
     newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
     (newest / "documents.sqlite").write_bytes(whole)
     until(lambda: usable() and library.accept("notes")(identity))
+
+
+def test_another_collection_in_the_place_of_one_is_served_from_a_reload_on(
+    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = make_plan()
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    before = client.identities("notes")
+    shutil.move(writer.directory, writer.directory.with_name("old"))
+    with new_writer(writer.directory) as anew:
+        anew.upsert(documents(range(3)))
+        assert len(client.search(QUERY, 50, collection="notes").ids) == 40
+        pool.table.set_knob("reload", 1.0)
+        until(lambda: client.identities("notes") != before, lambda: client.poll())
+        assert len(client.search(QUERY, 50, collection="notes").ids) == 3
 
 
 def test_a_reader_compares_what_it_has_open_and_not_what_was_merged_away(writer: LiveWriter) -> None:
