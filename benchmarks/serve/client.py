@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,6 +118,27 @@ def at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]
                 return await ask(url, body)
 
         return await asyncio.gather(*(one(body) for body in bodies))
+
+    return asyncio.run(run())
+
+
+def beside(url: str, bodies: Sequence[Body], others: Sequence[Body]) -> tuple[list[Outcome], list[Outcome]]:
+    """One after the other, while others are sent in turn too, over and over; the outcomes of both."""
+
+    async def run() -> tuple[list[Outcome], list[Outcome]]:
+        sent: list[Outcome] = []
+        more = cycle(others)
+
+        async def keep_on() -> None:
+            while not over:
+                sent.append(await ask(url, next(more)))
+
+        over = False
+        busy = asyncio.create_task(keep_on())
+        found = [await ask(url, body) for body in bodies]
+        over = True
+        await busy
+        return found, sent
 
     return asyncio.run(run())
 

@@ -1,7 +1,8 @@
 """Service times of a running node, fitted to requests that have it to themselves, as the simulator takes them.
 
 A node's processes, clients and cores are what they are, while `trinity calibrate` measures a model and an index alone.
-Queueing, batching and what stages do to each other under load is nothing that these times know of.
+Prefill and decode share a machine's memory, caches and whatever else runs on it: how much longer one takes beside the
+other is measured too, with one of each under way. Queueing and batching is nothing that these times know of.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Body, Outcome, at_once, in_turn
+from benchmarks.serve.client import Body, Outcome, at_once, beside, in_turn
 from benchmarks.serve.stand import Stand
 from runtime.node.control.law import quantile
 from runtime.node.metrics.columns import PoolMetrics
@@ -22,10 +23,12 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.times.calibrate import costs, prefill_parts
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Workload
 
 EVERY = 8  # tokens between probes
 _RETRIEVAL = {"collection": "docs", "k": 4, "every_tokens": EVERY}
-_ALONE_TOKENS = (32, 96, 224, 448)  # of questions that are asked one at a time
+_ALONE_TOKENS = (32, 96, 224, 448, 896)  # of questions that are asked one at a time
+_PROBING = (96, 3 * EVERY + 5)  # tokens of a question and its answer, during which it probes
 _SHORT_TOKENS = (16, 120)  # of questions without passages: prompts of one pass
 _BATCHES = ((1, 32), (4, 32), (8, 32), (16, 32), (1, 448), (4, 448), (8, 448))  # rows decoded together, their questions
 _STEPS = 40  # of each of these batches
@@ -63,35 +66,86 @@ def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
     times = _passes([*alone, *shorter], stand.plan.config.prefill.expected_chunk_tokens, base)
     times = _steps(bench, stand, random, times)
     wait_s = quantile(0.5, PoolMetrics.WAIT["prefill"].buckets, waited)
+    embed_s = _median(alone, "embed")
     times = replace(
         times,
-        embed_s=_median(alone, "embed"),
+        embed_s=embed_s,
+        embed_core_s=embed_s,  # each worker has one core
         frontend_s=_median(alone, "queue"),
         wake_s=max(wait_s - times.ring_s, 0.0),
         prompt_s=0.0,
         link_s=0.0,
     )
     simulated = _one(stand, times, round(fmean(len(outcome.prompt) for outcome in alone)))
-    return replace(
+    times = replace(
         times,
         source=f"single requests on the running node; the rest: {base.source}",
         prompt_s=max(_median(alone, "admission") + _median(alone, "retrieval") - simulated.retrieval_s, 0.0),
         link_s=max(_median(alone, "room") + _median(alone, "pull") - simulated.pull_s, 0.0),
     )
+    return _beside(bench, stand, random, times)
+
+
+def _beside(bench: Bench, stand: Stand, random: np.random.Generator, times: ServiceTimes) -> ServiceTimes:
+    """What a probe costs decode's loop, and how much longer prefill and decode take while the other one is at work."""
+    count = bench.count(12, least=6)
+    tokens, answer = _PROBING
+    probing = [asked(bench, random, tokens, answer) for _ in range(count)]
+    alone = [outcome for outcome in in_turn(stand.url, probing) if outcome.whole]
+    probing = [asked(bench, random, tokens, answer) for _ in range(count)]
+    prompts = [asked(bench, random, tokens, 2, retrieval=False) for _ in range(20 * count) for tokens in (448, 120)]
+    theirs, ours = beside(stand.url, probing, prompts)
+    hits = sum(len(outcome.probed) for outcome in alone) / (len(alone) * ((answer - 1) // EVERY))
+    simulated = _one(stand, times, round(fmean(len(one.prompt) for one in alone)), answer, min(hits, 1.0))
+    unknown_s = fmean(map(_decoding_s, alone)) - simulated.decode_s
+    chunk = stand.plan.config.prefill.expected_chunk_tokens
+    clear = [one for one in ours if one.whole and not any(_both_prefill(one, other) for other in theirs)]
+    expected_s = sum(_prefill_s(times, len(one.prompt), chunk) for one in clear)
+    taken_s = sum(one.timings["prefill"] for one in clear)
+    slower = fmean(_decoding_s(one) for one in theirs if one.whole) / fmean(map(_decoding_s, alone))
+    return replace(
+        times,
+        probe_s=max(unknown_s / ((answer - 1) // EVERY), 0.0),
+        prefill_beside=max(taken_s / expected_s, 1.0),
+        decode_beside=max(slower, 1.0),
+    )
+
+
+def _both_prefill(one: Outcome, other: Outcome) -> bool:
+    """Whether both may have been in prefill at a time."""
+    ends = [each.sent_s + each.timings.get("ttft", 0.0) for each in (one, other)]
+    return one.sent_s < ends[1] and other.sent_s < ends[0]
+
+
+def _decoding_s(outcome: Outcome) -> float:
+    return outcome.timings["tpot"] * (outcome.tokens - 1)
+
+
+def _prefill_s(times: ServiceTimes, tokens: int, chunk: int) -> float:
+    """Of a prompt's passes, one after the other."""
+    starts = range(0, tokens, chunk)
+    return sum(times.prefill_pass_s + times.prefill_s(start, min(chunk, tokens - start)) for start in starts)
 
 
 @dataclass(frozen=True)
 class _Simulated:
     retrieval_s: float
     pull_s: float
+    decode_s: float
 
 
-def _one(stand: Stand, times: ServiceTimes, prompt_tokens: int) -> _Simulated:
+def _one(stand: Stand, times: ServiceTimes, prompt_tokens: int, answer: int = 1, hits: float = 0.0) -> _Simulated:
     """A request alone on the simulated node."""
-    simulation = Simulation(Setup(config=stand.plan.config, times=times), [Arrival(0.0, prompt_tokens, 1)])
+    workload = Workload(probe_every_tokens=EVERY, probe_hit=hits)
+    setup = Setup(config=stand.plan.config, times=times, workload=workload)
+    simulation = Simulation(setup, [Arrival(0.0, prompt_tokens, answer)])
     simulation.run()
     (one,) = simulation.requests
-    return _Simulated((one.searched_ns - one.embedded_ns) / 1e9, (one.first_token_ns - one.prefilled_ns) / 1e9)
+    return _Simulated(
+        (one.searched_ns - one.embedded_ns) / 1e9,
+        (one.first_token_ns - one.prefilled_ns) / 1e9,
+        (one.end_ns - one.first_token_ns) / 1e9,
+    )
 
 
 def _passes(alone: Sequence[Outcome], chunk: int, base: ServiceTimes) -> ServiceTimes:

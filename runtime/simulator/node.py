@@ -88,7 +88,7 @@ class Simulation:
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 self._asker(pools), self._offer, self.router.report, self._fail,
-                Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
+                Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))

@@ -68,6 +68,28 @@ def test_chunks_behind_others_take_what_they_were_measured_to_take_more() -> Non
     assert both.prefilled_ns - both.begun_ns == 160 * MS
 
 
+def test_a_text_that_is_embedded_on_the_core_of_a_pass_makes_it_longer() -> None:
+    arrivals = Arrival(0.0, 400, 1), Arrival(0.050, 10, 1)
+    apart, shared = (ran(replace(TIMES, embed_core_s=core_s), *arrivals)[0] for core_s in (0.0, 1e-3))
+    assert shared.begun_ns == apart.begun_ns  # its own text: no pass was under way
+    assert shared.prefilled_ns - apart.prefilled_ns == MS
+
+
+# ---- beside each other
+
+
+def test_a_pass_takes_longer_while_decode_is_at_work_and_no_longer_otherwise() -> None:
+    running, other = ran(replace(TIMES, prefill_beside=1.5), Arrival(0.0, 10, 40), Arrival(0.030, 10, 1))
+    assert running.prefilled_ns - running.begun_ns == 10 * MS
+    assert other.prefilled_ns - other.begun_ns == 15 * MS
+
+
+def test_steps_take_longer_from_the_next_on_while_a_pass_is_under_way() -> None:
+    running, other = ran(replace(TIMES, decode_beside=2.0), Arrival(0.0, 10, 40), Arrival(0.030, 30, 1))
+    assert other.prefilled_ns - other.begun_ns == 30 * MS
+    assert running.end_ns - running.first_token_ns == (34 + 2 * 5) * 3 * MS  # five steps begin beside the pass
+
+
 # ---- decode
 
 COPIED = replace(TIMES, prefill_token_s=0.0, kv_token_bytes=1.0, link_bytes_s=10 / 250e-6)  # 10 tokens: 250 µs
@@ -108,3 +130,9 @@ def test_a_probe_is_asked_between_steps_and_its_answer_seen_between_steps(others
         assert stalled_ns == pytest.approx(steps * 3 * MS, rel=0.02)
     else:
         assert stalled_ns == pytest.approx(MS, rel=0.1)
+
+
+def test_a_probe_takes_decodes_loop_before_the_next_step() -> None:
+    times = replace(TIMES, prefill_token_s=0.0)
+    free, costly = (node(replace(times, probe_s=cost_s), Arrival(0.0, 10, 12), every=10) for cost_s in (0.0, 2e-3))
+    assert costly.requests[0].end_ns - free.requests[0].end_ns == 2 * MS

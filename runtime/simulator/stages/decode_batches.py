@@ -50,6 +50,7 @@ class Batches:
                 [
                     times.decode_step_s * 1e9, times.decode_row_s * 1e9, times.decode_context_s * 1e9,
                     times.prefill_token_s, times.prefill_behind_s, times.prefill_pair_s, workload.probe_hit,
+                    times.embed_core_s, times.probe_s, times.decode_beside,
                 ]
             ),
             workers=np.zeros((count, at.WORKER_WORDS), np.int64),
@@ -89,6 +90,21 @@ class Batches:
         self._between.append(between)
         self._state.workers[number, at.MOST_TOKENS] = most_tokens
         return Batch(self._events, self._pools, self.handle, self._state, number, self._most_steps)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a worker has a step under way."""
+        return bool(self._state.workers[:, at.STEPS].any())
+
+    def beside(self, prefills: int) -> None:
+        """So many more (or fewer) prefill workers are at work: steps take longer beside them from the next on."""
+        words = self._state.words
+        before = words[at.PREFILLS]
+        words[at.PREFILLS] += prefills
+        if self._state.costs[at.BESIDE] > 1.0 and (before == 0) != (words[at.PREFILLS] == 0):
+            for number, worker in enumerate(self._state.workers):
+                if worker[at.STEPS] > 1:
+                    core.poke(self.handle, number, self._events.now_ns)
 
     def run(self, until_ns: int, planned: int) -> bool:
         """See `Beside`."""

@@ -152,10 +152,14 @@ def _begin(s: Any, pools: Any, d: int, now: int, most: int) -> None:
         gpu = words(worker[at.GPU], 2)
         gpu[pool.MODEL_BUSY] = members > 0
         extra_ns, gpu[pool.DEBT_NS] = gpu[pool.DEBT_NS], 0
+    if members:
+        s.extra_s[d] += worker[at.LISTS + at.ASKING] * s.costs[at.EMBED_CORE]
     if s.extra_s[d]:
         extra_ns += round(s.extra_s[d] * 1e9)
         s.extra_s[d] = 0.0
     each_ns = step_ns(s, d, members)
+    if s.words[at.PREFILLS]:
+        each_ns, extra_ns = round(each_ns * s.costs[at.BESIDE]), round(extra_ns * s.costs[at.BESIDE])
     if worker[at.LISTS + at.ASKING]:
         _embed(s, pools, d, now, now + extra_ns + each_ns if members else 0)
     worker[at.APPENDED] = 0
@@ -269,6 +273,7 @@ def _take_answers(s: Any, d: int, now: int) -> None:
         one = s.rows[row]
         worker[at.STALLED] -= 1
         one[at.WAITED] += now - one[at.DEADLINE] + s.words[at.TIMEOUT_NS]
+        s.extra_s[d] += s.costs[at.A_PROBE]
         if one[at.STATUS] == pool.OK:
             found = s.drawn[d, worker[at.DRAWN]] < s.costs[at.HIT]
             worker[at.DRAWN] += 1

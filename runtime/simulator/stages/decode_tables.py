@@ -9,10 +9,12 @@ import numpy.typing as npt
 from ipc.memory.instructions import floats, floats2, words, words2
 from runtime.simulator.stages.pool_core import compiled
 
-# Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run.
-(EVENTS, FREE_ROWS, ASKED, EVERY, ASKS, MOST_STEPS, PROBE_TOKENS, TOP_M, EMBED_NS, TIMEOUT_NS) = range(10)
-WORDS = 10
-(STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT) = range(7)  # costs in ns, of a chunk in s
+# Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run. PREFILLS: prefill workers at work.
+(EVENTS, FREE_ROWS, ASKED, EVERY, ASKS, MOST_STEPS, PROBE_TOKENS, TOP_M, EMBED_NS, TIMEOUT_NS, PREFILLS) = range(11)
+WORDS = 11
+# Costs in ns; of a chunk, a text beside a step and a probe in s; BESIDE is a factor.
+(STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT, EMBED_CORE, A_PROBE, BESIDE) = range(10)
+COSTS = 10
 
 # Of a worker. END: of the run under way, of STEPS steps from BEGIN on, the first of which takes FIRST ns, the others
 # EACH; TAKEN before it. HOLD: TOKENS of all rows in the batch. PYTHON: whether the worker's own code is to be called
@@ -84,7 +86,7 @@ class State(NamedTuple):
 
     clock: npt.NDArray[np.int64]  # [2]
     words: npt.NDArray[np.int64]  # [WORDS]
-    costs: npt.NDArray[np.float64]  # [7]
+    costs: npt.NDArray[np.float64]  # [COSTS]
     workers: npt.NDArray[np.int64]  # [workers, WORKER_WORDS]
     extra_s: npt.NDArray[np.float64]  # [workers]: what the next step takes longer
     lists: npt.NDArray[np.int64]  # [workers · 5, slots]: of rows

@@ -12,6 +12,7 @@ from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
 from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.simulator.events import Events, ns
+from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.embedder import Embedder
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
@@ -35,13 +36,14 @@ class SimPrefill:
         report: Callable[[Report], None],
         fail: Callable[[SimRequest, str], None],
         disaggregation: Disaggregation,
+        decodes: Batches,
     ) -> None:
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
-        self._disaggregation = disaggregation
+        self._disaggregation, self._decodes = disaggregation, decodes
         self._ahead = 0  # tokens that wait or are being run
-        self._embedder = Embedder(events, times.embed_s)
+        self._embedder, self._embeds = Embedder(events, times.embed_s), 0  # texts that came since the last pass
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
         self.asking = 0  # arrived, and not yet waiting
@@ -77,6 +79,7 @@ class SimPrefill:
                 if self._ask is None:
                     self._take(request)
                 else:
+                    self._embeds += 1
                     self._events.at(self._embedder.begin(), partial(self._vector, request))
         if self._answered:
             answered, self._answered = self._answered, []
@@ -121,8 +124,9 @@ class SimPrefill:
                 self._running.append(request)
             else:
                 self._ahead -= request.arrival.prompt_tokens
+        embeds, self._embeds = self._embeds, 0
+        self._be_busy(bool(self._running))
         if not self._running:
-            self._busy = self._gpu.model_busy = False
             return
         budget, seconds = self._chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
@@ -133,15 +137,20 @@ class SimPrefill:
             chunks.append((request, tokens))
             seconds += self._times.prefill_s(request.done_tokens, tokens)
             budget -= tokens
-        if not self._busy:
-            self._busy = self._gpu.model_busy = True
-        seconds += self._times.prefill_pass_s
+        seconds += self._times.prefill_pass_s + embeds * self._times.embed_core_s
+        if self._times.prefill_beside > 1.0 and self._decodes.at_work:
+            seconds *= self._times.prefill_beside
         self._disaggregation.passed(self._chunk_tokens - budget, seconds)
         took = self._owed_ns + ns(seconds) + self._gpu.take_debt_ns()
         self._owed_ns = 0
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
         self._events.after(took, partial(self._passed, chunks))
+
+    def _be_busy(self, busy: bool) -> None:
+        if busy != self._busy:
+            self._busy = self._gpu.model_busy = busy
+            self._decodes.beside(1 if busy else -1)
 
     def _passed(self, chunks: list[tuple[SimRequest, int]]) -> None:
         for request, tokens in chunks:

@@ -17,7 +17,11 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `link_s` | 50 µs | from prefill's offer to decode's hands; an assumption |
 | `frontend_s` | 0 | from the frontend's reading of a request to a prefill worker; measured by `benchmarks.serve` |
 | `prompt_s` | 0 | prefill's loop, for a request's passages and prompt; measured by `benchmarks.serve` |
+| `prefill_beside` | 1 | a pass while decode is at work too, over one while it is not; measured by `benchmarks.serve` |
+| `decode_beside` | 1 | the same of a step while prefill is at work; measured by `benchmarks.serve` |
+| `probe_s` | 0 | decode's loop, for a probe and its answer; measured by `benchmarks.serve` |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
+| `embed_core_s` | 0 | of that on the core that the worker's passes or steps need, too; measured by `benchmarks.serve` |
 | `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
@@ -43,6 +47,7 @@ from runtime.errors import ConfigError
 from runtime.simulator.times.roofline import Roofline
 
 _Cost = Annotated[float, Meta(ge=0, le=3600)]
+_Factor = Annotated[float, Meta(ge=1, le=1000)]
 _Size = Annotated[float, Meta(ge=0, le=1e15)]
 _MAX_FILE_BYTES = 1 << 16
 
@@ -63,14 +68,18 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     link_s: _Cost = 50e-6
     frontend_s: _Cost = 0.0
     prompt_s: _Cost = 0.0
+    prefill_beside: _Factor = 1.0
+    decode_beside: _Factor = 1.0
+    probe_s: _Cost = 0.0
     embed_s: _Cost = 2e-3
+    embed_core_s: _Cost = 0.0
     ring_s: _Cost = 10e-6
     extend_s: _Cost = 30e-6
     extend_slot_s: _Cost = 0.1e-6
     query_s: _Cost = 0.0
     round_s: _Cost = 0.0
     wake_s: _Cost = 0.0
-    extend_shared: Annotated[float, Meta(ge=1, le=1000)] = 2.0
+    extend_shared: _Factor = 2.0
     gpu_bytes: _Size = 8e10
     weight_bytes: _Size = 1.6e10
     index_bytes: _Size = 1.664e10
