@@ -42,7 +42,6 @@ class _Parts:
 
     process: int
     data: int
-    swap: int = 0
     mapped: int = 0
 
 
@@ -56,7 +55,7 @@ def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, in
     for worker, parts in _parts(plan).items():
         place = next(place for place in plan.processes if place.name == worker)
         on_host = place.device == "cpu"
-        needed[worker] = parts.data + parts.mapped + (parts.process + parts.swap if on_host else 0)
+        needed[worker] = parts.data + parts.mapped + (parts.process if on_host else 0)
         if isinstance(section := plan.config.model, VllmSection) and place.role == "engine":
             on_gpu = place.gpu and machine is not None and not machine.simulated
             needed[worker] += (
@@ -66,12 +65,14 @@ def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, in
 
 
 def host_bytes(plan: NodePlan) -> dict[str, int]:
-    """Bytes of the host's memory by worker that must be free: all but the pages of a mapped index."""
+    """Bytes of the host's memory, by worker and shared, that must be free: all but the pages of a mapped index."""
     devices = {place.name: place.device for place in plan.processes}
-    return {
-        name: parts.process + parts.swap + (parts.data if devices[name] == "cpu" else 0)
-        for name, parts in _parts(plan).items()
+    needed = {
+        name: parts.process + (parts.data if devices[name] == "cpu" else 0) for name, parts in _parts(plan).items()
     }
+    if plan.config.own_model is not None:
+        needed["KV in the host tier"] = plan.config.kv.host_mib << 20
+    return needed
 
 
 def _parts(plan: NodePlan) -> dict[str, _Parts]:
@@ -97,8 +98,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
     kv = info.kv_bytes(section.blocks(config.own_model), size)
-    swap = info.kv_bytes(config.decode.swap_blocks, size) if worker.role == "decode" else 0
-    return _Parts(process, _weights_bytes(info, on_host=worker.device == "cpu") + kv, swap)
+    return _Parts(process, _weights_bytes(info, on_host=worker.device == "cpu") + kv)
 
 
 def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:

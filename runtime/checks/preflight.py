@@ -154,7 +154,7 @@ def _check_host_memory(plan: NodePlan) -> None:
     """What the workers take of the host's memory must be free."""
     needed, free = host_bytes(plan), psutil.virtual_memory().available
     if sum(needed.values()) > free:
-        advice = "lower kv_blocks or slots of prefill or decode, decode.swap_blocks, model.context_tokens or spares"
+        advice = "lower kv_blocks or slots of prefill or decode, kv.host_mib, model.context_tokens or spares"
         if isinstance(plan.config.model, VllmSection):
             advice = LESS_ON_CPU if plan.config.model.on_cpu else "run fewer instances"
         raise ResourceBusy(

@@ -154,13 +154,12 @@ class PrefillSection(KvHolder, frozen=True):
 class DecodeSection(KvHolder, frozen=True):
     """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages.
 
-    When blocks run out, the youngest row makes room: its KV goes to `swap_blocks` blocks of swap space while these
-    last, else it is computed again. What a row must compute beside its next token goes through the model in chunks of
+    When blocks run out, the youngest row makes room: later its KV is loaded from where `[kv]` keeps it, and the rest is
+    computed again. What a row must compute beside its next token goes through the model in chunks of
     `chunk_tokens`, beside the others' tokens.
     """
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
-    swap_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
     probe_window_tokens: Annotated[int, Meta(ge=4, le=512)] = 48
@@ -231,6 +230,25 @@ class HandoverSection(Section, frozen=True):
     failure_policy: Literal["recompute", "fail"] = "recompute"
     slice_s: Annotated[float, Meta(gt=0, le=1)] = 0.002
     waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
+
+
+class KvSection(Section, frozen=True):
+    """Where full KV blocks stay beside the workers' own memory, so that another worker, or one that starts anew, loads
+    a prefix instead of computing it.
+
+    The host tier are files of at most `host_mib` MiB in the run directory, which is memory where that is a tmpfs, and
+    else the page cache's; the node removes them when it stops. The disk tier, files of at most `disk_mib` MiB in
+    `disk_path`, stays. 0: none. The longest unused blocks go first. API keys that do not
+    reach the same collections, or parts of them, share no blocks.
+    """
+
+    host_mib: Annotated[int, Meta(ge=0, le=1 << 24)] = 512
+    disk_mib: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    disk_path: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.disk_mib) != bool(self.disk_path):
+            raise ValueError(f"disk_mib = {self.disk_mib} and disk_path = {self.disk_path!r} belong together")
 
 
 class ControlSection(Section, frozen=True):
@@ -319,6 +337,7 @@ class NodeConfig(Section, frozen=True):
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     handover: HandoverSection = HandoverSection()
+    kv: KvSection = KvSection()
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()

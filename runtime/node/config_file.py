@@ -74,8 +74,9 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         python = under("model.python", model.python) if "/" in model.python else model.python
         model = replace(model, path=path, python=python)
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
+    kv = replace(config.kv, disk_path=under("kv.disk_path", config.kv.disk_path))
     log = replace(config.log, directory=under("log.directory", config.log.directory))
-    return replace(config, node=node, log=log, http=http, model=model, collections=collections)
+    return replace(config, node=node, log=log, kv=kv, http=http, model=model, collections=collections)
 
 
 def _is_relative(path: str) -> bool:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import pwd
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from runtime.node.config import Doorbell
 from runtime.node.placement.plan import default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
+KV = "kv"  # the folder of KV that its workers leave for each other
 LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere
 _TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
 
@@ -78,6 +80,7 @@ class RunDir:
                 if _lock(fd, fcntl.LOCK_EX):
                     if _is_at(path, fd):
                         (path / "node.json").unlink(missing_ok=True)  # of one that was killed
+                        shutil.rmtree(path / KV, ignore_errors=True)
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
                     key = "node.name" if path == default_run_dir(path.name) else "node.run_dir"
@@ -122,6 +125,7 @@ class RunDir:
                 file.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("%s is left behind: %s", file, error.strerror)
+        shutil.rmtree(self.path / KV, ignore_errors=True)
         with contextlib.suppress(OSError):
             (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove

@@ -72,7 +72,7 @@ class Message(msgspec.Struct, frozen=True):
 
 class Generation(msgspec.Struct, frozen=True):
     """What a user asks for: what is written after `messages` (a chat; rendered with the model's chat template) or after
-    `prompt` (text, or token ids), of which one is set, by `deadline_ns`."""
+    `prompt` (text, or token ids), of which one is set, by `deadline_ns`. Only with the same `salt` is KV shared."""
 
     sampling: Sampling
     received_ns: int
@@ -80,6 +80,7 @@ class Generation(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] = ""
     retrieval: Retrieval | None = None
+    salt: bytes = b""
 
 
 # ---- worker → frontend
@@ -255,6 +256,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     frontend_epoch: int
     tokens: tuple[int, ...]
     deadline_ns: int
+    salt: bytes = b""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -281,6 +283,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     generated: tuple[int, ...] = ()
     first_is_told: bool = False
     build: str = ""
+    salt: bytes = b""
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed

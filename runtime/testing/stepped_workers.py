@@ -52,6 +52,7 @@ class SteppedWorkers:
     ) -> None:
         self._transport = transport
         raw = {"model": {"name": str(model), "context_tokens": context, "kv_block_tokens": block}, **sections}
+        raw.setdefault("kv", {"host_mib": 0})  # what other tests have computed is not found here
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
         self.plan = resolve(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
@@ -89,7 +90,8 @@ class SteppedWorkers:
         """Send a request for exactly so many tokens to prefill. `more`: `sampling` as a dict, `retrieval`, and
         what else is of the message."""
         sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
-        asked = Generation(sampling, 1, deadline_ns, prompt=tuple(prompt), retrieval=more.pop("retrieval", None))
+        salt = more.pop("salt", b"")
+        asked = Generation(sampling, 1, deadline_ns, (), tuple(prompt), more.pop("retrieval", None), salt)
         message = Prefill(request_id, EPOCH, asked, decode, self.plan.endpoint(decode), **more)
         self.send("prefill-0", message)
         return message
@@ -131,11 +133,11 @@ class SteppedWorkers:
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """By worker: KV blocks that are held, and leases of prefill or blocks of decode's swap space that are taken."""
+        """By worker: KV blocks that are held, and leases of prefill that are taken."""
         leases = self.plan.config.prefill.slots - self.prefill._source.free_leases
         taken = {"prefill-0": (self.prefill._blocks.held, leases)}
         for name, worker in self.decodes.items():
-            taken[name] = (worker._blocks.held, worker._swap.total - worker._swap.free)
+            taken[name] = (worker._blocks.held, 0)
         return taken
 
     def close(self) -> None:

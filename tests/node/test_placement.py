@@ -17,7 +17,7 @@ from runtime.checks import preflight
 from runtime.checks.needs import needed_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.api_keys import ApiKey, read_api_keys
-from runtime.node.config import parse_config
+from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, place_spares, resolve
@@ -256,12 +256,13 @@ def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
-def test_swap_space_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, machine = on_gpus(tmp_path, free_gib=2.0, swap_blocks=100_000)
+def test_the_host_tier_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, machine = on_gpus(tmp_path, free_gib=2.0)
+    found = replace(found, config=replace(found.config, kv=KvSection(host_mib=130 << 10)))
     assert needed_bytes(found)["decode-0"] < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(
-        ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*decode-0 137\.\d.*\), 1\.0 are free"
+        ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*host tier 130\.0.*\), 1\.0 are free"
     ):
         preflight.check(found, machine=machine)
 

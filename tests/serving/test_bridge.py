@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ipc import MemoryRefused, Offer
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transfer import KvArray, Transfer
 from runtime.serving.messages import Decode, Reserve, Sampling, encode
 
@@ -61,7 +62,8 @@ class Stand:
         self.sink = Sink(random.normal(size=(2, 2, 30, 1, B, 2)).astype(np.float32))
         self.kv: KvArray = np.zeros((2, 2, 20, 1, B, 2), np.float32)
         self.blocks = BlockManager(20, B, MODEL)
-        self.bridge = Bridge(self.sink, self.blocks, self.kv, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
+        tiers = Tiers((), self.blocks, self.kv)
+        self.bridge = Bridge(self.sink, self.blocks, self.kv, tiers, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
 
     def decode(self, name: str, tokens: Sequence[int], **more: Any) -> int:
         blocks = tuple(range(-(-len(tokens) // B)))

@@ -1,4 +1,4 @@
-"""Copies in slices, swap space, the chunk size that is measured: the small parts of the KV path."""
+"""Copies in slices, the chunk size that is measured: the small parts of the KV path."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.serving.kv.swap import SwapSpace
 from runtime.serving.kv.transfer import Transfer
 
 SHAPE = (3, 2, 12, 2, 4, 8)
@@ -40,22 +39,6 @@ def test_a_copy_stops_after_the_slice_in_which_its_time_is_up() -> None:
     copy = Transfer(source, range(12), target, range(12))
     assert not copy.step(15, clock=lambda: next(times))  # 10 ns a look: two slices
     assert [bool(np.array_equal(*layers)) for layers in zip(source, target, strict=True)] == [True, True, False]
-
-
-def test_what_was_swapped_out_comes_back_as_it_was() -> None:
-    memory = kv(3)
-    swap, before = SwapSpace(memory, 5), memory.copy()
-    places = swap.take([7, 2, 9])
-    assert swap.free == 2
-    memory[:] = 0
-    swap.back(places, [1, 4, 6]).step()
-    assert np.array_equal(memory[:, :, [1, 4, 6]], before[:, :, [7, 2, 9]])
-    with pytest.raises(ValueError, match="3 blocks to swap out, 2 places are free"):
-        swap.take([0, 1, 2])
-    swap.drop(places)
-    assert swap.free == 5
-    swap.drop(places)
-    assert swap.free == 5, "places are given back once"
 
 
 @pytest.mark.parametrize(

@@ -67,33 +67,28 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-def preemptions(workers: Workers) -> tuple[float, float]:
-    """Rows of the first decode worker that were swapped out, and that were dropped to be computed again."""
-    counted = (DecodeMetrics.PREEMPTIONS_SWAP, DecodeMetrics.PREEMPTIONS_RECOMPUTE)
-    swapped, recomputed = (workers.metric("decode-0", counter) for counter in counted)
-    return swapped, recomputed
-
-
 def nothing_is_held(workers: Workers) -> None:
     workers.settle()
     assert set(workers.held().values()) == {(0, 0)}
 
 
 @pytest.mark.parametrize(
-    ("start", "order", "swap_blocks"),
+    ("start", "order", "host_mib"),
     [
-        ("CPU", "prefill_first", 0), ("CPU", "prefill_first", 60), ("CPU", "decode_first", 0),
-        ("CPU", "decode_first", 60), ("GPU", "prefill_first", 0), ("GPU", "decode_first", 60),
+        ("CPU", "prefill_first", 0), ("CPU", "prefill_first", 64), ("CPU", "decode_first", 0),
+        ("CPU", "decode_first", 64), ("GPU", "prefill_first", 0), ("GPU", "decode_first", 64),
     ],
     indirect=["start"],
 )  # fmt: skip
 def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
-    start: Start, reference: Reference, order: str, swap_blocks: int
+    start: Start, reference: Reference, order: str, host_mib: int, tmp_path: Path
 ) -> None:
     workers = start(
+        node={"run_dir": str(tmp_path)},
+        kv={"host_mib": host_mib},
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
-        decode={"slots": 6, "kv_blocks": 44, "swap_blocks": swap_blocks, "chunk_tokens": 32},
+        decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
         handover={"order": order, "waiting_share": 0.7, "slice_s": 1e-6},
     )
     random = np.random.default_rng(2)
@@ -107,9 +102,8 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
     workers.run()
     found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 40) for prompt in prompts]
-    swapped, recomputed = preemptions(workers)
-    assert (swapped > 0) == (swap_blocks > 0)
-    assert swapped + recomputed > 0
+    assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
+    assert (workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0) == (host_mib > 0)
     nothing_is_held(workers)
 
 
@@ -362,15 +356,18 @@ def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_toke
 
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
-    start: Start, reference: Reference, order: str
+    start: Start, reference: Reference, order: str, tmp_path: Path
 ) -> None:
-    """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, swap, recompute, a lost worker."""
+    """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, rows that make room, a small host
+    tier, a lost worker."""
     random = np.random.default_rng(6)
     workers = start(
         decodes=2,
         context=320,
         prefill={"slots": 4, "chunk_tokens": 64, "kv_blocks": 80},
-        decode={"slots": 8, "kv_blocks": 44, "swap_blocks": 6, "chunk_tokens": 48},
+        decode={"slots": 8, "kv_blocks": 44, "chunk_tokens": 48},
+        node={"run_dir": str(tmp_path)},
+        kv={"host_mib": 1},
         handover={"order": order, "waiting_share": 0.9, "slice_s": 1e-5},
     )
     prompts = ragged(100, seed=5)
@@ -379,7 +376,7 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         workers.submit(f"r{number}", prompts[number], 24)
     workers.offer("r0", "r2", "r4", "r6")
     others = [number for number in range(100) if number not in (0, 2, 4, 6)]
-    while not all(preemptions(workers)):
+    while not workers.metric("decode-0", DecodeMetrics.PREEMPTIONS):
         number = others.pop(0)
         workers.submit(f"r{number}", prompts[number], 24, decode=f"decode-{number % 2}")
         for _ in range(int(random.integers(0, 4))):

@@ -62,7 +62,7 @@ def transfer_config(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, 
         found["kv_connector_module_path"] = section.kv_connector_module_path
     elif connector == FILES:
         found["kv_connector_module_path"] = _FILES_MODULE
-        options = {"directory": str(plan.engine_kv), "owner": place.name, "lease_s": _LEASE_S}
+        options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}
     return found | {"kv_connector_extra_config": options | section.kv_connector_extra_config}
 
 
@@ -74,7 +74,7 @@ def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 def remove_files(plan: NodePlan, place: WorkerPlan) -> None:
     """Remove what an instance left for others that it cannot vouch for any more, or that nobody will read."""
-    for file in plan.engine_kv.glob(f"{place.name}-*"):
+    for file in plan.kv_directory.glob(f"{place.name}-*"):
         file.unlink(missing_ok=True)
 
 

@@ -91,6 +91,8 @@ Slo = Literal["ttft", "tpot", "search", "all"]
 Refusal = Literal["overloaded", "deadline_exceeded", "invalid_request"]
 Outcome = Literal["finished", "cancelled", "failed", "refused"]
 StatusClass = Literal["2xx", "4xx", "5xx"]
+Tier = Literal["host", "disk"]
+"""Where KV blocks are kept beside a worker's own memory."""
 CacheEvent = Literal["hit", "miss", "stored", "expired", "evicted"]
 
 
@@ -154,7 +156,30 @@ class RetrievingMetrics(WorkerMetrics):
     RELOAD_REFUSED = Gauge("trinity_documents_reload_refused", "1 if documents of it cannot be used here")
 
 
-class PrefillMetrics(RetrievingMetrics):
+def _tier(what: str, help: str) -> "ByLabel[Tier, Counter]":
+    return ByLabel(Counter, f"trinity_kv_tier_{what}_total", help, "tier", Tier)
+
+
+class KvMetrics(RetrievingMetrics):
+    TIER_LOADED = _tier("loaded_blocks", "KV blocks found in a tier and loaded, not computed")
+    TIER_STORED = _tier("stored_blocks", "KV blocks written to a tier")
+    TIER_EVICTED = _tier("evicted_blocks", "The longest unused blocks of a tier, removed to make room")
+    TIER_DAMAGED = _tier("damaged_blocks", "Damaged or foreign files of a tier: removed, the blocks computed again")
+    TIER_FAILED = _tier("failed_writes", "KV blocks that could not be written to a tier, for want of room mostly")
+    TIER_BYTES = ByLabel[Tier, Gauge](
+        Gauge,
+        "trinity_kv_tier_bytes",
+        "Bytes in a tier that all workers share, when this one last looked",
+        "tier",
+        Tier,
+    )
+    TIER_BLOCKS: ClassVar[dict[str, ByLabel[Tier, Counter]]] = {
+        "loaded": TIER_LOADED, "stored": TIER_STORED, "evicted": TIER_EVICTED, "damaged": TIER_DAMAGED,
+        "failed": TIER_FAILED,
+    }  # fmt: skip
+
+
+class PrefillMetrics(KvMetrics):
     PROMPTS = ByLabel[Stage, Counter](
         Counter, "trinity_prompts_total", "Prompts, by the workers that compute them", "by", Stage
     )
@@ -194,7 +219,7 @@ class PrefillMetrics(RetrievingMetrics):
     )
 
 
-class DecodeMetrics(RetrievingMetrics):
+class DecodeMetrics(KvMetrics):
     GENERATION_TOKENS = Counter("trinity_generation_tokens_total", "Tokens generated")
     FAILED = Counter("trinity_decode_failed_total", "Requests that ended with an error in decode")
     PROBES = Counter("trinity_decode_probes_total", "Probes asked")
@@ -212,18 +237,10 @@ class DecodeMetrics(RetrievingMetrics):
         "trinity_decode_prefix_hit_tokens_total", "The part of these that was found, and not pulled again"
     )
     KV_EVICTIONS = Counter("trinity_decode_kv_evictions_total", "Cached KV blocks given up for new ones")
-    PREEMPTIONS_SWAP = Counter(
-        "trinity_decode_preemptions_swap_total", "Rows that made room: their KV went to swap space"
-    )
-    PREEMPTIONS_RECOMPUTE = Counter(
-        "trinity_decode_preemptions_recompute_total", "Rows that made room: their KV is computed again"
-    )
-    SWAP_OUT_BLOCKS = Counter("trinity_decode_swap_out_blocks_total", "KV blocks copied to swap space")
-    SWAP_IN_BLOCKS = Counter("trinity_decode_swap_in_blocks_total", "KV blocks copied back from swap space")
+    PREEMPTIONS = Counter("trinity_decode_preemptions_total", "Rows that made room for others")
     KV_BLOCKS = Gauge("trinity_decode_kv_blocks", "KV blocks")
     KV_BLOCKS_HELD = Gauge("trinity_decode_kv_blocks_held", "KV blocks that rows and hand-overs hold")
     KV_BLOCKS_CACHED = Gauge("trinity_decode_kv_blocks_cached", "KV blocks kept for prompts to come")
-    SWAP_BLOCKS_USED = Gauge("trinity_decode_swap_blocks_used", "Blocks of swap space in use")
     WAITING = Gauge(
         "trinity_num_requests_waiting", "Hand-overs and rows waiting for blocks or for a place in the batch"
     )

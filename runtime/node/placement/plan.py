@@ -101,8 +101,8 @@ class NodePlan(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / f"{worker}.prom"
 
     @property
-    def engine_kv(self) -> Path:
-        """The directory in which engines that the node runs leave KV for each other, if they do it by files."""
+    def kv_directory(self) -> Path:
+        """Where workers leave KV for each other in files: the host tier, or what an engine hands over so."""
         return Path(self.run_dir) / "kv"
 
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:

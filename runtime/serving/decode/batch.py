@@ -3,7 +3,7 @@
 ```
 hand-over ─▶ waiting ──place free──▶ running ──▶ ends
                 ▲                       │ blocks run out: the youngest row makes room
-                └── blocks free ── preempted: in swap space, or computed again
+                └── blocks free ── preempted: loaded from KV tiers, or computed again
 ```
 Rows are served in the order in which they came, so the oldest always has what it needs and the batch goes on.
 """
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from runtime.serving import stages
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
-from runtime.serving.kv.swap import SwapSpace
-from runtime.serving.kv.transfer import Transfer
+from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.messages import Decode, FinishReason, Probe
 from runtime.serving.model.language_model import Chunk
 from runtime.serving.model.text import Sampler, TextStream
@@ -26,8 +25,8 @@ class Row:
     """A sequence. `context` are all its tokens; its blocks hold the first `cached`, the rest goes through the model
     next.
 
-    A row that made room for others has no `table`. Its KV is in `swapped` places, or nowhere and computed again; on its
-    way back from there it is `returning`.
+    A row that made room for others has no `table`. While its KV is loaded from tiers it is `returning`; the rest is
+    computed again.
     """
 
     request: Decode
@@ -39,8 +38,7 @@ class Row:
     generated: int
     token_ns: int  # when its last token was there; 0: it has none
     running: bool = False  # it has a place in the running batch
-    swapped: list[int] = field(default_factory=list)
-    returning: Transfer | None = None
+    returning: Load | None = None
     fresh: list[int] = field(default_factory=list)  # sampled, not yet told to the frontend
     pending_text: str = ""
     seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
@@ -68,23 +66,13 @@ class Row:
         return self.table is not None and self.returning is None
 
 
-@dataclass(slots=True)
-class Preemptions:
-    """Counters: rows that made room, by way, and blocks moved."""
-
-    swapped: int = 0
-    recomputed: int = 0
-    blocks_out: int = 0
-    blocks_in: int = 0
-
-
 class Batch:
     """`slots` rows run at once; the others wait. All of them are in `rows`, the oldest first."""
 
-    def __init__(self, slots: int, blocks: BlockManager, swap: SwapSpace, bridge: Bridge) -> None:
+    def __init__(self, slots: int, blocks: BlockManager, tiers: Tiers, bridge: Bridge) -> None:
         self.rows: list[Row] = []
-        self.preemptions = Preemptions()
-        self._slots, self._blocks, self._swap, self._bridge = slots, blocks, swap, bridge
+        self.preemptions = 0  # rows that have made room
+        self._slots, self._blocks, self._tiers, self._bridge = slots, blocks, tiers, bridge
 
     @property
     def running(self) -> int:
@@ -103,7 +91,7 @@ class Batch:
 
     @property
     def returning(self) -> Iterator[Row]:
-        """Rows whose KV is being copied back from swap space."""
+        """Rows whose KV is being loaded."""
         return (row for row in self.rows if row.returning is not None)
 
     def join(self, row: Row) -> None:
@@ -116,7 +104,6 @@ class Batch:
         row.running = False
         if row.table is not None:
             self._blocks.close(row.table)
-        self._swap.drop(row.swapped)
         row.table = row.returning = None
 
     def admit(self) -> None:
@@ -132,15 +119,13 @@ class Batch:
                 row.running = True
                 places -= 1
 
-    def swap_in(self, for_ns: int | None) -> None:
-        """Copy the oldest returning row's KV back, for about `for_ns` (None: all of it)."""
+    def load(self, for_ns: int | None) -> None:
+        """Load the oldest returning row's KV, for about `for_ns` (None: all of it)."""
         row = next(self.returning, None)
         if row is None or row.returning is None or row.table is None or not row.returning.step(for_ns):
             return
-        self.preemptions.blocks_in += row.returning.blocks
         row.returning = None
-        self._blocks.fill(row.table, row.context, row.cached)
-        self._swap.drop(row.swapped)
+        row.cached = row.table.reused_tokens
 
     def chunks(self, chunk_tokens: int) -> list[tuple[Row, Chunk]]:
         """The next pass: every row that does not stand still, with a token, or with more of them, of which at most
@@ -179,32 +164,20 @@ class Batch:
 
     def _preempt(self, row: Row) -> None:
         assert row.table is not None, "it holds the blocks that are wanted"
-        written = row.table.blocks[: self._blocks.blocks_for(row.cached)]
-        if row.returning is None and written and len(written) <= self._swap.free:
-            row.swapped = self._swap.take(written)
-            self.preemptions.swapped += 1
-            self.preemptions.blocks_out += len(written)
-        elif row.returning is None:
-            row.cached = 0
-            self.preemptions.recomputed += 1
-        row.returning = None
         self._blocks.close(row.table)
-        row.table = None
+        row.table = row.returning = None
+        row.cached = 0
         row.running = False
+        self.preemptions += 1
 
     def _bring_back(self, row: Row) -> bool:
-        """Give a preempted row blocks again; what is not in swap space or among cached blocks is computed again."""
-        known, compute = (row.context[: row.cached], 0) if row.swapped else (row.context, 1)
-        needed = self._blocks.missing(known, compute) + self._blocks.blocks_for(len(row.context))
-        needed -= self._blocks.blocks_for(len(known))
-        if needed + self.running > self._blocks.available:
+        """Give a preempted row blocks again; what is neither cached nor in a tier is computed again."""
+        salt = row.request.salt
+        if self._blocks.missing(row.context, salt=salt) + self.running > self._blocks.available:
             return False
-        row.table = self._blocks.open(known, compute)
+        row.table = self._blocks.open(row.context, salt=salt)
         row.table.asked_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
-        if row.swapped:
-            here = row.table.reused_tokens // self._blocks.block_tokens
-            row.returning = self._swap.back(row.swapped[here:], row.table.blocks[here : len(row.swapped)])
-        else:
-            row.cached = row.table.reused_tokens
+        row.cached = row.table.reused_tokens
+        row.returning = self._tiers.load(row.table, row.context)
         return True

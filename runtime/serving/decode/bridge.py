@@ -4,7 +4,7 @@ A prompt is given room while what waits here and for a place in the batch has le
 long as there are blocks for it beside one for each running row (the rule is DistServe's, arXiv 2401.09670). Then its
 blocks are pulled in slices, only those that are not here already. A prompt that was announced before it was run (order
 "decode first") is given room at once by the same rule; its offer only has to be pulled. One that comes without KV is
-whole when it has room: it is computed here.
+whole when it has room and what KV tiers have of it is loaded: the rest is computed here.
 """
 
 import time
@@ -15,6 +15,7 @@ from ipc import IpcError, Offer
 from ipc.errors import MALFORMED
 from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager, BlockTable
+from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.kv.transfer import KvArray, Transfer
 from runtime.serving.kv.transport import KvSink
 from runtime.serving.messages import Decode, Reserve, decode_handover
@@ -29,16 +30,16 @@ class Arrival:
     offer: Offer
     request: Decode | Reserve
     table: BlockTable | None = None
-    transfer: Transfer | None = None
+    transfer: Transfer | Load | None = None
 
 
 class Bridge:
     """Takes hand-overs from `sink` into the blocks of `kv`. `identity` is the model's: another one's KV is refused."""
 
     def __init__(
-        self, sink: KvSink, blocks: BlockManager, kv: KvArray, identity: bytes, *, waiting_share: float
+        self, sink: KvSink, blocks: BlockManager, kv: KvArray, tiers: Tiers, identity: bytes, *, waiting_share: float
     ) -> None:
-        self._sink, self._blocks, self._kv, self._identity = sink, blocks, kv, identity
+        self._sink, self._blocks, self._kv, self._tiers, self._identity = sink, blocks, kv, tiers, identity
         self._most_waiting = waiting_share * blocks.total
         self._offered: deque[Arrival] = deque()
         self._reserved: dict[str, Arrival] = {}
@@ -48,7 +49,7 @@ class Bridge:
         # ones is enough.
         self._dropped: OrderedDict[str, None] = OrderedDict()
         # What lost its room while its blocks were being written: they are not free before that has ended.
-        self._leaving: list[tuple[Transfer, BlockTable]] = []
+        self._leaving: list[tuple[Transfer | Load, BlockTable]] = []
         self.busy_ns = 0  # spent copying
         self.pulled_bytes = 0
 
@@ -110,6 +111,10 @@ class Bridge:
                 self._sink.acknowledge(arrival.offer)
             elif not arrival.request.blocks:
                 arrival.table.asked_ns = arrival.request.stages.get(stages.RECEIVED, 0)
+                arrival.transfer = self._tiers.load(arrival.table, arrival.request.tokens)
+                if arrival.transfer is not None:
+                    self._pulling.append(arrival)
+                    continue
                 self._to_compute.append((arrival.request, arrival.table))
                 self._sink.acknowledge(arrival.offer)
             else:
@@ -122,11 +127,12 @@ class Bridge:
         held = sum(len(a.table.blocks) for a in (*self._reserved.values(), *self._pulling) if a.table is not None)
         held += sum(len(table.blocks) for _, table in self._to_compute)
         compute = int(isinstance(arrival.request, Decode) and not arrival.request.blocks)
-        needed = self._blocks.missing(arrival.request.tokens, compute)
+        tokens, salt = arrival.request.tokens, arrival.request.salt
+        needed = self._blocks.missing(tokens, compute, salt)
         if held + waiting_blocks >= self._most_waiting or needed + running > self._blocks.available:
             return False
-        arrival.table = self._blocks.open(arrival.request.tokens, compute)
-        self._blocks.grow(arrival.table, len(arrival.request.tokens))
+        arrival.table = self._blocks.open(tokens, compute, salt)
+        self._blocks.grow(arrival.table, len(tokens))
         return True
 
     def _begin(self, arrival: Arrival, request: Decode) -> None:
@@ -154,24 +160,26 @@ class Bridge:
             assert isinstance(arrival.request, Decode)
             assert arrival.transfer is not None
             assert arrival.table is not None
-            before = arrival.transfer.busy_ns
+            pull = arrival.transfer if isinstance(arrival.transfer, Transfer) else None  # else it is loaded from a tier
+            before = pull.busy_ns if pull else 0
             try:
                 done = arrival.transfer.step(for_ns)
             except IpcError as error:
                 self._pulling.popleft()
                 self._refuse(arrival, str(error))
                 continue
-            self.busy_ns += arrival.transfer.busy_ns - before
+            self.busy_ns += pull.busy_ns - before if pull else 0
             if not done:
                 break
             self._pulling.popleft()
             if not self._sink.current(arrival.offer):
                 self._refuse(arrival, "prefill has taken its KV back")
                 continue
-            arrival.request.stages[stages.HANDOVER_END] = time.monotonic_ns()
             self._sink.acknowledge(arrival.offer)
-            self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
-            self.pulled_bytes += arrival.transfer.bytes
+            if pull:
+                arrival.request.stages[stages.HANDOVER_END] = time.monotonic_ns()
+                self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
+                self.pulled_bytes += pull.bytes
             whole.append((arrival.request, arrival.table))
         return whole
 
@@ -229,7 +237,7 @@ class Bridge:
         arrival.table = arrival.transfer = None
 
     def _settle(self) -> None:
-        still: list[tuple[Transfer, BlockTable]] = []
+        still: list[tuple[Transfer | Load, BlockTable]] = []
         for transfer, table in self._leaving:
             if transfer.settled:
                 self._blocks.close(table)

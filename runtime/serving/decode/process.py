@@ -24,7 +24,7 @@ from runtime.serving.decode.bridge import Bridge
 from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.swap import SwapSpace
+from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -74,11 +74,11 @@ class DecodeWorker:
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
-        self._swap = SwapSpace(kv, config.decode.swap_blocks)
+        self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
         self.bridge = Bridge(
-            self._sink, self._blocks, kv, self._model.identity, waiting_share=config.handover.waiting_share
+            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=config.handover.waiting_share
         )
-        self._batch = Batch(config.decode.slots, self._blocks, self._swap, self.bridge)
+        self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.bridge)
         self.probes = Probes(
             self._retriever,
             self._model.tokenizer,
@@ -116,7 +116,9 @@ class DecodeWorker:
         self._pull()
         stepped = self._decode()
         self._publish()
-        if not stepped and not self.bridge.pulling and not any(self._batch.returning):
+        if stepped:
+            self._tiers.write(self._step_ns // _SLICE_SHARE)
+        elif not self.bridge.pulling and not any(self._batch.returning) and not self._tiers.write():
             self._sleep()
 
     def _count_row_time(self) -> None:
@@ -149,12 +151,12 @@ class DecodeWorker:
     # ---- pull
 
     def _pull(self) -> None:
-        """Bring KV in: back from swap space, then from prefill. A batch that runs waits for a slice, no longer."""
+        """Bring KV in: of rows that made room, then of new ones. A batch that runs waits for a slice, no longer."""
         batch = self._batch
         slice_ns: int | None = min(self._slice_ns, self._step_ns // _SLICE_SHARE)
         if not any(row.ready and not row.stalled for row in batch.rows):
             slice_ns = None
-        batch.swap_in(slice_ns)
+        batch.load(slice_ns)
         if not any(batch.preempted):  # who was here before comes first
             self.bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
         for request, table in self.bridge.pull(slice_ns):
@@ -280,20 +282,11 @@ class DecodeWorker:
         table.set(DecodeMetrics.WAITING, waiting)
         table.set(DecodeMetrics.RUNNING, batch.running)
         table.set(DecodeMetrics.KV_USED, blocks.held / blocks.total)
-        table.set(DecodeMetrics.KV_BLOCKS, blocks.total)
-        table.set(DecodeMetrics.KV_BLOCKS_HELD, blocks.held)
-        table.set(DecodeMetrics.KV_BLOCKS_CACHED, blocks.cached)
-        table.set(DecodeMetrics.SWAP_BLOCKS_USED, self._swap.total - self._swap.free)
+        self._tiers.publish(table, DecodeMetrics)
         for counter, value in (
             (DecodeMetrics.HANDOVER_BYTES, self.bridge.pulled_bytes),
             (DecodeMetrics.LINK_BUSY_SECONDS, self.bridge.busy_ns / 1e9),
-            (DecodeMetrics.PREFIX_QUERY_TOKENS, blocks.lookup_tokens),
-            (DecodeMetrics.PREFIX_HIT_TOKENS, blocks.hit_tokens),
-            (DecodeMetrics.KV_EVICTIONS, blocks.evictions),
-            (DecodeMetrics.PREEMPTIONS_SWAP, batch.preemptions.swapped),
-            (DecodeMetrics.PREEMPTIONS_RECOMPUTE, batch.preemptions.recomputed),
-            (DecodeMetrics.SWAP_OUT_BLOCKS, batch.preemptions.blocks_out),
-            (DecodeMetrics.SWAP_IN_BLOCKS, batch.preemptions.blocks_in),
+            (DecodeMetrics.PREEMPTIONS, batch.preemptions),
             (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.statistics().malformed),
         ):
             table.total(counter, value)
@@ -336,6 +329,7 @@ class DecodeWorker:
     def close(self) -> None:
         self.link.close()
         self._sink.close()
+        self._tiers.close()
         self._retriever.close()
 
 

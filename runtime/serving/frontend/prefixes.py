@@ -10,11 +10,13 @@ BLOCK_TOKENS = 32
 PREFIX_BLOCKS = 32  # of one prompt; what lies behind them does not choose the worker
 
 
-def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS) -> tuple[int, ...]:
+def prefix_blocks(
+    prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS, salt: bytes = b""
+) -> tuple[int, ...]:
     """Hashes of the prompt's leading whole blocks, each over all before it: equal hashes mean equal prefixes.
 
-    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. The hashes of text
-    hold within one process only.
+    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. Only
+    prompts with the same `salt` share any. The hashes of text hold within one process only.
     """
     content: str | Sequence[int]
     if isinstance(prompt, str):
@@ -25,7 +27,7 @@ def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message], most: int = P
     else:
         content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
     hashes: list[int] = []
-    chain = block
+    chain = hash((block, salt))
     for end in range(block, min(len(content), most * block) + 1, block):
         chain = hash((chain, content[end - block : end]))
         hashes.append(chain)
@@ -39,14 +41,14 @@ def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
     them is no prefix that two prompts share.
     """
     if asked.retrieval is None:
-        prefix = prefix_blocks(asked.messages or asked.prompt)
+        prefix = prefix_blocks(asked.messages or asked.prompt, salt=asked.salt)
         return prefix, len(prefix)
     before = [turn for turn in asked.messages[:1] if turn.role == "system"]
     if asked.messages:
         whole = sum(len(turn.content) for turn in asked.messages) // BLOCK_CHARS
     else:
         whole = len(asked.prompt) // (BLOCK_CHARS if isinstance(asked.prompt, str) else BLOCK_TOKENS)
-    return prefix_blocks(before), whole
+    return prefix_blocks(before, salt=asked.salt), whole
 
 
 class Prefixes:

@@ -58,7 +58,7 @@ class Starts:
         prompt = resume.tokens if resume else asked.prompt
         tokens = asked.sampling.max_tokens - (len(resume.generated) if resume else 0)
         tokens += len(prompt) if isinstance(prompt, tuple) else 1
-        prefix, blocks = (prefix_blocks(prompt), 0) if resume else known_prefix(asked)
+        prefix, blocks = (prefix_blocks(prompt, salt=asked.salt), 0) if resume else known_prefix(asked)
         while True:
             placement = self._router.place(prefix, tokens, avoid=avoid, blocks=blocks)
             if self._send(placement.prefill, request.message(self._epoch, placement, resume)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from starlette.requests import Request
 
@@ -15,6 +16,13 @@ class Access:
     """grants: by collection, what its searches and writes are bound to, None for all of it; None: everything."""
 
     grants: Mapping[str, Bound | None] | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """Equal for keys that reach the same, which share KV; b"" for those that reach everything."""
+        if self.grants is None:
+            return b""
+        return blake2b(repr(sorted(self.grants.items())).encode(), digest_size=16).digest()
 
     def some(self, collections: Iterable[str]) -> list[str]:
         """Those of some collections that may be reached."""

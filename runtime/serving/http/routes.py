@@ -189,7 +189,7 @@ class _Routes:
             store = lambda: answers.store(asked, vector, answer.pieces())  # noqa: E731
         request = link.submit(
             answer.id,
-            Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval),
+            Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval, access_of(http).salt),
             client_id=sent_id(http),
             sent=sent,
         )

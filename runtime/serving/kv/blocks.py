@@ -18,7 +18,7 @@ Pure bookkeeping: no memory is touched here.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -38,13 +38,15 @@ class OutOfBlocks(Exception):
 class BlockTable:
     """The blocks of one sequence, in order. `reused_tokens` of it were there when it was opened.
 
-    `chain` are the hashes of its full blocks that the manager has been told of. `asked_ns`: when its request came.
+    `chain` are the hashes of its full blocks that the manager has been told of, begun from `root`. `asked_ns`: when its
+    request came.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     reused_tokens: int = 0
     asked_ns: int = 0
+    root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,12 @@ class BlockStatistics:
 
 
 class BlockManager:
-    """`blocks` blocks of `block_tokens` tokens. `identity` names the model: two models never share a hash."""
+    """`blocks` blocks of `block_tokens` tokens. `identity` names the model: two models never share a hash, and of one
+    model no two sequences with different `salt`.
+
+    With `before_eviction`, which is then called before such a block is given up, `unsaved` are the known blocks that
+    nobody has taken out of there yet, by hash, the oldest first.
+    """
 
     def __init__(self, blocks: int, block_tokens: int, identity: bytes) -> None:
         if blocks < 1 or block_tokens < 1:
@@ -74,6 +81,8 @@ class BlockManager:
         self._hashes: list[bytes | None] = [None] * blocks
         self._known: dict[bytes, int] = {}  # hash → its block
         self._cached: OrderedDict[int, int] = OrderedDict()  # known, without references; the longest unused first
+        self.unsaved: OrderedDict[bytes, int] = OrderedDict()
+        self.before_eviction: Callable[[bytes, int], None] | None = None
         self.evicted_ns = 0  # when the latest request came of whose blocks one was given up
         self._lookup_tokens = self._hit_tokens = self._evictions = 0
 
@@ -91,23 +100,24 @@ class BlockManager:
         """How many blocks so many tokens take."""
         return -(-tokens // self.block_tokens)
 
-    def reusable(self, tokens: Sequence[int], compute: int = 1) -> int:
+    def reusable(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
         """How many leading tokens `open` would find now. Takes nothing."""
-        return len(self._match(tokens, compute)) * self.block_tokens
+        return len(self._match(tokens, compute, self._root(salt))) * self.block_tokens
 
-    def missing(self, tokens: Sequence[int], compute: int = 1) -> int:
+    def missing(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
         """How many of the available blocks `open` and then `grow(table, len(tokens))` would take together."""
-        matched = self._match(tokens, compute)
+        matched = self._match(tokens, compute, self._root(salt))
         revived = sum(block in self._cached for _, block in matched)
         return self.blocks_for(len(tokens)) - len(matched) + revived
 
-    def open(self, tokens: Sequence[int], compute: int = 1) -> BlockTable:
+    def open(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> BlockTable:
         """A table with references on the known blocks that `tokens` begin with; `close` it in the end.
 
         The last `compute` tokens are left out: a model must run at least one token to say what follows.
         """
-        matched = self._match(tokens, compute)
-        table = BlockTable(reused_tokens=len(matched) * self.block_tokens)
+        root = self._root(salt)
+        matched = self._match(tokens, compute, root)
+        table = BlockTable(reused_tokens=len(matched) * self.block_tokens, root=root)
         for hash_, block in matched:
             self._cached.pop(block, None)
             self._references[block] += 1
@@ -132,12 +142,14 @@ class BlockManager:
     def fill(self, table: BlockTable, tokens: Sequence[int], written: int) -> None:
         """The KV of the first `written` of `tokens` is in the table's blocks: its full ones can be shared now."""
         for number in range(len(table.chain), min(written // self.block_tokens, len(table.blocks))):
-            before = table.chain[-1] if table.chain else self._identity
+            before = table.chain[-1] if table.chain else table.root
             hash_ = self._hash(before, tokens, number)
             table.chain.append(hash_)
             if hash_ not in self._known:  # else the same tokens were computed twice: ours stays private
                 self._known[hash_] = table.blocks[number]
                 self._hashes[table.blocks[number]] = hash_
+                if self.before_eviction is not None:
+                    self.unsaved[hash_] = table.blocks[number]
 
     def close(self, table: BlockTable) -> None:
         """Give the table's references back. A table that is closed already is left alone."""
@@ -162,16 +174,24 @@ class BlockManager:
             evictions=self._evictions,
         )
 
-    def _match(self, tokens: Sequence[int], compute: int) -> list[tuple[bytes, int]]:
-        matched: list[tuple[bytes, int]] = []
-        chain = self._identity
+    def keys(self, tokens: Sequence[int], compute: int = 1, *, salt: bytes = b"", root: bytes = b"") -> Iterator[bytes]:
+        """The hashes of the full blocks of `tokens`, the last `compute` of them left out; `root`: a table's."""
+        chain = root or self._root(salt)
         for number in range(max(0, len(tokens) - compute) // self.block_tokens):
             chain = self._hash(chain, tokens, number)
-            block = self._known.get(chain)
+            yield chain
+
+    def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:
+        matched: list[tuple[bytes, int]] = []
+        for key in self.keys(tokens, compute, root=root):
+            block = self._known.get(key)
             if block is None:
                 break
-            matched.append((chain, block))
+            matched.append((key, block))
         return matched
+
+    def _root(self, salt: bytes) -> bytes:
+        return blake2b(salt + self._identity, digest_size=_HASH_BYTES).digest() if salt else self._identity
 
     def _hash(self, before: bytes, tokens: Sequence[int], number: int) -> bytes:
         content = array("q", tokens[number * self.block_tokens : (number + 1) * self.block_tokens])
@@ -182,6 +202,8 @@ class BlockManager:
         self.evicted_ns = max(self.evicted_ns, asked_ns)
         hash_ = self._hashes[block]
         assert hash_ is not None, "a cached block is known by its hash"
+        if self.unsaved.pop(hash_, None) is not None and self.before_eviction is not None:
+            self.before_eviction(hash_, block)
         del self._known[hash_]
         self._hashes[block] = None
         self._free.append(block)

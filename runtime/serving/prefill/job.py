@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from runtime.serving.kv.blocks import BlockTable
-from runtime.serving.messages import Decode, Prefill
+from runtime.serving.kv.tiers import Load
+from runtime.serving.messages import Decode, Prefill, Reserve
 
 
 @dataclass(eq=False)
@@ -12,7 +13,7 @@ class Job:
 
     `passages` are the ids of those in the prompt. `ticket`, `announcement` and `offer` are what it waits for: the
     pool's answer, decode's room (then it `has_room`), decode's word that the KV is pulled. The blocks are held under
-    `lease`; a prompt that decode computes has neither.
+    `lease`; a prompt that decode computes has neither. What KV tiers have of it is loaded first (`load`).
     """
 
     request: Prefill
@@ -25,6 +26,7 @@ class Job:
     has_room: bool = False
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
+    load: Load | None = None
     done: int = 0
     offer: int | None = None
 
@@ -37,9 +39,17 @@ class Job:
         return self.request.generation.deadline_ns
 
     @property
+    def salt(self) -> bytes:
+        return self.request.generation.salt
+
+    @property
     def told_token(self) -> int | None:
         """The answer's next token, if its consumer has it already."""
         return self.request.resume.last_token if self.request.resume else None
+
+    def for_room(self) -> Reserve:
+        """The message that asks decode to keep room before the prompt is run."""
+        return Reserve(self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt)
 
     def for_decode(self, model: bytes, first_token: int | None) -> Decode:
         """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model."""
@@ -59,4 +69,5 @@ class Job:
             generated=resume.generated if resume else (),
             first_is_told=self.told_token is not None,
             build=self.build,
+            salt=self.salt,
         )

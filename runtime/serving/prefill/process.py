@@ -22,8 +22,9 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
-from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Reserve, Retrieved, Welcome, encode
+from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
@@ -34,6 +35,9 @@ from runtime.serving.prefill.job import Job
 
 if TYPE_CHECKING:
     import torch
+
+_LOAD_NS = 20_000_000  # of a prompt's KV from a tier, before others' next pass
+_WRITE_SHARE = 30  # of a pass's time, at most, blocks are written to tiers before they must
 
 
 class PrefillWorker:
@@ -75,6 +79,7 @@ class PrefillWorker:
             stamp=worker.start.part,
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
+        self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
         self.chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
         worker.start.part("first pass")
@@ -117,10 +122,12 @@ class PrefillWorker:
         self._receive()
         self._retrieve()
         self._admit()
-        self._prefill()
+        took_ns = self._prefill()
         self._collect_outcomes()
         self._publish()
-        if not self._running:
+        if took_ns:
+            self._tiers.write(took_ns // _WRITE_SHARE)
+        elif not self._running and not self._tiers.write():
             self._sleep()
 
     # ---- receive
@@ -129,12 +136,13 @@ class PrefillWorker:
         arrived: list[Job] = []
         for message in self._link.receive():
             match message:
-                case Prefill():
-                    stamps = {stages.RECEIVED: message.generation.received_ns}
-                    if message.resume is not None:
-                        stamps[stages.FIRST_TOKEN] = message.resume.first_token_ns
-                    else:
-                        stamps[stages.DEQUEUED] = time.monotonic_ns()
+                case Prefill(generation=asked, resume=resume):
+                    stamps = {stages.RECEIVED: asked.received_ns}
+                    stamps |= (
+                        {stages.FIRST_TOKEN: resume.first_token_ns}
+                        if resume
+                        else {stages.DEQUEUED: time.monotonic_ns()}
+                    )
                     arrived.append(Job(message, stamps))
                 case Cancel():
                     arrived = [job for job in arrived if job.id != message.request_id]
@@ -210,7 +218,7 @@ class PrefillWorker:
     def _queue(self, job: Job) -> None:
         """Its prompt is whole. It waits for blocks, or goes to decode without KV, to be computed there."""
         request = job.request
-        own = len(job.tokens) - self._blocks.reusable(job.tokens)
+        own = len(job.tokens) - self._tiers.found(job.tokens, job.salt)
         ahead = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
         if not self._disaggregation.by_decode(
             time.monotonic_ns(), request.decode_worker, own, ahead, request.decode_load
@@ -233,43 +241,48 @@ class PrefillWorker:
                 if job.announcement is None:
                     self._guard(job, self._announce)
         for job in [job for job in self._waiting if job.has_room or not self._decode_first]:
-            if self._blocks.missing(job.tokens) > self._blocks.available or (lease := self._source.lease()) is None:
+            missing = self._blocks.missing(job.tokens, salt=job.salt)
+            if missing > self._blocks.available or (lease := self._source.lease()) is None:
                 break
             self._waiting.remove(job)
-            job.lease, job.table = lease, self._blocks.open(job.tokens)
+            job.lease, job.table = lease, self._blocks.open(job.tokens, salt=job.salt)
             job.table.asked_ns = job.request.generation.received_ns
             self._blocks.grow(job.table, len(job.tokens))
             job.done = job.table.reused_tokens
+            job.load = self._tiers.load(job.table, job.tokens)
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
         self._running.sort(key=lambda job: job.deadline_ns)
 
     def _announce(self, job: Job) -> None:
         """Ask decode to keep room before the prompt is run."""
-        message = Reserve(job.id, job.request.frontend_epoch, tuple(job.tokens), job.deadline_ns)
-        job.announcement = self._source.announce(job.request.decode_endpoint, encode(message))
+        job.announcement = self._source.announce(job.request.decode_endpoint, encode(job.for_room()))
         self._announced[job.announcement] = job
 
-    def _prefill(self) -> None:
-        """One pass through the model: at most a chunk's tokens, of as many prompts as that holds."""
+    def _prefill(self) -> int:
+        """One pass through the model: at most a chunk's tokens, of as many prompts as that holds; how long it took."""
         budget = self.chunk_tokens
         batch: list[tuple[Job, Chunk]] = []
         for job in self._running:
-            if budget == 0:
-                break
+            if job.load is not None and job.load.step(_LOAD_NS):
+                job.load, job.done = None, job.table.reused_tokens
+            if budget == 0 or job.load is not None:
+                continue
             tokens = job.tokens[job.done : job.done + budget]
             batch.append((job, Chunk(job.table.blocks, job.done, tokens)))
             budget -= len(tokens)
         if not batch:
-            return
+            return 0
         begin_ns = time.monotonic_ns()
         logits = self._model.forward([chunk for _, chunk in batch])
-        self._disaggregation.passed(self.chunk_tokens - budget, (time.monotonic_ns() - begin_ns) / 1e9)
+        took_ns = time.monotonic_ns() - begin_ns
+        self._disaggregation.passed(self.chunk_tokens - budget, took_ns / 1e9)
         offered = len(self._offered)
         for (job, chunk), row in zip(batch, logits, strict=True):
             self._guard(job, partial(self._advance, chunk=chunk, logits=row))
         if self._running and len(self._offered) > offered:
             os.sched_yield()  # to the thread that sends: it may share our core, and the next pass would hold it up
+        return took_ns
 
     def _advance(self, job: Job, chunk: Chunk, logits: "torch.Tensor") -> None:
         job.done += len(chunk.tokens)
@@ -302,29 +315,19 @@ class PrefillWorker:
                 continue
             self._forget(job)
             if not outcome.accepted:
-                self._fail(
-                    job, self._failed(f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}")
-                )
+                reason = f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}"
+                self._fail(job, self._failed(reason))
 
     def _publish(self) -> None:
-        waiting = len(self._waiting) + len(self._asking)
-        running = len(self._running) + len(self._offered)
-        found, offers = self._blocks.statistics(), self._source.statistics()
-        table = self._table
+        waiting, running = len(self._waiting) + len(self._asking), len(self._running) + len(self._offered)
+        offers, table = self._source.statistics(), self._table
         self._follower.step(time.monotonic_ns())
+        self._tiers.publish(table, PrefillMetrics)
         table.set(PrefillMetrics.WAITING, waiting)
         table.set(PrefillMetrics.RUNNING, running)
-        table.set(PrefillMetrics.KV_BLOCKS, found.total)
-        table.set(PrefillMetrics.KV_BLOCKS_HELD, found.held)
-        table.set(PrefillMetrics.KV_BLOCKS_CACHED, found.cached)
-        for counter, value in (
-            (PrefillMetrics.PREFIX_QUERY_TOKENS, found.lookup_tokens),
-            (PrefillMetrics.PREFIX_HIT_TOKENS, found.hit_tokens),
-            (PrefillMetrics.KV_EVICTIONS, found.evictions),
-            (PrefillMetrics.MALFORMED, self._link.malformed.count + offers.malformed),
-            *((PrefillMetrics.OFFERS[outcome], getattr(offers, outcome)) for outcome in get_args(OfferOutcome)),
-        ):
-            table.total(counter, value)
+        table.total(PrefillMetrics.MALFORMED, self._link.malformed.count + offers.malformed)
+        for outcome in get_args(OfferOutcome):
+            table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
         self._link.report(
             waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
             self._blocks.evicted_ns,
@@ -366,10 +369,9 @@ class PrefillWorker:
         if job.ticket is not None:
             self._asking.pop(job.ticket, None)
             self.retriever.cancel(job.ticket)
-        if job in self._waiting:
-            self._waiting.remove(job)
-        if job in self._running:
-            self._running.remove(job)
+        for queue in (self._waiting, self._running):
+            if job in queue:
+                queue.remove(job)
         for number, held in ((job.announcement, self._announced), (job.offer, self._offered)):
             if number is not None and held.pop(number, None) is not None:
                 self._source.withdraw(number)
@@ -385,6 +387,7 @@ class PrefillWorker:
     def close(self) -> None:
         self._link.close()
         self._source.close()
+        self._tiers.close()
         self.retriever.close()
 
 

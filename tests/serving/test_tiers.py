@@ -1,0 +1,293 @@
+"""KV tiers: blocks that outlive their worker are found by name, whole or not at all, and never more than allowed."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from benchmarks.model.reference import Reference
+from runtime.errors import ConfigError
+from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
+from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.tiers import FileTier, Tiers
+from tests.serving.workers import Workers
+
+SIZE = 4096
+FILE = SIZE + 40
+Opens = Callable[..., FileTier]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def block(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(SIZE)
+
+
+@pytest.fixture
+def opens(tmp_path: Path) -> Iterator[Opens]:
+    opened: list[FileTier] = []
+
+    def opening(limit: int = 64 * FILE, writers: int = 1, directory: str = "kv") -> FileTier:
+        opened.append(FileTier("host", tmp_path / directory, limit, SIZE, writers))
+        return opened[-1]
+
+    yield opening
+    for tier in opened:
+        tier.close()
+
+
+def read(tier: FileTier, number: int) -> bytes | None:
+    into = bytearray(SIZE)
+    return bytes(into) if tier.load(key(number), memoryview(into)) else None
+
+
+def test_a_block_that_one_worker_has_stored_is_found_whole_by_another(opens: Opens, tmp_path: Path) -> None:
+    opens().store(key(1), memoryview(block(1)))
+    other = opens()
+    assert other.has(key(1))
+    assert read(other, 1) == block(1)
+    assert read(other, 2) is None
+    assert other.counts == {"loaded": 1, "stored": 0, "evicted": 0, "damaged": 0, "failed": 0}
+    (file,) = (tmp_path / "kv").iterdir()
+    assert (file.stat().st_mode & 0o777, (tmp_path / "kv").stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def _flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _elsewhere(file: Path) -> None:
+    file.rename(file.parent.parent / "moved")
+    file.symlink_to(file.parent.parent / "moved")
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "counted"),
+    [
+        (_flipped, 1),
+        (lambda file: os.truncate(file, 100), 1),
+        (lambda file: os.truncate(file, 0), 1),
+        (lambda file: file.write_bytes((file.parent / key(2).hex()).read_bytes()), 1),
+        (_pipe, 1),
+        (_elsewhere, 0),  # a link is not followed: there is no such file
+    ],
+    ids=["a bit flipped", "cut short", "empty", "another block's", "a pipe", "a link"],
+)
+def test_a_damaged_or_foreign_file_is_no_block_and_its_place_can_be_had(
+    opens: Opens, tmp_path: Path, damage: Callable[[Path], Any], counted: int
+) -> None:
+    tier = opens()
+    for number in (1, 2):
+        tier.store(key(number), memoryview(block(number)))
+    damage(tmp_path / "kv" / key(1).hex())
+    assert read(tier, 1) is None
+    assert tier.counts["damaged"] == counted
+    if counted:
+        tier.store(key(1), memoryview(block(1)))
+        assert read(tier, 1) == block(1)
+    assert read(tier, 2) == block(2)
+
+
+def test_two_writers_together_never_exceed_the_limit_and_the_longest_unused_go_first(
+    opens: Opens, tmp_path: Path
+) -> None:
+    tiers = [opens(limit=64 * FILE, writers=2) for _ in range(2)]
+    for number in range(400):
+        tiers[number % 3 % 2].store(key(number), memoryview(block(number)))
+        for file in (tmp_path / "kv").iterdir():  # a clock of files, as coarse as it may be, tells them apart
+            if file.name == key(number).hex():
+                os.utime(file, ns=(number, number))
+        if number >= 5:
+            assert read(tiers[0], 5) == block(5), "what is used stays"
+        assert sum(file.stat().st_size for file in (tmp_path / "kv").iterdir()) <= 64 * FILE
+    left = {int(file.name, 16) for file in (tmp_path / "kv").iterdir()}
+    assert len(left) > 40
+    assert min(left - {5}) > 300
+    assert tiers[0].counts["evicted"] + tiers[1].counts["evicted"] == 400 - len(left)
+
+
+def test_a_full_disk_costs_the_oldest_blocks_and_no_error(
+    opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opens()
+    for number in range(20):
+        tier.store(key(number), memoryview(block(number)))
+
+    def full(fd: int, buffers: Any) -> int:
+        os.write(fd, b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.writev", full)
+        tier.store(key(20), memoryview(block(20)))
+        tier.store(key(21), memoryview(block(21)))
+    assert tier.counts["failed"] == 2
+    assert caplog.text.count("No space left on device") == 1, "said once"
+    assert tier.counts["evicted"] > 0
+    assert {file.stat().st_size for file in (tmp_path / "kv").iterdir()} == {FILE}, "nothing half is left"
+    tier.store(key(20), memoryview(block(20)))
+    assert read(tier, 20) == block(20)
+
+
+def test_a_tier_too_small_for_its_workers_is_off_and_says_so(opens: Opens, caplog: pytest.LogCaptureFixture) -> None:
+    tier = opens(limit=2 * FILE, writers=2)
+    tier.store(key(1), memoryview(block(1)))
+    assert not tier.has(key(1))
+    assert "too few for 2 workers" in caplog.text
+
+
+def test_a_directory_that_others_can_read_is_refused(opens: Opens, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"has mode 755 .* mode 700"):
+        opens(directory="open")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the host tier of KV cannot use"):
+        opens(directory="file")
+
+
+def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: Path) -> None:
+    kv = np.random.default_rng(0).normal(size=(2, 2, 8, 1, 4, 64)).astype(np.float32)
+    before = kv.copy()
+    host, disk = (FileTier("host", tmp_path / name, 1 << 20, kv[:, :, 0].nbytes, 1) for name in ("host", "disk"))
+    blocks = BlockManager(8, 4, b"a model")
+    tiers = Tiers((host, disk), blocks, kv)
+    table = blocks.open(range(9))
+    blocks.grow(table, 9)
+    blocks.fill(table, range(9), 9)
+    while tiers.write():
+        pass
+    assert (host.counts["stored"], disk.counts["stored"]) == (2, 2)
+    for file in (tmp_path / "host").iterdir():
+        file.unlink()
+    kv[:] = 0
+    other = BlockManager(8, 4, b"a model")
+    tiers = Tiers((host, disk), other, kv)
+    assert tiers.found(range(9)) == 8
+    table = other.open(range(9))
+    other.grow(table, 9)
+    load = tiers.load(table, range(9))
+    assert load is not None
+    assert not load.step(0), "a block, as there is no time"
+    assert load.step(0)
+    assert table.reused_tokens == 8
+    assert np.array_equal(kv[:, :, table.blocks[:2]], before[:, :, [0, 1]])
+    assert (disk.counts["loaded"], host.counts["stored"]) == (2, 4)
+    for tier in (host, disk):
+        tier.close()
+
+
+# ---- workers
+
+
+@pytest.fixture
+def start(tiny_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Workers]]:
+    """Workers of one node, or of the same node started again: its files are there still."""
+    started: list[Workers] = []
+
+    def starting(**options: Any) -> Workers:
+        options = {"kv": {"host_mib": 64}, "node": {"run_dir": str(tmp_path)}} | options
+        started.append(Workers(tiny_directory, **options))
+        return started[-1]
+
+    yield starting
+    for workers in started:
+        workers.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_directory: Path) -> Reference:
+    return Reference(tiny_directory)
+
+
+PROMPT = list(range(3, 203))
+
+
+def answer(workers: Workers, name: str, prompt: list[int], **more: Any) -> list[int]:
+    workers.submit(name, prompt, 20, **more)
+    workers.run()
+    for _ in range(100):  # idle: what is not in a tier yet is written
+        workers.round()
+    return workers.told[name].tokens
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
+def test_after_a_restart_a_prefix_is_loaded_and_not_computed(
+    start: Callable[..., Workers], reference: Reference, disaggregate: str
+) -> None:
+    by, loaded = (
+        ("prefill-0", PrefillMetrics.TIER_LOADED)
+        if disaggregate == "always"
+        else ("decode-0", DecodeMetrics.TIER_LOADED)
+    )
+    expected = reference.generate(PROMPT, 20)
+    first = start(handover={"disaggregate": disaggregate})
+    assert answer(first, "a", PROMPT) == expected
+    assert first.metric(by, loaded["host"]) == 0
+    first.close()
+    again = start(handover={"disaggregate": disaggregate})
+    assert answer(again, "b", PROMPT) == expected
+    assert again.metric(by, loaded["host"]) == 24, "of 200 tokens, in blocks of 8, all but the block of the last one"
+    longer = [*PROMPT, *expected, 7, 8, 9]
+    assert answer(again, "c", longer) == reference.generate(longer, 20)
+    again.close()
+    turn = start(handover={"disaggregate": disaggregate})
+    assert answer(turn, "d", longer) == reference.generate(longer, 20)
+    assert turn.metric(by, loaded["host"]) == 27, "the answer before is found too"
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
+def test_answers_equal_generate_when_files_are_damaged_between(
+    start: Callable[..., Workers], reference: Reference, tmp_path: Path, disaggregate: str
+) -> None:
+    expected = reference.generate(PROMPT, 20)
+    first = start(handover={"disaggregate": disaggregate})
+    assert answer(first, "a", PROMPT) == expected
+    first.close()
+    for number, file in enumerate(sorted((tmp_path / "kv").iterdir())):
+        if number % 3:
+            _flipped(file)
+    again = start(handover={"disaggregate": disaggregate})
+    assert answer(again, "b", PROMPT) == expected
+    by, damaged = ("prefill-0", PrefillMetrics.TIER_DAMAGED)
+    if disaggregate == "never":
+        by, damaged = ("decode-0", DecodeMetrics.TIER_DAMAGED)
+    assert again.metric(by, damaged["host"]) == 1, "it is where loading ends; what was computed replaces it"
+
+
+def test_prompts_with_another_salt_share_nothing(start: Callable[..., Workers], reference: Reference) -> None:
+    workers = start(handover={"disaggregate": "always"})
+    expected = reference.generate(PROMPT, 20)
+    for number, salt in enumerate((b"", b"one", b"two")):
+        assert answer(workers, f"r{number}", PROMPT, salt=salt) == expected
+    for name, metrics in (("prefill-0", PrefillMetrics), ("decode-0", DecodeMetrics)):
+        assert workers.metric(name, metrics.PREFIX_HIT_TOKENS) == 0
+        assert workers.metric(name, metrics.TIER_LOADED["host"]) == 0
+    assert answer(workers, "again", PROMPT, salt=b"two") == expected
+    assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) == 192
+
+
+def test_blocks_are_kept_before_they_are_given_up(start: Callable[..., Workers], reference: Reference) -> None:
+    workers = start(context=320, handover={"disaggregate": "always"}, prefill={"kv_blocks": 60, "slots": 2})
+    prompts = [[(number * 37 + place) % 250 for place in range(200)] for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        workers.submit(f"r{number}", prompt, 4)
+    workers.run()  # without a moment's rest, and with room for two of them
+    assert workers.metric("prefill-0", PrefillMetrics.KV_EVICTIONS) > 0
+    assert answer(workers, "again", prompts[0]) == reference.generate(prompts[0], 20)
+    assert workers.metric("prefill-0", PrefillMetrics.TIER_LOADED["host"]) == 24
