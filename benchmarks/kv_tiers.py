@@ -1,0 +1,109 @@
+"""What a prefix costs after its workers have died: loaded from a KV tier, beside computed.
+
+`python -m benchmarks.kv_tiers` runs a node with a host tier. Each round asks for a prompt (its KV is computed, and written
+through), kills the prefill and the decode worker, and asks, in turn first, for that prompt again and for one of the
+same length that nobody has seen. Times are those to the first token, by the client; answers must be the same tokens
+before and after. Writes kv-tiers.json and kv-tiers.md.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.machine import machine_load
+from benchmarks.common.report import table, write
+from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
+from runtime.testing.node import Node, running
+from runtime.testing.tiny_model import make_tiny_llama
+
+CONFIG = """
+[node]
+name = "kv-tiers"
+run_dir = "{run_dir}"
+[http]
+port = 0
+[model]
+name = "{model}"
+[handover]
+disaggregate = "{disaggregate}"
+"""
+
+
+def visit(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
+    """Seconds until the answer of one token is there, and the tokens of a longer one."""
+    asked: dict[str, Any] = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    begin = time.perf_counter()
+    status, answer = node.post("/v1/completions", asked | {"max_tokens": 1})
+    took_s = time.perf_counter() - begin
+    assert status == 200, answer
+    status, answer = node.post("/v1/completions", asked | {"max_tokens": 16})
+    assert status == 200, answer
+    return took_s, answer["choices"][0]["token_ids"]
+
+
+def run_round(node: Node, tokens: int, number: int) -> dict[str, float]:
+    """One round's times to the first token, in seconds."""
+    known, fresh = np.random.default_rng(number).integers(100, 250, (2, tokens)).tolist()
+    first_s, before = visit(node, known)
+    node.wait_idle()
+    for worker in ("prefill-0", "decode-0"):
+        node.kill(worker)
+    node.wait_ready()
+    times, prompts = {"first": first_s}, [("loaded", known), ("computed", fresh)]
+    for name, prompt in prompts if number % 2 else reversed(prompts):
+        times[name], answer = visit(node, prompt)
+        assert name != "loaded" or answer == before, "the same tokens as before the kill"
+    return times
+
+
+def measure(model: str, tokens: int, rounds: int, disaggregate: str) -> dict[str, Any]:
+    """All rounds of one model."""
+    with tempfile.TemporaryDirectory() as folder:
+        if model == "tiny":
+            model = str(make_tiny_llama(Path(folder) / model, layers=4, hidden=256))
+        config = Path(folder) / "node.toml"
+        config.write_text(CONFIG.format(run_dir=Path(folder) / "run", model=model, disaggregate=disaggregate))
+        with running(config) as node:
+            found = [run_round(node, tokens, number) for number in range(rounds)]
+            loaded = sum(node.metric(str(m.TIER_LOADED), tier="host") for m in (PrefillMetrics, DecodeMetrics)) / 2
+    median = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    ratio = statistics.median(one["loaded"] / one["computed"] for one in found)
+    return {
+        "model": Path(model).name, "tokens": tokens, "disaggregate": disaggregate, "rounds": found,
+        "loaded_blocks": loaded, "ratio": ratio, **{f"{name}_s": value for name, value in median.items()},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_tiers", description=__doc__)
+    parser.add_argument("--model", nargs="+", default=["tiny", "smollm2-135m-instruct"])
+    parser.add_argument("--tokens", type=int, default=1300)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--disaggregate", nargs="+", default=["always", "never"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    load = machine_load()
+    found = [
+        measure(model, options.tokens, options.rounds, way) for model in options.model for way in options.disaggregate
+    ]
+    rows = [
+        (
+            one["model"], "prefill" if one["disaggregate"] == "always" else "decode", one["tokens"],
+            f"{one['first_s'] * 1e3:.0f}", f"{one['computed_s'] * 1e3:.0f}", f"{one['loaded_s'] * 1e3:.0f}",
+            f"{one['ratio']:.2f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    head = ("model", "computed by", "tokens", "first visit, ms", "after a kill: another prompt", "the same", "ratio")
+    write({"load": load, "found": found}, "\n".join([load, "", *table(head, rows)]), options.out)
+    return 0 if all(one["ratio"] <= 0.3 for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
