@@ -148,7 +148,7 @@ def test_a_tier_too_small_for_its_workers_is_off_and_says_so(opens: Opens, caplo
     tier = opens(limit=2 * FILE, writers=2)
     tier.store(key(1), memoryview(block(1)))
     assert not tier.has(key(1))
-    assert "too few for 2 workers" in caplog.text
+    assert "too few for blocks of 4096" in caplog.text
 
 
 def test_a_directory_that_others_can_read_is_refused(opens: Opens, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import DecodeMetrics, KvMetrics, PrefillMetrics, Tier
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
@@ -37,7 +36,8 @@ from runtime.serving.kv.transfer import KvArray, Transfer
 _HEADER = struct.Struct("<8s16sQI4x")  # what it is, the block's hash, bytes that follow, their CRC-32
 _MAGIC = b"TRKVBLK1"
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # not to wait for a pipe that somebody put there
-_SHARE = 8  # of the limit: what all writers add at most before they look how much there is
+_SHARE = 4  # of the limit: what all writers add at most before they look how much there is
+_WRITERS = 16  # prefill and decode workers that a node can have, those added later too
 
 log = logging.getLogger("kv")
 
@@ -58,7 +58,9 @@ class FileTier:
         self._keep = limit_bytes - writers * self._share
         self._added = self._share  # unknown: look before the first is added
         if self._keep < self._file_bytes:
-            log.warning("the %s tier of KV is off: %d MiB are too few for %d workers", name, limit_bytes >> 20, writers)
+            log.warning(
+                "the %s tier of KV is off: %d bytes are too few for blocks of %d", name, limit_bytes, block_bytes
+            )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -181,7 +183,7 @@ class Tiers:
         directories: dict[Tier, Path] = {"host": plan.kv_directory, "disk": Path(config.kv.disk_path)}
         limits: dict[Tier, int] = {"host": config.kv.host_mib << 20, "disk": config.kv.disk_mib << 20}
         tiers = [
-            FileTier(name, directory, limits[name], block_bytes, _writers(config))
+            FileTier(name, directory, limits[name], block_bytes, _WRITERS)
             for name, directory in directories.items()
             if limits[name]
         ]
@@ -303,7 +305,3 @@ def _one_block(kv: KvArray) -> tuple[KvArray, memoryview]:
 
 def _bytes_of(block: NDArray[np.float32]) -> memoryview:
     return block.reshape(-1).view(np.uint8).data
-
-
-def _writers(config: NodeConfig) -> int:
-    return config.prefill.workers + config.decode.workers
