@@ -1,8 +1,8 @@
 """What a prefix costs after its workers have died: loaded from a KV tier, beside computed.
 
-`python -m benchmarks.kv_tiers` runs a node with a host tier. Each round asks for a prompt (its KV is computed, and written
-through), kills the prefill and the decode worker, and asks, in turn first, for that prompt again and for one of the
-same length that nobody has seen. Times are those to the first token, by the client; answers must be the same tokens
+`python -m benchmarks.kv_tiers` runs a node with a host tier. Each round asks for a prompt (its KV is computed, and
+written through), kills the prefill and the decode worker, and asks, in turn first, for that prompt again and for one of
+the same length that nobody has seen. Times are those to the first token, by the client; answers must be the same tokens
 before and after. Writes kv-tiers.json and kv-tiers.md.
 """
 

@@ -1,7 +1,7 @@
 """Copies of KV blocks, cut into slices: who copies can do something else in between.
 
 A KV array is [layers, 2, blocks, kv_heads, block_tokens, head_dim] float32: a model's tensor, the same in another
-process's memory, or swap space. A copy goes layer by layer, as a model reads them, and within a layer in slices of at
+process's memory, or a tier's. A copy goes layer by layer, as a model reads them, and within a layer in slices of at
 most 1 MiB. In a slice blocks that lie one behind the other on both sides are copied in one go, straight from there to
 here.
 """
