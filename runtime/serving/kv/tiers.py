@@ -125,7 +125,7 @@ class FileTier:
                 log.warning("the %s tier of KV cannot be written to: %s", self.name, error.strerror)
             self.counts["failed"] += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._trim(self.used_bytes - self._share)
+                self._trim(self.used_bytes * 7 // 8)
             return
         self.counts["stored"] += 1
         self._added += self._file_bytes
