@@ -114,11 +114,11 @@ class Stream:
 
 
 def client_main(queries: Vectors, core: int, pipe: Connection) -> None:
-    """Waits for orders: an endpoint, loads, and when they begin. Sends an `Outcome` for each load."""
+    """Sends its pid; then, for each order (an endpoint, loads, when they begin), an `Outcome` for each load."""
     os.sched_setaffinity(0, {core})
     gc.freeze()
     gc.disable()  # a collection would hold back what is due, and then ask it at once
-    pipe.send("ready")
+    pipe.send(os.getpid())
     while (order := pipe.recv()) is not None:
         endpoint, loads, begin_ns = order
         clients = [RingClient(endpoint, "benchmark") for _ in loads]

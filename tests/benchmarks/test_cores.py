@@ -1,0 +1,36 @@
+"""What a benchmark makes of a core that others want too."""
+
+from collections.abc import Sequence
+
+from benchmarks.common.cores import Undisturbed, undisturbed
+
+
+def tried(*lost: int) -> tuple[Undisturbed[int], list[int]]:
+    """Runs of 100 ns, in which others have the core for so long; the number of the run that counts."""
+    now, taken, runs = [0], [0], list[int]()
+
+    def run() -> int:
+        now[0] += 100
+        taken[0] += lost[len(runs)]
+        runs.append(len(runs))
+        return runs[-1]
+
+    def told(pids: Sequence[int]) -> int:
+        return taken[0] * len(pids)
+
+    return undisturbed(run, [1], most=0.05, tries=3, taken=told, clock=lambda: now[0]), runs
+
+
+def test_what_others_left_alone_is_measured_once() -> None:
+    found, runs = tried(5)
+    assert (found.found, found.lost, len(runs)) == (0, 0.05, 1)
+
+
+def test_what_others_disturbed_is_measured_again_until_they_do_not() -> None:
+    found, runs = tried(30, 2)
+    assert (found.found, found.tries, len(runs)) == (1, 2, 2)
+
+
+def test_of_tries_that_were_all_disturbed_the_least_disturbed_one_counts() -> None:
+    found, runs = tried(30, 10, 20)
+    assert (found.found, found.lost, len(runs)) == (1, 0.1, 3)
