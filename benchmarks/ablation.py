@@ -107,8 +107,9 @@ VARIANTS = (
     Variant(
         "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and not w[at.QUEUED]", "if not w[at.RULES] + 1"
     ),
-    Variant("_STRETCH 8 → 2", _POLICY, "_STRETCH = 8.0", "_STRETCH = 2.0"),
-    Variant("_STRETCH 8 → 32", _POLICY, "_STRETCH = 8.0", "_STRETCH = 32.0"),
+    Variant("_STRETCH 1.2 → .4", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 0.4,"),
+    Variant("turns as in a full pool", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 6.0,"),
+    Variant("_MOST_STRETCH 6 → 24", _POLICY, "_MOST_STRETCH = 1.2, 6.0", "_MOST_STRETCH = 1.2, 24.0"),
     Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    slots", "    slots"),
     Variant("_INERTIA 16 → 0", _ESTIMATE, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
     Variant("_MEMORY 64 → 8", _ESTIMATE, "_MEMORY = 64.0", "_MEMORY = 8.0"),

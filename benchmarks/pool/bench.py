@@ -12,13 +12,13 @@ Throughputs are per second of CPU time that the pool's (or the engine's) process
 What was measured while others had the processes' cores for more than .5% of the time is measured again, whatever it is.
 
 - throughput: clients keep 240 queries each outstanding; against the engine alone in one process on the pool's core,
-  before and after, run to completion and stepwise, over the same queries in as random an order. The loop's own time:
-  all that the pool does between two extends (a query's preparation and Python's part too), once with the usual queries
-  and once with short ones, as so much a query and so much a step.
+  in turns of a second, run to completion and stepwise, over the same queries in as random an order. The loop's own
+  time: all that the pool does between two extends (a query's preparation and Python's part too), once with the usual
+  queries and once with short ones, as so much a query and so much a step.
 - overload: one client asks prefill queries at random times, 15% of what the pool can do; the other decode
   queries at twice what the pool can do (what its ring does not take is dropped).
 - mixed: both clients ask decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
-  65% of what *static batches* can do; the same times for both pools.
+  65% of what *static batches* can do; both pools in turns of a second, with the same times.
 - idle: one client asks one query at a time, from its own submit to its own poll, less the engine's time for it: 20 a
   second, so that the pool sleeps before each, and one right after the other, so that it spins. Under the former
   stands the floor: what waking any process takes here (`benchmarks/pool/wake.py`), measured in the same round.
@@ -33,6 +33,7 @@ import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring
+_TURNS = 3
 _SHORT = (1.0, 10, 32, 4)
 _SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
 
@@ -64,18 +66,19 @@ def one_round(bench: Bench, seconds: float, seed: int) -> Found:
 
 
 def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
-    full = [Load("decode", seconds, (bench.usual,), window=_WINDOW, seed=seed + n) for n in range(2)]
-    short = [load._replace(kinds=(_SHORT,)) for load in full]
-    before = bench.engine()
-    capacity, usual = _own_time(bench, full)
-    cpu = bench.cpu
-    after = bench.engine()
-    _, other = _own_time(bench, short)
+    part = [Load("decode", seconds / _TURNS, (bench.usual,), window=_WINDOW, seed=seed + n) for n in range(2)]
+    alone, asked = [], []
+    for _ in range(_TURNS):  # what makes the machine slower for a while is shared
+        alone.append(bench.engine(seconds / _TURNS))
+        asked.append((*_own_time(bench, part), bench.cpu))
+    capacity, cpu = fmean(one[0] for one in asked), fmean(one[2] for one in asked)
+    usual = np.sum([one[1] for one in asked], axis=0)
+    _, other = _own_time(bench, [load._replace(kinds=(_SHORT,), seconds=seconds) for load in part])
     # loop seconds = queries · a + steps · b, of two runs that differ in steps a query
     a, b = np.linalg.solve([usual[:2], other[:2]], [usual[2], other[2]]) * 1e6
     return {
-        "engine_per_cpu_s": (before[0] + after[0]) / 2,
-        "stepwise_per_cpu_s": (before[1] + after[1]) / 2,
+        "engine_per_cpu_s": fmean(one[0] for one in alone),
+        "stepwise_per_cpu_s": fmean(one[1] for one in alone),
         "pool_per_cpu_s": capacity / cpu,
         "pool_per_s": capacity,
         "pool_cpu": cpu,
@@ -118,9 +121,12 @@ def _mixed(bench: Bench, seconds: float, seed: int) -> Found:
     both = [Load("decode", seconds, (_SMALL, _LARGE), window=32, seed=seed + n) for n in range(2)]
     rate = _MIXED_LOAD * _per_second(bench.ask("static", *both))
     found = {"mixed_per_s": rate}
-    both = [load._replace(window=0, rate=rate / 2) for load in both]
-    for pool in ("trinity", "static"):
-        run = bench.ask(pool, *both)
+    runs: dict[str, list[Outcome]] = {"trinity": [], "static": []}
+    for turn in range(_TURNS):
+        for pool, run in runs.items():
+            at = [load.seed + 2 * turn for load in both]
+            run += bench.ask(pool, *(Load("decode", seconds / _TURNS, (_SMALL, _LARGE), rate / 2, seed=n) for n in at))
+    for pool, run in runs.items():
         for name, kind in (("small", 0), ("large", 1)):
             for percent in (50, 99):
                 found[f"{pool}_{name}_p{percent}_us"] = _percentile(run, percent, kind)

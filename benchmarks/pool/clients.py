@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ipc import RingClient, RingFull, SearchSpec, Stage
 
 Vectors = NDArray[np.float32]
+Kind = tuple[float, int, int, int]  # part of the queries, k, top_m, search_width
 
 
 class Load(NamedTuple):
@@ -22,7 +23,7 @@ class Load(NamedTuple):
 
     stage: Stage
     seconds: float
-    kinds: tuple[tuple[float, int, int, int], ...]  # part of the queries, k, top_m, search_width
+    kinds: tuple[Kind, ...]
     rate: float = 0.0
     window: int = 0
     seed: int = 0

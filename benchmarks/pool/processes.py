@@ -24,7 +24,7 @@ import numpy as np
 from numba import njit
 
 from benchmarks.common.cores import go_first, undisturbed
-from benchmarks.pool.clients import Load, Outcome, Vectors, client_main
+from benchmarks.pool.clients import Kind, Load, Outcome, Vectors, client_main
 from benchmarks.pool.wake import wake_main
 from gpu.backend import RELEASE
 from gpu.cpu.engine import CpuEngine
@@ -64,7 +64,7 @@ def _pool_main(plan: NodePlan, table: MemoryReference, core: int, pipe: Connecti
     pool.close()
 
 
-def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe: Connection) -> None:
+def _engine_main(collection: Path, queries: Vectors, usual: Kind, seed: int, core: int, pipe: Connection) -> None:
     """The engine by itself, on one thread: queries run to completion, and stepwise, slots filled as they come free.
 
     Queries in a random order, as the clients ask: neighbours in a file are often about the same, and find in the caches
@@ -72,8 +72,8 @@ def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe
     """
     _pin(core)
     index = Collection.open(collection).index
-    _, k, top_m, width = load.kinds[0]
-    asked = np.random.default_rng(load.seed).permutation(queries)
+    _, k, top_m, width = usual
+    asked = np.random.default_rng(seed).permutation(queries)
     engine = CpuEngine({"docs": index}, slots=_STEPWISE_SLOTS, max_top_m=top_m, max_search_width=width)
     backend = np.array(engine.backend()[:5], np.int64)
     slots = fewest_slots(measure(engine.backend(), index.data, 0, top_m, width, _STEPWISE_SLOTS))
@@ -89,9 +89,9 @@ def _engine_main(collection: Path, queries: Vectors, load: Load, core: int, pipe
         way(asked[:8])  # compiles
     gc.freeze()
     pipe.send(os.getpid())
-    while pipe.recv() is not None:
+    while (seconds := pipe.recv()) is not None:
         done, taken = [0, 0], [0.0, 0.0]
-        end = time.monotonic_ns() + int(load.seconds * 1e9)
+        end = time.monotonic_ns() + int(seconds * 1e9)
         while time.monotonic_ns() < end:
             first = done[0] % max(len(asked) - 512, 1)
             for number, way in enumerate((to_completion, stepwise)):  # in turns: a neighbour's noise is shared
@@ -192,8 +192,9 @@ class Bench:
             self._endpoints[name] = plan.endpoint("pool-0")
         self._clients = stack.enter_context(process(client_main, queries, client_core))
         self._pids["clients"] = self._clients.recv()
-        load = Load("decode", options.seconds, (self.usual,))
-        self._engine = stack.enter_context(process(_engine_main, collection, queries, load, pool_core))
+        self._engine = stack.enter_context(
+            process(_engine_main, collection, queries, self.usual, options.seed, pool_core)
+        )
         self._pids["engine"] = self._engine.recv()
         self._wake = stack.enter_context(process(wake_main, IDLE_PER_S, options.seconds, pool_core, client_core))
         self._wake.recv()
@@ -203,11 +204,11 @@ class Bench:
         self._wake.send("go")
         return float(self._wake.recv())
 
-    def engine(self) -> tuple[float, float]:
-        """Queries a CPU second of the engine alone: run to completion, and stepwise."""
+    def engine(self, seconds: float) -> tuple[float, float]:
+        """Queries a CPU second of the engine alone, for so long: run to completion, and stepwise."""
 
         def run() -> tuple[float, float]:
-            self._engine.send("go")
+            self._engine.send(seconds)
             to_completion, stepwise = self._engine.recv()
             return to_completion, stepwise
 

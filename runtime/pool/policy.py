@@ -25,11 +25,12 @@ Three rules are not the paper's (`trinity` has them, `paper` does not):
 - **Bursts.** With credit, once more prefill queries are there than ⌈rN⌉ and until none is left, no decode query is
   active beside them: that makes their extends faster. Who comes in a burst is prefill's p99. Fewer active queries are
   less throughput, which an overloaded pool misses several times over; bursts are rare enough for it not to show.
-- **Turns.** A decode query's turn is its arrival plus `_STRETCH` times what a query of its size takes alone, its size
-  being Ê rounded up to a power of two. Q_dec is in the order of turns: queries alike are first come, first served,
-  shorter ones pass longer ones that came a little earlier, and `p` above grows no more once a query has waited for
-  `_STRETCH` times what it takes. One that waits also takes the slot of an active one whose turn is after its own and
-  that has twice its extends left.
+- **Turns.** A decode query's turn is its arrival plus `_STRETCH`/(1 − ρ) times what a query of its size takes alone,
+  `_MOST_STRETCH` times at most. Its size is Ê rounded up to a power of two, ρ the part of the last second in which the
+  pool was busy: as queries wait longer in a busier pool, so shorter ones have to pass longer ones that came earlier.
+  Q_dec is in the order of turns: queries alike are first come, first served, and `p` above grows no more once a query
+  has waited for `_MOST_STRETCH` times what it takes. One that waits also takes the slot of an active one whose turn is
+  after its own and that has twice its extends left.
 
 What cannot make its deadline any more when its turn comes is late: it is refused, not run. `fifo` is one queue by
 arrival; `static` is that, and a batch begins when the last one is done.
@@ -44,7 +45,8 @@ from runtime.pool.estimate import extend_ns, learn_cost, learn_extends, row_of_k
 from runtime.pool.queues import before, leave, list_in, note, push, queue_of, take, unlist
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
-_STRETCH = 8.0
+_STRETCH, _MOST_STRETCH = 1.2, 6.0
+_WATCHED_NS = 1_000_000_000
 
 
 # ---- queries come and go
@@ -71,20 +73,32 @@ def add(t: Any, entry: int, now: int) -> Any:
         due = min(e[at.DEADLINE], e[at.ARRIVAL] + w[at.TARGET_NS])
         e[at.START_BY] = due - int(e[at.EXTENDS] * extend_ns(t, w[at.SLOTS]))
     if decode and w[at.RULES] == at.TRINITY:
-        e[at.START_BY] = _turn(t, e)
+        e[at.START_BY] = _turn(t, e, now)
     push(t, queue_of(t, entry), entry)
     return ACCEPTED
 
 
 @compiled
-def _turn(t: Any, e: Any) -> Any:
+def _turn(t: Any, e: Any, now: int) -> Any:
     """When a decode query's turn is: of two whose expected extends have as many bits, never the later one's first."""
     bits = 0
     while e[at.EXTENDS] >> bits:
         bits += 1
-    turn = e[at.ARRIVAL] + int(_STRETCH * (1 << bits) * extend_ns(t, 1))
+    turn = e[at.ARRIVAL] + int(_stretch(t, now) * (1 << bits) * extend_ns(t, 1))
     turn = t.words[at.LAST_TURN + bits] = max(turn, t.words[at.LAST_TURN + bits])
     return turn
+
+
+@compiled
+def _stretch(t: Any, now: int) -> Any:
+    """After how many times what it takes alone a decode query's turn is: the busier the pool is, the more."""
+    w, f = t.words, t.floats
+    span = max(now - w[at.SINCE_NS], 1)
+    if span > _WATCHED_NS:
+        f[at.BUSY_NS] *= _WATCHED_NS / 2 / span
+        span = _WATCHED_NS // 2
+        w[at.SINCE_NS] = now - span
+    return _STRETCH / max(1.0 - f[at.BUSY_NS] / span, _STRETCH / _MOST_STRETCH)
 
 
 @compiled
@@ -99,6 +113,7 @@ def advanced(t: Any, prefill: int, active: int, extends: int, took_ns: int) -> N
     """So many extends of `active` queries, `prefill` of them prefill's, took so long in all, the loop included."""
     w, f = t.words, t.floats
     w[at.DONE] += extends
+    f[at.BUSY_NS] += took_ns
     learn_cost(t, active, took_ns / extends)
     if w[at.RULES] == at.TRINITY and (prefill < active or w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]):
         f[at.CREDIT] = min(max(f[at.CREDIT] + (f[at.RESERVE] - prefill / active) * took_ns, 0.0), float(w[at.AGING_NS]))

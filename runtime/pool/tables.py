@@ -47,7 +47,8 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
 # Words. SLOTS … RULES: settings, see `Policy`. Then counts: of free entries, of each queue (QUEUED: prefill's, then
 # decode's), of the lists (LISTED: active prefill, active decode, paused), of the last schedule's changes (CHANGED:
 # admitted, paused, resumed, late); DONE: extends so far; RAN_NS: when a decode query was active, or none wanted to be;
-# BURST: whether more prefill queries were there at once than are reserved slots, and some still are.
+# BURST: whether more prefill queries were there at once than are reserved slots, and some still are; SINCE_NS: since
+# when BUSY_NS counts.
 (
     SLOTS,
     ENGINE_SLOTS,
@@ -65,8 +66,9 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
     RAN_NS,
     KINDS_KNOWN,
     BURST,
+    SINCE_NS,
     QUEUED,
-) = range(17)
+) = range(18)
 LISTED = QUEUED + 2
 CHANGED = LISTED + 3
 LAST_TURN = CHANGED + 4  # of the decode queries whose expected extends have so many bits
@@ -74,9 +76,10 @@ WORDS = LAST_TURN + 32
 TRINITY, PAPER, FIFO, STATIC = range(4)
 ADMITTED, PAUSING, RESUMED, LATE = range(4)  # kinds of change
 
-# Floats. RESERVE: r. CREDIT: what prefill may take beyond ⌈rN⌉, in ns of the whole batch. The rest: what extends cost.
-(RESERVE, CREDIT, COST_COUNT, COST_A, COST_T, COST_AA, COST_AT, FIXED_NS, EACH_NS) = range(9)
-FLOATS = 9
+# Floats. RESERVE: r. CREDIT: what prefill may take beyond ⌈rN⌉, in ns of the whole batch. BUSY_NS: how long the pool
+# was busy. The rest: what extends cost.
+(RESERVE, CREDIT, BUSY_NS, COST_COUNT, COST_A, COST_T, COST_AA, COST_AT, FIXED_NS, EACH_NS) = range(10)
+FLOATS = 10
 KINDS = 1024  # clients choose parameters freely; what is learnt of them is bounded
 
 

@@ -2,7 +2,7 @@
 end."""
 
 from runtime.pool.scheduler import Changes, Entry, Scheduler
-from tests.pool.schedulers import LONG, entry, filled, measured, names, scheduler, with_credit
+from tests.pool.schedulers import LONG, busy, entry, filled, measured, names, scheduler, with_credit
 
 
 def test_a_prefill_query_without_slack_takes_the_slot_of_the_decode_query_with_most_left_which_goes_on_later() -> None:
@@ -82,18 +82,31 @@ def test_when_no_decode_query_ran_for_the_aging_time_the_oldest_does_whatever_th
 
 
 def test_a_shorter_decode_query_passes_longer_ones_that_came_a_little_earlier() -> None:
-    made = measured(scheduler(1, 0.0, engine_slots=1), 1, 10)  # an extend of one takes 11: 8 times 128 and 16 of them
+    made = measured(busy(scheduler(1, 0.0, engine_slots=1)), 1, 10)
+    # An extend of one takes 11, and a full pool's turns are after 6 times 128 and 16 of them.
+    order = order_of_short_ones_behind_long_ones(made, (6_500, 7_000, 7_500))  # 8,448 - 1,056 = 7,392 is too late
+    assert order == [1, 4, 5, 2, 3, 6]
+
+
+def test_the_less_busy_the_pool_is_the_less_earlier_long_ones_are_passed() -> None:
+    made = measured(scheduler(1, 0.0, engine_slots=1), 1, 10)
+    order = order_of_short_ones_behind_long_ones(made, (1_400, 1_470, 1_490))  # 1.2 · 11 · (128 - 16) = 1,478
+    assert order == [1, 4, 5, 2, 3, 6]
+
+
+def order_of_short_ones_behind_long_ones(made: Scheduler[int], came: tuple[int, int, int]) -> list[int]:
+    """In which order 1 runs, 2 and 3, long ones that come at 1 and 2, and 4, 5, and 6, that come then."""
     filled(
         made, entry("decode", 1), entry("decode", 2, top_m=LONG, arrival=1), entry("decode", 3, top_m=LONG, arrival=2)
     )
-    for name, arrival in ((4, 9_000), (5, 9_500), (6, 10_000)):  # 11,264 - 1,408 = 9,856 later is too late
+    for name, arrival in zip((4, 5, 6), came, strict=True):
         filled(made, entry("decode", name, arrival=arrival), now=arrival)
     order = []
     for _ in range(6):
         (one,) = made.next(20_000).admitted
         made.finished(one, 103 if one.top_m == LONG else 13)
         order.append(one.query)
-    assert order == [1, 4, 5, 2, 3, 6]
+    return order
 
 
 def test_alike_decode_queries_keep_their_order_whatever_is_learnt_meanwhile() -> None:
@@ -145,7 +158,7 @@ def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
             made.finished(one, 103 if one.query == 1 else 4)
             if one.query == 1:
                 break
-    assert 8 * 128 - 8 * 8 <= now <= 8 * 128 + 103 + 8
+    assert now <= 6 * 128 + 103 + 8
 
 
 # ---- credit
