@@ -35,9 +35,10 @@ disaggregate = "{disaggregate}"
 """
 
 
-def visit(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
+def visit(node: Node, model: str, prompt: list[int]) -> tuple[float, list[int]]:
     """Seconds until the answer of one token is there, and the tokens of a longer one."""
-    asked: dict[str, Any] = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    asked |= {"return_token_ids": True}
     begin = time.perf_counter()
     status, answer = node.post("/v1/completions", asked | {"max_tokens": 1})
     took_s = time.perf_counter() - begin
@@ -47,17 +48,17 @@ def visit(node: Node, prompt: list[int]) -> tuple[float, list[int]]:
     return took_s, answer["choices"][0]["token_ids"]
 
 
-def run_round(node: Node, tokens: int, number: int) -> dict[str, float]:
+def run_round(node: Node, model: str, tokens: int, number: int) -> dict[str, float]:
     """One round's times to the first token, in seconds."""
     known, fresh = np.random.default_rng(number).integers(100, 250, (2, tokens)).tolist()
-    first_s, before = visit(node, known)
+    first_s, before = visit(node, model, known)
     node.wait_idle()
     for worker in ("prefill-0", "decode-0"):
         node.kill(worker)
     node.wait_ready()
     times, prompts = {"first": first_s}, [("loaded", known), ("computed", fresh)]
     for name, prompt in prompts if number % 2 else reversed(prompts):
-        times[name], answer = visit(node, prompt)
+        times[name], answer = visit(node, model, prompt)
         assert name != "loaded" or answer == before, "the same tokens as before the kill"
     return times
 
@@ -70,7 +71,7 @@ def measure(model: str, tokens: int, rounds: int, disaggregate: str) -> dict[str
         config = Path(folder) / "node.toml"
         config.write_text(CONFIG.format(run_dir=Path(folder) / "run", model=model, disaggregate=disaggregate))
         with running(config) as node:
-            found = [run_round(node, tokens, number) for number in range(rounds)]
+            found = [run_round(node, Path(model).name, tokens, number) for number in range(rounds)]
             loaded = sum(node.metric(str(m.TIER_LOADED), tier="host") for m in (PrefillMetrics, DecodeMetrics)) / 2
     median = {name: statistics.median(one[name] for one in found) for name in found[0]}
     ratio = statistics.median(one["loaded"] / one["computed"] for one in found)
