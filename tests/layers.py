@@ -14,6 +14,7 @@ PROCESS = {
     "fleet": ("test_configurations",),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
+    "integrations": ("test_mcp",),
     "ipc": (
         "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
         "test_memory", "test_ring", "test_session_arena", "test_session_hostile",

@@ -14,6 +14,7 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "doctor": ("commands.config", "doctor"),
     "trace": ("commands.trace", "trace"),
     "logs": ("commands.logs", "logs"),
+    "mcp": ("commands.mcp", "serve_mcp"),
     "simulate": ("commands.simulate", "simulate_node"),
     "calibrate": ("commands.simulate", "calibrate_machine"),
 }

@@ -1,0 +1,41 @@
+"""An MCP server with one tool that searches a collection of a node. Needs mcp: the extra [mcp]."""
+
+import asyncio
+from typing import Annotated, Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ToolAnnotations
+from pydantic import Field
+
+from runtime.errors import TrinityError
+from runtime.integrations.client import CollectionClient
+
+_FILTER = (
+    'Only passages whose attributes pass it: {"type": "eq", "key": "source", "value": "a.pdf"}; types are eq, ne, gt, '
+    'gte, lt, lte, in and nin, and {"type": "and" or "or", "filters": [...]}.'
+)
+
+
+def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
+    """A server whose tool `search` asks `client`; `run()` serves it over standard input and output."""
+    server = MCPServer(
+        "trinity",
+        instructions=f"Finds passages of the collection {collection!r} that are relevant to a question.",
+        log_level="WARNING",
+    )
+
+    async def search(
+        query: Annotated[str, Field(description="What to look for, as a question or a few words.")],
+        k: Annotated[int, Field(description="How many passages.", ge=1, le=64)] = 5,
+        filter: Annotated[dict[str, Any] | None, Field(description=_FILTER)] = None,
+    ) -> list[dict[str, Any]]:
+        try:
+            found = await asyncio.to_thread(client.search, query, k, filter)
+        except TrinityError as error:  # for the model to read: it may mend its filter
+            raise ToolError(error.message) from error
+        return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in found]
+
+    about = f"Passages of {collection!r} that are relevant to a question, the nearest first."
+    server.add_tool(search, description=about, annotations=ToolAnnotations(read_only_hint=True))
+    return server

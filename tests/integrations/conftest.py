@@ -1,0 +1,67 @@
+"""A frontend with a live collection of its own on disk, embedded by hashing, searched without a pool."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.retrieval.builds import About
+from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.reading import attributes_of
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.passages import Passage
+from runtime.serving.http.service import Settings
+from tests.frontend.fakes import Cluster
+
+HASHING = Hashing(64)
+KEY = "a-key"
+
+
+class Notes:
+    """The collection `notes`: its searches, its embedder, what it is."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        query = np.asarray(HASHING.embed([call["query"]], "query"))
+        with LiveReader(self._directory) as reader:
+            rows, distances = reader.search(query, call["k"], wanted=call["wanted"])
+            found = reader.documents(rows[0][rows[0] >= 0].tolist())
+        return [
+            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
+            for one, distance in zip(found, distances[0], strict=False)
+            if one is not None
+        ]
+
+    def about(self, collection: str) -> About:
+        return About(True, metric="cosine")
+
+    def embedders(self) -> dict[str, Embedder]:
+        return {}
+
+    async def embedded(self, embedder: Embedder, texts: Any, kind: TextKind) -> tuple[Vectors, int]:
+        return embedder.embed(texts, kind), 0
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Of a node with an empty live collection `notes` that wants `KEY`."""
+    create(tmp_path / "notes", 64, degree=8)
+    notes = Notes(tmp_path / "notes")
+    writes = LiveWrites({"notes": tmp_path / "notes"}, notes, lambda name: HASHING)
+    settings = Settings(collections={"notes": 64}, api_keys=(KEY,))
+    with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes) as cluster:
+        yield cluster.url
+    writes.close()

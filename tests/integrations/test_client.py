@@ -1,0 +1,46 @@
+"""The client that the frameworks' classes stand on."""
+
+import pytest
+
+from runtime.errors import InvalidDocument, Unauthorized, Unavailable
+from runtime.integrations.client import CollectionClient
+from tests.integrations.conftest import KEY
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_documents_are_stored_found_and_deleted_wherever_the_url_ends(url: str, end: str) -> None:
+    client = CollectionClient(url + end, "notes", KEY)
+    assert client.upsert([{"id": "a", "text": "cats purr", "title": "Cats", "attributes": {"n": 1}}]) == 1
+    (found,) = client.search("cats purr", 3)
+    assert (found.id, found.text, found.metadata) == ("a", "cats purr", {"title": "Cats", "n": 1})
+    assert client.delete(["a", "b"]) == 1
+    assert client.search("cats purr", 3) == []
+    client.close()
+
+
+def test_more_documents_than_one_request_may_hold_go_in_several(url: str) -> None:
+    client = CollectionClient(url, "notes", KEY)
+    vector = [1.0] + [0.0] * 63
+    assert client.upsert([{"id": str(n), "text": "x" * 200_000, "vector": vector} for n in range(12)]) == 12
+    assert client.upsert([{"id": f"s{n}", "vector": vector} for n in range(4097)]) == 4097
+    assert client.delete([f"s{n}" for n in range(4097)]) == 4097
+    assert len(client.search("x", 64)) == 12
+    client.close()
+
+
+def test_what_the_node_refuses_is_its_own_error(url: str) -> None:
+    client = CollectionClient(url, "notes", KEY)
+    with pytest.raises(InvalidDocument, match="the id 'a' comes twice"):
+        client.upsert([{"id": "a"}, {"id": "a"}])
+    client.close()
+    stranger = CollectionClient(url, "notes")
+    with pytest.raises(Unauthorized):
+        stranger.search("a", 1)
+    stranger.close()
+
+
+def test_a_node_that_is_not_there_is_unavailable() -> None:
+    nobody = CollectionClient("http://127.0.0.1:1", "notes")
+    with pytest.raises(Unavailable, match="no answer from http://127"):
+        nobody.search("a", 1)
+    nobody.close()

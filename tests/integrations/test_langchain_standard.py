@@ -1,0 +1,54 @@
+"""LangChain's own standard tests of vector stores and retrievers.
+
+They need langchain-tests, which brings pytest plugins of its own: install it into another environment than that of the
+other tests, and run `pytest -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function` with this file.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("langchain_tests", reason="langchain-tests is not installed")
+
+from langchain_core.vectorstores import VectorStore
+from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
+
+from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
+from tests.integrations.conftest import KEY
+
+
+class TestVectorStore(VectorStoreIntegrationTests):  # type: ignore[misc]
+    """Without `get_by_ids`: a node searches, and has no route for documents by their ids."""
+
+    @property
+    def has_get_by_ids(self) -> bool:
+        return False
+
+    @pytest.fixture
+    def vectorstore(self, url: str) -> Iterator[VectorStore]:
+        store = TrinityVectorStore(url, "notes", KEY)
+        yield store
+        store.close()
+
+
+class TestRetriever(RetrieversIntegrationTests):  # type: ignore[misc]
+    @pytest.fixture(autouse=True)
+    def place(self, url: str) -> Iterator[None]:
+        self.url = url
+        store = TrinityVectorStore(url, "notes", KEY)
+        store.add_texts(["cats purr", "dogs bark", "birds sing", "fish swim"])
+        yield
+        store.close()
+
+    @property
+    def retriever_constructor(self) -> type[TrinityRetriever]:
+        return TrinityRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"url": self.url, "collection": "notes", "api_key": KEY}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "cats"
