@@ -25,7 +25,7 @@ _PROCESS: dict[Role, int] = {
     "pool": 94 * _MIB,
     "prefill": 260 * _MIB,
     "decode": 260 * _MIB,
-    "engine": 60 * _MIB,  # what looks after vLLM; what vLLM itself takes is its own to say when it starts
+    "engine": 60 * _MIB,  # what looks after vLLM
     "frontend": 96 * _MIB,
 }
 """The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
@@ -58,9 +58,7 @@ def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, in
         needed[worker] = parts.data + parts.mapped + (parts.process if on_host else 0)
         if isinstance(section := plan.config.model, VllmSection) and place.role == "engine":
             on_gpu = place.gpu and machine is not None and not machine.simulated
-            needed[worker] += (
-                vllm.gpu_bytes(section, place, machine) if on_gpu and machine else vllm.host_bytes(section, place.stage)
-            )
+            needed[worker] = vllm.gpu_bytes(section, place, machine) if on_gpu and machine else parts.process
     return needed
 
 

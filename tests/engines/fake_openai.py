@@ -69,6 +69,7 @@ class FakeServer:
     open: int = 0
     computed: int = 0
     pulled: int = 0
+    closed: bool = False
     says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
     whole: Any = None  # what an answer that is not streamed is, instead
     on_chunk: Callable[[int], None] = lambda count: None
@@ -101,7 +102,7 @@ class FakeServer:
         return not self.behaviour.leaves
 
     async def close(self) -> None:
-        """Nothing is open."""
+        self.closed = True
 
     def _post(self, path: str, body: Json) -> Reply:
         how = self.behaviour

@@ -123,7 +123,7 @@ def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
         (
             Behaviour(),
             {"name": "other"},
-            "model.name = 'other': http://fake/v1 has no such model; it has: 'fake-model'",
+            "model.name = 'other': http://fake/v1 has no such model; give one that it has: 'fake-model'",
         ),
         (Behaviour(), {"context_tokens": 8192}, "model.context_tokens = 8192: http://fake/v1 has a context of 4096"),
         (Behaviour(key="secret"), {}, "model.api_key_file: http://fake/v1 answers 401: wrong key"),
@@ -163,8 +163,10 @@ def test_a_server_that_does_not_answer_or_fails_is_waited_for() -> None:
 def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_that_is_down(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    fakes: list[FakeServer] = []
+
     async def start(*behaviours: Behaviour) -> Servers:
-        fakes = [FakeServer(behaviour) for behaviour in behaviours]
+        fakes[:] = [FakeServer(behaviour) for behaviour in behaviours]
         servers = Servers(
             [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
             partial(ask, section=SECTION),
@@ -181,6 +183,7 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
     )
     with pytest.raises(ConfigError):
         run(start(Behaviour(), Behaviour(model="another")))
+    assert all(fake.closed for fake in fakes)
 
 
 def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on() -> None:

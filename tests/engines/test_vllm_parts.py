@@ -157,7 +157,7 @@ def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_pat
     assert host_bytes(section(**sizes, extra_args=["--kv-cache-memory-bytes=500"]), "decode") == processes + 1500
     assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
     needed = needed_bytes(resolve(NodeConfig(model=made)))
-    assert needed["engine-decode-2"] > 2 << 30
+    assert 0 <= needed["engine-decode-2"] - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
     with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is no number"):
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
 

@@ -120,7 +120,9 @@ async def _model(server: Server, section: ServedSection) -> int:
     )
     if section.name not in models:
         there = ", ".join(repr(name) for name in list(models)[:10]) or "none"
-        raise ConfigError(f"model.name = {section.name!r}: {server.url} has no such model; it has: {there}")
+        raise ConfigError(
+            f"model.name = {section.name!r}: {server.url} has no such model; give one that it has: {there}"
+        )
     told = models[section.name]
     meta = told.get("meta")
     meta = meta if isinstance(meta, dict) else {}

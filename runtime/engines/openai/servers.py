@@ -163,10 +163,11 @@ class Servers:
         member.due_ns = self._clock() + int(member.backoff.next_delay(ran_s) * 1e9)
 
     async def reach(self) -> None:
-        """Ask all of them for the first time. Raises ConfigError for what no waiting mends."""
+        """Ask all of them for the first time. Raises ConfigError for what no waiting mends, with no connection left."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._first(member)) for member in self.members]
         if refused := [error for task in tasks if (error := task.result()) is not None]:
+            await self.close()
             raise refused[0]
 
     def due(self) -> list[Coroutine[None, None, None]]:
