@@ -71,7 +71,7 @@ class Live:
         """Processes that merge segments, or seal them beside the writer."""
         try:
             children = psutil.Process(self.node.pid("frontend-0")).children()
-            return [child.pid for child in children if "runtime.retrieval.live.build" in child.cmdline()]
+            return [child.pid for child in children if "runtime.retrieval.live.maintenance" in child.cmdline()]
         except psutil.Error:
             return []
 

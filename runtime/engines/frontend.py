@@ -17,7 +17,7 @@ async def engine_of(worker: Worker, measures: Measures, search: SearchSource) ->
     """
     match worker.plan.config.model:  # the HTTP client of some is nothing for the others
         case OpenAiSection() as section:
-            from runtime.engines.openai.start import openai_engine
+            from runtime.engines.openai.engine import openai_engine
 
             return await openai_engine(worker, section, measures, search)
         case VllmSection() as section:

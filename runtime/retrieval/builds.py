@@ -14,7 +14,7 @@ from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest
 from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
 from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.manifest import is_live, read_description
-from runtime.retrieval.live.reading import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocuments
 
 
 @dataclass(frozen=True)

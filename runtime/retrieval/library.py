@@ -29,7 +29,7 @@ from runtime.retrieval.builds import About, Build, file_of, identity_of, open_bu
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, name_of
 from runtime.retrieval.embedding.loading import EmbedderPlace, LazyEmbedder, load_embedder, place_of
-from runtime.retrieval.live.reading import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocuments
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.question import Accept
 from runtime.retrieval.search.results import SearchResult

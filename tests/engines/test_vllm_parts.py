@@ -17,7 +17,7 @@ from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.vllm.ask import unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
-from runtime.engines.vllm.lines import Lines
+from runtime.engines.vllm.instance import Lines
 from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.retrieval.live.reading import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocuments
 from tests.live.small import documents, new_writer
 
 

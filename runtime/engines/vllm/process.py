@@ -13,8 +13,7 @@ from pathlib import Path
 
 from runtime.engines.vllm.ask import get, unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, installed
-from runtime.engines.vllm.instance import Instance
-from runtime.engines.vllm.lines import Lines
+from runtime.engines.vllm.instance import Instance, Lines
 from runtime.engines.vllm.transfer import check_transfer, remove_files
 from runtime.errors import EngineFailed
 from runtime.node.engine_config import VllmSection

@@ -3,11 +3,10 @@
 from functools import partial
 
 from runtime.engines.openai.abilities import ask
-from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.engine import OpenAiEngine, engine_over
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.engines.openai.start import engine_over
 from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.measures import Measures

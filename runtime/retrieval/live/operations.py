@@ -1,12 +1,15 @@
 """What a record of the log says: operations, in MessagePack. All of a record's take effect, or none."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, TrinityError
+from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.passages import Attributes
 
 
@@ -56,3 +59,28 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
 def vectors_of(operation: Upsert, dim: int) -> NDArray[np.float32]:
     """float32 [documents, d]."""
     return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
+
+
+# ---- writes that wait for their record of the log: several share one, and its sync
+
+
+@dataclass
+class Group:
+    """Operations that become one record: what has been decided in it so far."""
+
+    next_row: int
+    schema: Schema
+    operations: list[Operation] = field(default_factory=list)
+    rows: dict[str, int | None] = field(default_factory=dict)  # of ids: None where it deletes them
+    size: int = 0
+
+
+@dataclass
+class Pending:
+    """A write that waits for its record."""
+
+    decide: Callable[[Group], int]
+    alone: bool  # decided by what is stored: nothing may stand before it in a record
+    result: int = 0
+    error: TrinityError | None = None
+    done: bool = False

@@ -1,6 +1,7 @@
 """Reading a live collection that another process writes to."""
 
 import os
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
@@ -11,14 +12,17 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.live.checksums import LiveChecksums
 from runtime.retrieval.live.disk import storage_error
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.log import LogFollower
-from runtime.retrieval.live.manifest import MANIFEST, Manifest, read_description, read_manifest
+from runtime.retrieval.live.manifest import MANIFEST, Description, Manifest, read_description, read_manifest
 from runtime.retrieval.live.operations import decode
 from runtime.retrieval.live.search import search
+from runtime.retrieval.live.segment import DOCUMENTS
 from runtime.retrieval.live.state import Loaded, State, close
+from runtime.retrieval.passages import Attributes
 from runtime.retrieval.search.results import Nearest
 
 _ATTEMPTS = 5
@@ -163,3 +167,54 @@ class LiveReader:
         except OSError as error:
             raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error
         return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+# ---- the documents of a live collection for who answers with them: as of now, whatever the pool has found a moment ago
+
+
+class LiveDocuments:
+    """As `DocumentStore`, but a row may be gone. Any number of threads may ask."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CollectionError`."""
+        self.path, self._lock = directory, threading.Lock()
+        self._reader = LiveReader(directory, beside=True, compared=(DOCUMENTS,))
+
+    @property
+    def checksums(self) -> LiveChecksums:
+        """Of the documents alone."""
+        return self._reader.checksums
+
+    @property
+    def description(self) -> Description:
+        return self._reader.description
+
+    @property
+    def size(self) -> int:
+        """Documents that are there."""
+        return self._reader.state.count
+
+    def get(self, rows: Sequence[int]) -> list[Document | None]:
+        """The documents of these rows, in their order; None for a deleted one. Raises `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            state = self._reader.state
+            if max(rows, default=-1) >= state.growing.next_row:  # found in a segment that is not open here yet
+                self._reader.catch_up()
+            gone = state.deleted(rows)
+            found = state.documents(rows)
+        return [
+            None if one is None or dead else Document(one.id, one.title, one.text, attributes_of(one))
+            for one, dead in zip(found, gone, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def attributes_of(document: StoredDocument) -> Attributes:
+    """As passages have them."""
+    return {
+        name: value if isinstance(value, str | int | float) else list(value)
+        for name, value in document.attributes.items()
+    }

@@ -8,6 +8,7 @@ import io
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from runtime.retrieval.attributes.schema import Schema, learn
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
 from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.growing import Growing
+from runtime.retrieval.live.log import log_files
 from runtime.retrieval.live.manifest import Description, Manifest, SegmentFacts
 from runtime.retrieval.live.operations import Operation, Upsert
 from runtime.retrieval.live.segment import Segment
@@ -204,3 +206,29 @@ def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
     if rows.ndim != 1 or rows.dtype != np.int64:
         raise CollectionError(f"{path} is damaged: it holds {rows.dtype} {rows.shape}")
     return np.asarray(rows)
+
+
+# ---- what a live collection's writer tells of it
+
+
+class WriterState(NamedTuple):
+    """What a writer has. documents: that are there; growing: rows of the log; tombstones: deleted rows of segments.
+    sealed, merged: segments built since it was opened, from the log and from others; building: one is."""
+
+    documents: int
+    segments: int
+    growing: int
+    tombstones: int
+    log_bytes: int
+    sealed: int
+    merged: int
+    building: bool
+
+
+def state_of(directory: Path, state: State, sealed: int, merged: int, building: bool) -> WriterState:
+    """Of a collection as its writer has it."""
+    with state.lock:
+        deleted = sum(int(segment.size - np.count_nonzero(segment.alive)) for segment in state.segments)
+        segments, growing, documents = len(state.segments), state.growing.count, state.count
+    size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
+    return WriterState(documents, segments, growing, deleted, size, sealed, merged, building)

@@ -27,7 +27,7 @@ from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.incoming import Upserted, check
 from runtime.retrieval.live.manifest import is_live
-from runtime.retrieval.live.statistics import WriterState
+from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writer import LiveWriter
 
 MOST_AT_ONCE = 32

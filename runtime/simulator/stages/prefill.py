@@ -13,10 +13,25 @@ from runtime.serving.messages import Report
 from runtime.serving.prefill.disaggregation import Disaggregation
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.decode_batches import Batches
-from runtime.simulator.stages.embedder import Embedder
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
+
+# ---- the thread beside a simulated worker's loop that embeds texts, one after the other (`retrieval.embedding`)
+
+
+class Embedder:
+    """Each text takes `embed_s`."""
+
+    def __init__(self, events: Events, embed_s: float) -> None:
+        self._events, self._each_ns = events, ns(embed_s)
+        self._free_ns = 0
+
+    def begin(self) -> int:
+        """Have a text embedded: when its vector is there."""
+        self._free_ns = max(self._free_ns, self._events.now_ns) + self._each_ns
+        return self._free_ns
+
 
 Ask = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply) → the number of a query
 
