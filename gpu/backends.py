@@ -53,8 +53,8 @@ def copy_bytes_s(device: str) -> float:
     check_device(device)
     if device == CPU:
         return host_copy_bytes_s()
-    from gpu.cuda.bandwidth import device_copy_bytes_s
     from gpu.cuda.cuda_driver import CudaDriver
+    from gpu.cuda.driver import device_copy_bytes_s
 
     driver = CudaDriver(device)
     try:

@@ -3,8 +3,7 @@
 Retrieval, prompts and probes are Trinity's own here; the server is asked for tokens alone.
 
 ```
-start.py        made from the configuration
-engine.py       the interface: requests in, pieces out, each ends once
+engine.py       the interface, made from the configuration: requests in, pieces out, each ends once
 writer.py       one request's course: retrieve → assemble → stream → probe → … → end
 servers.py      which server takes it: the least loaded of those that answer; who is down is asked again
 server.py       one server's HTTP and its streams' events, and its errors as ours

@@ -3,9 +3,8 @@
 ```
 start.py      for the frontend: the OpenAI engine over the instances' sockets
 process.py    a worker of role "engine": one instance, from its start to its end
-instance.py   its processes: all end with the worker, whatever dies first
+instance.py   its processes, which all end with the worker; what they say as our log lines
 command.py    what is run, and whether this version of vLLM can be
 ask.py        /health and /metrics over the socket
-lines.py      what vLLM says as our log lines
 ```
 """

@@ -1,7 +1,7 @@
 """Where a client's queries go and how they end: to replicas and shards, again elsewhere, or to a typed error.
 
 A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
-shards, whose answers are merged; `replicas.py` says to which. All answers of one question come from one build of the
+shards, whose answers are merged; `routes.py` says to which. All answers of one question come from one build of the
 collection, which its result names. When a pool dies, its questions are asked again elsewhere, or wait until it is back,
 within their deadlines: a search changes nothing, so asking twice is safe. When it is silent, another is asked as well.
 Every question that was taken ends once. One without a deadline waits while its collection is answered, and 10 s more.
