@@ -14,7 +14,7 @@ from runtime.node.config import ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
-from runtime.serving.prefill.disaggregation import Disaggregation
+from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup

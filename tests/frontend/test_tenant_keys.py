@@ -12,7 +12,7 @@ from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.http.access import Access
+from runtime.serving.http.guard import Access
 from runtime.serving.http.service import NoCatalogue, Settings
 from tests.frontend.fakes import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held

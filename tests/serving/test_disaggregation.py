@@ -14,7 +14,7 @@ from runtime.node.metrics.columns import DecodeMetrics, Histogram, PrefillMetric
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
-from runtime.serving.prefill.disaggregation import Disaggregation, computed_by_decode
+from runtime.serving.prefill.job import Disaggregation, computed_by_decode
 from tests.serving.workers import FakePool, Workers
 
 VOCABULARY = 259

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.prefixes import BLOCK_CHARS, known_prefix
-from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.router import BLOCK_CHARS, Router, known_prefix
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import Generation, Hello, Message, Retrieval, Sampling
 from runtime.serving.model.prompt import build_prompt

@@ -21,7 +21,7 @@ from runtime.engines.openai.abilities import Abilities
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
-from runtime.serving.frontend.prefixes import Prefixes
+from runtime.serving.frontend.router import Prefixes
 
 # ---- how busy a server says that it is: vLLM's gauges, which others export too (llm-d asks for the same names)
 

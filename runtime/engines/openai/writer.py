@@ -29,8 +29,8 @@ from runtime.errors import (
 from runtime.node.engine_config import ServedSection
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
-from runtime.serving.frontend.prefixes import prefix_blocks
 from runtime.serving.frontend.requests import Piece, Request
+from runtime.serving.frontend.router import prefix_blocks
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.http.forwarded import needs_one_request
 from runtime.serving.http.service import SearchSource

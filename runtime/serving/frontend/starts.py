@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
-from runtime.serving.frontend.prefixes import known_prefix, prefix_blocks
 from runtime.serving.frontend.requests import Request, RequestTable
-from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.router import Router, known_prefix, prefix_blocks
 from runtime.serving.messages import Prefill
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
+from runtime.serving.http.guard import access_of
 
 ReadBody = Callable[[Request], Awaitable[bytes]]
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import InvalidRequest
-from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import to_json
+from runtime.serving.http.guard import access_of
 
 WATCHED_S = 30.0
 _NOT_THE_OPERATORS = ("forwarded", "x-forwarded-for", "via", "origin")  # a balancer's, and a page's in a browser

@@ -24,7 +24,6 @@ from runtime.serving.frontend.answer_cache import Asked, Hit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.frontend.requests import Request as InFlight
-from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.answers import (
     Answer,
     ChatAnswer,
@@ -51,9 +50,11 @@ from runtime.serving.http.embeddings import EmbeddingsRoute
 from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.http.guard import (
     HEADER,
+    Access,
     Encoded,
     Guard,
     RequestIds,
+    access_of,
     error_response,
     id_source,
     read_body,

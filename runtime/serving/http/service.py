@@ -21,9 +21,9 @@ from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.traces import Traces
-from runtime.serving.http.access import Access
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.draining import Readiness
+from runtime.serving.http.guard import Access
 from runtime.serving.http.tokenize import Tokens
 
 log = logging.getLogger(__name__)

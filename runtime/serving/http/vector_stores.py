@@ -17,10 +17,9 @@ from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
-from runtime.serving.http.access import access_of
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at, parse, wrong
-from runtime.serving.http.guard import request_id, sent_id
+from runtime.serving.http.guard import access_of, request_id, sent_id
 from runtime.serving.http.service import Catalogue, Searches
 
 MAX_QUERIES = 16

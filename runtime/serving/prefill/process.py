@@ -30,8 +30,7 @@ from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
 from runtime.serving.model.text import Sampler
 from runtime.serving.prefill.chunk_size import chunk_tokens
-from runtime.serving.prefill.disaggregation import Disaggregation
-from runtime.serving.prefill.job import Job
+from runtime.serving.prefill.job import Disaggregation, Job
 
 if TYPE_CHECKING:
     import torch

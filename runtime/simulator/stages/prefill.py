@@ -10,7 +10,7 @@ from functools import partial
 
 from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
-from runtime.serving.prefill.disaggregation import Disaggregation
+from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
