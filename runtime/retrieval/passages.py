@@ -18,7 +18,3 @@ class Passage(msgspec.Struct, frozen=True):
     distance: float
     text: str = ""
     attributes: Attributes = {}
-
-    def cited(self) -> "Passage":
-        """Without its text: what a client is told of a passage that its answer uses."""
-        return msgspec.structs.replace(self, text="")

@@ -11,10 +11,9 @@ import pytest
 import zmq
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
-from runtime.retrieval.embedding.embed_threads import Embedded, EmbedThreads
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import Embedded, EmbedThreads, Found, Retriever
 from runtime.retrieval.search.results import SearchResult
 
 SOON_S = 60.0

@@ -9,7 +9,7 @@ from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import Found, Retriever, cited
 from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.prompt import passages_chunk
@@ -94,7 +94,7 @@ class Probes:
         row.context[-1:-1] = chunk.tokens
         row.build = found.build
         row.seen.update(passage.id for passage in chunk.used)
-        return Retrieved(row.id, tuple(used.cited() for used in chunk.used), row.generated, tuple(chunk.tokens))
+        return Retrieved(row.id, cited(chunk.used), row.generated, tuple(chunk.tokens))
 
     def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Note what the row's probe took."""

@@ -17,7 +17,7 @@ from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
 from runtime.retrieval.library import Follower, Library
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import Found, Retriever, cited
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
@@ -209,7 +209,7 @@ class PrefillWorker:
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, tuple(used.cited() for used in prompt.used), stages=job.stages))
+        self._link.send(Retrieved(job.id, cited(prompt.used), stages=job.stages))
         self._queue(job)
 
     # ---- prefill
