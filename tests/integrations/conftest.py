@@ -10,8 +10,7 @@ import pytest
 from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.reading import attributes_of
+from runtime.retrieval.live.reader import LiveReader, attributes_of
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.service import Settings
