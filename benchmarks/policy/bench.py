@@ -10,7 +10,7 @@ the simulator itself, and the same seed gives the same figures on any machine.
    the time at 100% load, and the next resource at 80%. With
    an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
    case that policies are for: searches that are hard for the pool they have. The pool's settings are those that are
-   shipped, with the trace's SLOs as the promise; `adaptive` is the same with the control law.
+   shipped, with the trace's SLOs as the promise: r is where the control law has it.
 2. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
    of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
 3. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from benchmarks.common.machine import machine
 from benchmarks.common.report import write
 from benchmarks.policy.report import draw_goodput, draw_plans, markdown
-from benchmarks.policy.rows import ADAPTIVE, FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
+from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
@@ -49,7 +49,7 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
-from runtime.simulator.workload import Slos
+from runtime.simulator.workload import Slos, Workload
 
 TRACES = {
     "azure": ("azure-2023-conv.csv", Slos(ttft_s=0.5, tpot_s=0.025)),
@@ -77,8 +77,8 @@ class Job(msgspec.Struct, frozen=True):
 class Bench:
     """Makes setups and windows from the options; a copy of it runs the jobs in each process."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, workload: Workload | None = None) -> None:
+        self.options, self._workload = options, workload or Workload()
 
     @cache  # noqa: B019  (lives as long as the process)
     def window(self, trace: str, begin: int) -> Window:
@@ -95,7 +95,7 @@ class Bench:
     def setup(self, trace: str, begin: int, fixed_s: float) -> Setup:
         """The first table's node, with a pool that is its scarcest resource for this window."""
         slos = TRACES[trace][1]
-        made = Setup(config=node(slos), slos=slos, seed=self.options.seed + begin)
+        made = Setup(config=node(slos), slos=slos, workload=self._workload, seed=self.options.seed + begin)
         return scarce_pool(made, self.window(trace, begin), fixed_s)
 
     def run(self, job: Job) -> Result:
@@ -133,7 +133,7 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
 
 def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
     options = bench.options
-    names = (SHIPPED, ADAPTIVE, *OTHERS, *FIXED)
+    names = (SHIPPED, *OTHERS, *FIXED)
     for trace, fixed_s in product(options.traces.split(","), options.fixed):
         windows = bench.windows(trace)
         setups = [bench.setup(trace, window, fixed_s) for window in windows]

@@ -8,7 +8,7 @@ from runtime.simulator.plan import Plan
 from runtime.simulator.result import Result
 from runtime.simulator.workload import Slos
 
-SHIPPED, ADAPTIVE = "configured", "adaptive"
+SHIPPED = "configured"
 OTHERS = ("paper", "fifo", "static")
 FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
 Runs = dict[str, list[Result]]  # by policy, a window each
@@ -18,8 +18,8 @@ class Row(msgspec.Struct, kw_only=True):
     """One trace at one load and one kind of pool, over all windows: goodput by policy in requests/s.
 
     `fixed_s`: the fixed part of an extend; `slots`: N, by window.
-    `error`: a standard error of the shipped policy's goodput less that of the best of all others but `adaptive`, from
-    how the difference varies over windows; 0 with one window.
+    `error`: a standard error of the shipped policy's goodput less that of the best of all others, from how the
+    difference varies over windows; 0 with one window.
     """
 
     trace: str
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, kw_only=True):
         best = max((*OTHERS, *FIXED), key=lambda name: goodput[name])
         differences = [ours.goodput - theirs.goodput for ours, theirs in zip(runs[SHIPPED], runs[best], strict=True)]
         sent_per_s = statistics.mean(result.sent_per_s for result in runs[SHIPPED])
-        reserves = [sample.reserve for result in runs[ADAPTIVE] for sample in result.samples]
+        reserves = [sample.reserve for result in runs[SHIPPED] for sample in result.samples]
         return cls(
             trace=trace,
             fixed_s=fixed_s,
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, kw_only=True):
             goodput=goodput,
             attainment={name: statistics.mean(result.attainment for result in found) for name, found in runs.items()},
             error=statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0,
-            changes=statistics.mean(result.use["changes"] for result in runs[ADAPTIVE]),
+            changes=statistics.mean(result.use["changes"] for result in runs[SHIPPED]),
             reserve=(min(reserves), max(reserves)),
         )
 

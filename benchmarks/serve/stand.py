@@ -78,7 +78,7 @@ class Stand:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._names: list[tuple[str, ...]] = []
         self._ended = threading.Event()
-        self._control = ControlLoop(self.plan.config.control, self.plan.config.pool, self.tables)
+        self._control = ControlLoop(self.plan.config, self.tables)
         self._tuning = threading.Thread(target=self._tune, daemon=True)
 
     def __enter__(self) -> Self:

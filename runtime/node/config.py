@@ -252,27 +252,38 @@ class KvSection(Section, frozen=True):
 
 
 class ControlSection(Section, frozen=True):
-    """The control loop (docs/scheduler.md), off unless `enabled`: no load was found under which it serves more
-    requests in time than a reserve that stays. Every `interval_s` it may move the pool's reserve by at most `step`.
+    """The control loop (docs/scheduler.md). Every `interval_s` it may move the pool's reserve by at most `step`, within
+    `reserve_min` ("auto": `pool.reserve`) and `reserve_max`.
 
-    Targets: prefill's P95 wait for a pool slot, the stalled share of decode rows' time, the KV link's use. When nobody
-    waits any more the reserve goes back to `[pool] reserve`.
+    Targets: prefill's P95 wait for a pool slot ("auto": what a prefill query ought to be answered within,
+    `pool.prefill_target_s`), the stalled share of decode rows' time, the KV link's use. When nobody waits any more the
+    reserve goes back to `pool.reserve`.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     interval_s: Annotated[float, Meta(ge=0.2, le=0.5)] = 0.25
-    prefill_wait_target_s: Annotated[float, Meta(gt=0, le=60)] = 0.01
+    prefill_wait_target_s: Literal["auto"] | Annotated[float, Meta(gt=0, le=60)] = "auto"
     decode_stall_target: Annotated[float, Meta(gt=0, le=1)] = 0.25
     link_target: Annotated[float, Meta(ge=0, le=1)] = 0.05
-    reserve_min: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    reserve_min: Literal["auto"] | Annotated[float, Meta(ge=0, le=1)] = "auto"
     reserve_max: Annotated[float, Meta(ge=0, le=1)] = 0.9
     step: Annotated[float, Meta(gt=0, le=0.5)] = 0.1
     dwell_s: Annotated[float, Meta(ge=0.2, le=600)] = 1.0
     hysteresis: Annotated[float, Meta(ge=0.01, le=0.9)] = 0.2
 
     def __post_init__(self) -> None:
-        if self.reserve_min > self.reserve_max:
+        if self.reserve_min != "auto" and self.reserve_min > self.reserve_max:
             raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
+
+    def wait_target_s(self, pool: PoolSection, slo: "SloSection") -> float:
+        """Of prefill's P95 wait, in seconds; a target of the pool's that is less than a millisecond counts as one."""
+        if self.prefill_wait_target_s != "auto":
+            return self.prefill_wait_target_s
+        return max(pool.prefill_target(slo), 1e-3)
+
+    def least_reserve(self, pool: PoolSection) -> float:
+        """r is never moved below this."""
+        return min(pool.reserve, self.reserve_max) if self.reserve_min == "auto" else self.reserve_min
 
 
 class SloSection(Section, frozen=True):

@@ -48,7 +48,7 @@ class Simulation:
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
         self._build_workers()
-        self._law = ControlLaw(config.control, reserve=config.pool.reserve, flush_prefill_s=config.pool.flush_prefill_s)
+        self._law = ControlLaw(config)
         self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
 
     # ---- building

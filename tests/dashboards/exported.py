@@ -21,7 +21,7 @@ def exported_names() -> set[str]:
     config = NodeConfig()
     families = [
         *NodeFigures(config, [], "").families([], supervisor_pid=1),
-        *ControlLoop(config.control, config.pool, {}).families(),
+        *ControlLoop(config, {}).families(),
         *Gpus(FakeNvml([Card("GPU-0")]), Path(tempfile.gettempdir())).families(),
     ]
     return names | {f"{family.name}_total" if family.type == "counter" else family.name for family in families}

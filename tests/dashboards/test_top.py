@@ -48,7 +48,7 @@ class Source:
         plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]
         self.config = NodeConfig()
         self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
-        self.control = ControlLoop(self.config.control, self.config.pool, {})
+        self.control = ControlLoop(self.config, {})
 
     def __call__(self) -> str:
         self.looks += 1

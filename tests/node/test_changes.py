@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.config import ControlSection, NodeConfig, PoolSection, SloSection
+from runtime.node.config import NodeConfig, PoolSection, SloSection
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
@@ -256,7 +256,7 @@ def test_there_is_a_limit_to_the_workers_of_a_role(start: StartTiny) -> None:
 
 def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
     tables = {name: WorkerTable.create("decode", name, SloSection()) for name in ("decode-0", "decode-1")}
-    loop = ControlLoop(ControlSection(), PoolSection(), tables)
+    loop = ControlLoop(NodeConfig(), tables)
     for table in tables.values():
         table.add(DecodeMetrics.ROW_SECONDS, 5.0)
     before = loop.readings()
@@ -270,7 +270,7 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
 
 def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
     tables = {name: WorkerTable.create("pool", name, SloSection()) for name in ("pool-0", "pool-1")}
-    loop = ControlLoop(ControlSection(enabled=True), PoolSection(reserve=0.4), tables)
+    loop = ControlLoop(NodeConfig(pool=PoolSection(reserve=0.4)), tables)
     for table in tables.values():
         table.observe(PoolMetrics.WAIT["prefill"], 0.01)
     before = loop.readings()

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import ControlSection, PoolSection, SloSection, parse_config
+from runtime.node.config import ControlSection, NodeConfig, PoolSection, SloSection, parse_config
 from runtime.node.control.law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
 
-SETTINGS = ControlSection(enabled=True)
+WAIT_TARGET_S, RESERVE_MIN = 0.01, 0.1
+SETTINGS = ControlSection(prefill_wait_target_s=WAIT_TARGET_S, reserve_min=RESERVE_MIN)
+NODE = NodeConfig(control=SETTINGS, pool=PoolSection(reserve=0.5))
 CALM = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.0)
 PREFILL_WAITS = Signals(link_use=0.5, prefill_wait_p95_s=0.1, decode_stall=0.0)
 DECODE_STALLS = Signals(link_use=0.5, prefill_wait_p95_s=0.0, decode_stall=0.9)
@@ -30,7 +32,7 @@ SIGNALS = st.builds(
 
 
 def law(reserve: float = 0.5, flush_s: float = 0.0, section: ControlSection = SETTINGS) -> ControlLaw:
-    return ControlLaw(section, reserve=reserve, flush_prefill_s=flush_s)
+    return ControlLaw(NodeConfig(control=section, pool=PoolSection(reserve=reserve, flush_prefill_s=flush_s)))
 
 
 def fed(made: ControlLaw, *signals: Signals, interval_s: float = 0.25) -> list[tuple[float, Change]]:
@@ -70,7 +72,7 @@ def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_
 def test_the_reserve_goes_back_to_where_it_was_configured_when_nobody_waits_any_more(pressed: Signals) -> None:
     made = law(0.5)
     fed(made, *[pressed] * 40)
-    assert made.reserve in (SETTINGS.reserve_min, SETTINGS.reserve_max)
+    assert made.reserve in (RESERVE_MIN, SETTINGS.reserve_max)
     values = []
     for i in range(100):
         made.update(100 + i * 0.25, CALM)
@@ -85,7 +87,7 @@ def test_the_reserve_stays_where_it_helps_while_queries_still_wait() -> None:
     fed(made, *[PREFILL_WAITS] * 20)
     reserve = made.reserve
     for i in range(100):
-        made.update(100 + i * 0.25, Signals(0.5, SETTINGS.prefill_wait_target_s * 0.6, 0.0))
+        made.update(100 + i * 0.25, Signals(0.5, WAIT_TARGET_S * 0.6, 0.0))
     assert made.reserve == reserve > 0.5
 
 
@@ -99,11 +101,11 @@ def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would
     fed(made, *[PREFILL_WAITS] * 40)
     for i in range(400):
         made.update(100 + i * 0.25, CALM)
-    assert 0 < made.flush_prefill_s <= SETTINGS.prefill_wait_target_s / 2
+    assert 0 < made.flush_prefill_s <= WAIT_TARGET_S / 2
 
 
 def test_a_link_under_its_target_by_itself_raises_the_reserve_as_long_as_prefill_queries_wait() -> None:
-    waits = SETTINGS.prefill_wait_target_s * 0.3
+    waits = WAIT_TARGET_S * 0.3
     assert not fed(law(), *[Signals(0.5, waits, 0.0)] * 60)
     changes = fed(law(), *[Signals(0.0, waits, 0.0)] * 60)
     assert {change.knob for _, change in changes} == {"reserve"}
@@ -113,16 +115,16 @@ def test_a_link_under_its_target_by_itself_raises_the_reserve_as_long_as_prefill
 
 
 def test_a_link_under_its_target_by_itself_shortens_prefills_flush_timeout_first() -> None:
-    waits = SETTINGS.prefill_wait_target_s * 0.6
+    waits = WAIT_TARGET_S * 0.6
     _, change = fed(law(flush_s=0.002), *[Signals(0.0, waits, 0.0)] * 60)[0]
     assert change.knob == "flush_prefill_s"
     assert change.after == pytest.approx(0.001)
 
 
 def test_a_link_under_its_target_takes_nothing_from_decode_rows_that_stall() -> None:
-    starved = Signals(0.0, SETTINGS.prefill_wait_target_s * 0.9, SETTINGS.decode_stall_target * 1.1)
+    starved = Signals(0.0, WAIT_TARGET_S * 0.9, SETTINGS.decode_stall_target * 1.1)
     assert not fed(law(), *[starved] * 60)
-    stalling = Signals(0.0, SETTINGS.prefill_wait_target_s * 0.9, SETTINGS.decode_stall_target * 2)
+    stalling = Signals(0.0, WAIT_TARGET_S * 0.9, SETTINGS.decode_stall_target * 2)
     assert fed(law(), *[stalling] * 60)[0][1].after < 0.5
 
 
@@ -132,7 +134,7 @@ def test_the_batching_delay_of_the_flush_timeout_itself_is_not_taken_for_a_backl
 
 
 def test_when_both_are_pressed_alike_nothing_moves() -> None:
-    both = Signals(0.5, SETTINGS.prefill_wait_target_s * 3, SETTINGS.decode_stall_target * 3)
+    both = Signals(0.5, WAIT_TARGET_S * 3, SETTINGS.decode_stall_target * 3)
     assert not fed(law(), *[both] * 50)
 
 
@@ -152,7 +154,7 @@ def test_every_step_is_bounded_and_so_is_how_often_one_is_taken(signals: list[Si
     for _, change in changes:
         if change.knob == "reserve":
             assert abs(change.after - change.before) <= SETTINGS.step + 1e-12
-            assert SETTINGS.reserve_min <= change.after <= SETTINGS.reserve_max
+            assert RESERVE_MIN <= change.after <= SETTINGS.reserve_max
     for (earlier, _), (later, _) in pairwise(changes):
         assert later - earlier >= SETTINGS.dwell_s
     assert made.changes == len(changes)
@@ -198,7 +200,7 @@ def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
     made = law(start)
     values = []
     for i in range(2000):
-        wait_s = SETTINGS.prefill_wait_target_s * prefill_load * (1.2 - made.reserve)
+        wait_s = WAIT_TARGET_S * prefill_load * (1.2 - made.reserve)
         stall = min(1.0, SETTINGS.decode_stall_target * decode_load * (0.2 + made.reserve))
         made.update(i * 0.25, Signals(0.5, wait_s, stall))
         values.append(made.reserve)
@@ -225,6 +227,12 @@ def test_signals_are_of_what_happened_between_two_looks() -> None:
     assert signals.link_use == pytest.approx(0.5 / 2)
     assert signals.decode_stall == pytest.approx(0.25)
     assert PoolMetrics.WAIT["prefill"].buckets[4] < signals.prefill_wait_p95_s <= PoolMetrics.WAIT["prefill"].buckets[5]
+
+
+def test_a_node_without_links_has_none_that_idles() -> None:
+    meter = SignalMeter(links=0, interval_s=0.25)
+    meter.update(10.0, readings())
+    assert meter.update(11.0, readings(0, 0, 0, 3)).link_use == 1.0
 
 
 def test_what_is_long_past_fades() -> None:
@@ -269,7 +277,7 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
 def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
     tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = ControlLoop(SETTINGS, PoolSection(reserve=0.5), tables)
+    loop = ControlLoop(NODE, tables)
     assert [tables[name].knob("reserve") for name in ("pool-0", "pool-1")] == [0.5, 0.5]
     with caplog.at_level("INFO", "control"):
         for i in range(7):
@@ -287,7 +295,7 @@ def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
 
 
 def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict[str, WorkerTable]) -> None:
-    loop = ControlLoop(SETTINGS, PoolSection(reserve=0.5), tables)
+    loop = ControlLoop(NODE, tables)
     for i in range(100):
         tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(1 + i * 0.002)  # a fifth of a second
@@ -300,18 +308,52 @@ def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict
 
 def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTable]) -> None:
     tables["pool-0"].set_knob("reserve", 0.7)
-    loop = ControlLoop(replace(SETTINGS, enabled=False), PoolSection(reserve=0.5), tables)
+    loop = ControlLoop(replace(NODE, control=replace(SETTINGS, enabled=False)), tables)
     for i in range(20):
         tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(i * 0.25)
     assert tables["pool-0"].knob("reserve") == 0.7
 
 
-def test_as_shipped_the_reserve_stays_where_it_is_configured(tables: dict[str, WorkerTable]) -> None:
-    loop = ControlLoop(ControlSection(), PoolSection(reserve=0.05), tables)
+# ---- as shipped
+
+
+def shipped_reserve(tables: dict[str, WorkerTable], *, wait_s: float, link_use: float, stall: float = 0.0) -> float:
+    """The knob after ten seconds in which prefill queries waited so long, and the link and decode were used so much."""
+    loop = ControlLoop(NodeConfig(), tables)
     for i in range(40):
-        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
+        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], wait_s)
+        tables["decode-0"].add(DecodeMetrics.LINK_BUSY_SECONDS, link_use * 0.25)
+        tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
+        tables["decode-0"].add(DecodeMetrics.STALL_SECONDS, stall)
         loop.step(i * 0.25)
-    figures = {family.name: family.samples[0].value for family in loop.families()}
-    assert figures["trinity_control_reserve"] == 0.05
-    assert figures["trinity_control_changes"] == 0
+    return tables["pool-0"].knob("reserve")
+
+
+def test_as_shipped_a_link_that_is_used_too_little_raises_the_reserve_by_itself(tables: dict[str, WorkerTable]) -> None:
+    target_s = PoolSection().prefill_target(SloSection())
+    assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.5) == PoolSection().reserve
+    assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.0) > PoolSection().reserve
+
+
+def test_as_shipped_prefill_gets_more_slots_only_if_it_waits_longer_than_it_ought_to(
+    tables: dict[str, WorkerTable],
+) -> None:
+    target_s = PoolSection().prefill_target(SloSection())
+    assert shipped_reserve(tables, wait_s=target_s * 0.8, link_use=0.5) == PoolSection().reserve
+    assert shipped_reserve(tables, wait_s=target_s * 4, link_use=0.5) > PoolSection().reserve
+
+
+def test_as_shipped_stalls_take_back_what_was_added_and_no_more(tables: dict[str, WorkerTable]) -> None:
+    assert shipped_reserve(tables, wait_s=0.0, link_use=0.5, stall=0.9) == PoolSection().reserve
+    made = ControlLaw(NodeConfig())
+    fed(made, *[PREFILL_WAITS] * 12)
+    assert made.reserve > PoolSection().reserve
+    for i in range(80):
+        made.update(100 + i * 0.25, DECODE_STALLS)
+    assert made.reserve == PoolSection().reserve
+
+
+def test_a_reserve_that_is_configured_is_the_least_there_is() -> None:
+    assert law(0.05, section=ControlSection()).reserve == 0.05
+    assert law(0.95, section=ControlSection()).reserve == ControlSection().reserve_max

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.node.config import ControlSection
+from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import PoolMetrics
 
 Knob = Literal["reserve", "flush_prefill_s"]
@@ -35,7 +35,10 @@ _MAY_WAIT = 0.5  # pressure under which prefill can afford a longer τ_pre
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s."""
+    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s.
+
+    A node without decode workers of its own has no link to fill: it counts as used.
+    """
 
     link_use: float
     prefill_wait_p95_s: float
@@ -55,10 +58,13 @@ class Change:
 class ControlLaw:
     """Holds `reserve` and `flush_prefill_s`; `update` moves them, at most one of them, by at most one step, a call."""
 
-    def __init__(self, settings: ControlSection, *, reserve: float, flush_prefill_s: float) -> None:
+    def __init__(self, config: NodeConfig) -> None:
+        settings, pool = config.control, config.pool
         self._settings = settings
-        self.reserve = self._reserve_at_rest = min(max(reserve, settings.reserve_min), settings.reserve_max)
-        self.flush_prefill_s = self._flush_at_rest = flush_prefill_s
+        self._wait_target_s = settings.wait_target_s(pool, config.slo)
+        self._reserve_min = settings.least_reserve(pool)
+        self.reserve = self._reserve_at_rest = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
+        self.flush_prefill_s = self._flush_at_rest = pool.flush_prefill_s
         self.changes = 0
         self._step = settings.step
         self._last_way = 0  # of r's last move: 1 up, -1 down
@@ -82,9 +88,10 @@ class ControlLaw:
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
         """Prefill's wait and decode's stall, each over its target."""
-        settings = self._settings
-        prefill = signals.prefill_wait_p95_s / settings.prefill_wait_target_s
-        return prefill, signals.decode_stall / settings.decode_stall_target
+        return (
+            signals.prefill_wait_p95_s / self._wait_target_s,
+            signals.decode_stall / self._settings.decode_stall_target,
+        )
 
     def _direction(self, signals: Signals) -> int:
         """1: more for prefill; -1: more for decode; 0: neither."""
@@ -99,7 +106,7 @@ class ControlLaw:
 
     def _prefill_waits(self, signals: Signals) -> bool:
         """Whether prefill's queries wait, beyond the batching delay that they are given on purpose."""
-        return signals.prefill_wait_p95_s > _AT_EASE * self._settings.prefill_wait_target_s + self.flush_prefill_s
+        return signals.prefill_wait_p95_s > _AT_EASE * self._wait_target_s + self.flush_prefill_s
 
     def _move(self, way: int, cause: str) -> Change | None:
         if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
@@ -119,14 +126,14 @@ class ControlLaw:
             towards = min(max(self._reserve_at_rest - self.reserve, -step), step)
             if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
                 return change
-        most = min(self._flush_at_rest, self._settings.prefill_wait_target_s / 2)
+        most = min(self._flush_at_rest, self._wait_target_s / 2)
         after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
         if prefill <= _MAY_WAIT and after > self.flush_prefill_s:
             return self._set_flush(after, cause)
         return None
 
     def _set_reserve(self, value: float, cause: str) -> Change | None:
-        after = min(max(value, self._settings.reserve_min), self._settings.reserve_max)
+        after = min(max(value, self._reserve_min), self._settings.reserve_max)
         if after == self.reserve:
             return None
         change = Change("reserve", self.reserve, after, cause)
@@ -135,7 +142,7 @@ class ControlLaw:
 
     @property
     def _flush_step(self) -> float:
-        return min(self._flush_at_rest, self._settings.prefill_wait_target_s) / 8
+        return min(self._flush_at_rest, self._wait_target_s) / 8
 
     def _set_flush(self, value: float, cause: str) -> Change | None:
         after = 0.0 if value < self._flush_step else value  # what is left of a few halvings is nothing
@@ -186,7 +193,7 @@ class SignalMeter:
         deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
-            link_use=_share(self._link_busy_s, self._elapsed_s * max(self.links, 1)),
+            link_use=_share(self._link_busy_s, self._elapsed_s * self.links) if self.links else 1.0,
             prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, self._waits),
             decode_stall=_share(self._stall_s, self._row_s),
         )

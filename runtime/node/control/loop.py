@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from runtime.node.config import ControlSection, PoolSection
+from runtime.node.config import NodeConfig
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.figures import ControlMetrics
 from runtime.node.metrics.columns import Counter, DecodeMetrics, PoolMetrics
@@ -22,13 +22,13 @@ _COUNTERS = (DecodeMetrics.LINK_BUSY_SECONDS, DecodeMetrics.ROW_SECONDS, DecodeM
 class ControlLoop:
     """One node's. `step` is called as often as its caller likes and acts once in `interval_s`."""
 
-    def __init__(self, settings: ControlSection, pool: PoolSection, tables: Mapping[str, WorkerTable]) -> None:
-        self._settings = settings
-        self._reserve = pool.reserve
+    def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
+        settings = self._settings = config.control
+        self._reserve = config.pool.reserve
         self._pools = [table for table in tables.values() if table.role == "pool"]
         self._decodes = [table for table in tables.values() if table.role == "decode"]
         self._meter = SignalMeter(len(self._decodes), settings.interval_s)
-        self.law = ControlLaw(settings, reserve=pool.reserve, flush_prefill_s=pool.flush_prefill_s)
+        self.law = ControlLaw(config)
         self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
         self._left_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0

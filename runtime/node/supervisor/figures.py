@@ -127,7 +127,7 @@ class NodeFigures:
         yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
         yield ControlMetrics.LINK_TARGET.now(control.link_target)
         yield ControlMetrics.STALL_TARGET.now(control.decode_stall_target)
-        yield ControlMetrics.WAIT_TARGET.now(control.prefill_wait_target_s)
+        yield ControlMetrics.WAIT_TARGET.now(control.wait_target_s(self.config.pool, slo))
 
 
 def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":

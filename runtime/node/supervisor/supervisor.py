@@ -64,7 +64,7 @@ class Supervisor:
         self._standbys = Standbys([self._child(place, needed=False) for place in plan.spares], self.children)
         self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
         tables = {child.place.name: child.table for child in self.children}
-        self._control_loop = ControlLoop(plan.config.control, plan.config.pool, tables)
+        self._control_loop = ControlLoop(plan.config, tables)
         self.figures = NodeFigures(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
         self._rolling = Rolling(self.children)
