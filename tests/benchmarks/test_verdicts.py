@@ -2,18 +2,19 @@
 
 import pytest
 
+from benchmarks.policy.bench import Job
 from benchmarks.policy.control import Pair, markdown
 from benchmarks.serve.agreement import Play, Told
 
 
 @pytest.mark.parametrize(
-    ("adaptive", "standing"),
+    ("shipped", "standing"),
     [((11.0, 12.0, 13.5), "ahead"), ((9.0, 10.0, 11.5), "behind"), ((9.0, 13.0, 12.0), "even"), ((10, 11, 12), "even")],
 )
 def test_a_law_is_ahead_or_behind_only_by_more_than_two_standard_errors(
-    adaptive: tuple[float, ...], standing: str
+    shipped: tuple[float, ...], standing: str
 ) -> None:
-    pair = Pair.of("azure", 2e-5, 1.0, (10.0, 11.0, 12.0), adaptive)
+    pair = Pair.of(32, Job("azure", 0, 2e-5, 1.0, "configured"), (10.0, 11.0, 12.0), shipped)
     assert pair.standing == standing
     assert f"ahead by two standard errors in {int(standing == 'ahead')}" in markdown([pair])
 
