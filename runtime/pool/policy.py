@@ -24,7 +24,8 @@ Three rules are not the paper's (`trinity` has them, `paper` does not):
   share prefill waits for no decode query, and beyond it r divides.
 - **Bursts.** With credit, once more prefill queries are there than ⌈rN⌉ and until none is left, no decode query is
   active beside them: that makes their extends faster. Who comes in a burst is prefill's p99. Fewer active queries are
-  less throughput, which an overloaded pool misses several times over; bursts are rare enough for it not to show.
+  less throughput, which an overloaded pool misses several times over; so only while a query of so small a batch takes
+  no more than `_BURST_COST` times what it takes of a full one.
 - **Turns.** A decode query's turn is its arrival plus `_STRETCH`/(1 − ρ) times what a query of its size takes alone,
   `_MOST_STRETCH` times at most. Its size is Ê rounded up to a power of two, ρ the part of the last second in which the
   pool was busy: as queries wait longer in a busier pool, so shorter ones have to pass longer ones that came earlier.
@@ -46,6 +47,7 @@ from runtime.pool.queues import before, leave, list_in, note, push, queue_of, ta
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH, _MOST_STRETCH = 1.2, 6.0
+_BURST_COST = 1.1
 _WATCHED_NS = 1_000_000_000
 
 
@@ -141,7 +143,9 @@ def schedule(t: Any, now: int) -> None:
         t.entries[_start(t, at.DECODE), at.PAUSES] = w[at.MAX_PAUSES]
     owed, credit = reserved(t, slots), t.floats[at.CREDIT] > 0.0
     there = w[at.QUEUED] + w[at.LISTED + at.PREFILL]
-    w[at.BURST] = credit and (there > owed or (w[at.BURST] and there > 0))
+    alone = min(there, slots)
+    cheap = extend_ns(t, alone) * slots <= _BURST_COST * extend_ns(t, slots) * alone
+    w[at.BURST] = credit and cheap and (there > owed or (w[at.BURST] and there > 0))
     if credit:
         owed = slots
     while _may_start(t, at.PREFILL, hold) and w[at.LISTED + at.PREFILL] < owed:

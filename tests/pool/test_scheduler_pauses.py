@@ -230,6 +230,13 @@ def test_more_prefill_queries_than_reserved_slots_have_the_batch_to_themselves_u
     assert made.running == {"prefill": 1, "decode": 7}
 
 
+def test_a_burst_shares_the_batch_where_fewer_slots_would_waste_most_of_an_extend() -> None:
+    """A query of three takes 1.8 times as much of the pool as one of eight."""
+    made = measured(scheduler(8, 0.25), 80, 10)
+    in_burst(made, 3)
+    assert made.running == {"prefill": 3, "decode": 5}
+
+
 def test_a_burst_is_over_when_the_credit_is_used_up() -> None:
     made = scheduler(8, 0.25, aging_ns=1000)
     in_burst(made, 3)
