@@ -217,7 +217,7 @@ def test_as_many_prefill_queries_as_slots_are_reserved_share_the_batch_with_deco
 
 
 def test_more_prefill_queries_than_reserved_slots_have_the_batch_to_themselves_until_none_is_left() -> None:
-    made = scheduler(8, 0.25)
+    made = measured(scheduler(8, 0.25), 1, 10)
     active = []
     for one in in_burst(made, 3):
         active.append(made.running)
@@ -238,7 +238,7 @@ def test_a_burst_shares_the_batch_where_fewer_slots_would_waste_most_of_an_exten
 
 
 def test_a_burst_is_over_when_the_credit_is_used_up() -> None:
-    made = scheduler(8, 0.25, aging_ns=1000)
+    made = measured(scheduler(8, 0.25, aging_ns=1000), 1, 10)
     in_burst(made, 3)
     assert made.running == {"prefill": 3, "decode": 0}
     while made.credit_ns:
