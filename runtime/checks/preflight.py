@@ -79,7 +79,7 @@ def check_without_start(plan: NodePlan) -> None:
         if info.embedder:
             _check_embedder(collection, info.embedder)
     answers = plan.config.answer_cache
-    if answers.enabled and plan.config.model is not None:
+    if plan.config.stores_answers:
         try:
             check_embedder(answers.embedder)
         except ModelError as error:

@@ -303,7 +303,7 @@ class AnswerCacheSection(Section, frozen=True):
     """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
 
     Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
-    and at most `entries` are.
+    and at most `entries` are: in a live collection of the pools, which have to be on CPUs, in the node's run directory.
     """
 
     enabled: bool = False
@@ -354,6 +354,16 @@ class NodeConfig(Section, frozen=True):
     slo: SloSection = SloSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()
+
+    @property
+    def stores_answers(self) -> bool:
+        """Whether there is a cache of answers."""
+        return self.answer_cache.enabled and self.model is not None
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether there is anything for a pool to search."""
+        return bool(self.collections) or self.stores_answers
 
     @property
     def own_model(self) -> ModelSection | None:

@@ -22,7 +22,7 @@ import msgspec
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node.config import Doorbell
-from runtime.node.placement.plan import default_run_dir, nodes_dir
+from runtime.node.placement.plan import ANSWERS_FOLDER, default_run_dir, nodes_dir
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
 KV = "kv"  # the folder of KV that its workers leave for each other
@@ -81,6 +81,7 @@ class RunDir:
                     if _is_at(path, fd):
                         (path / "node.json").unlink(missing_ok=True)  # of one that was killed
                         shutil.rmtree(path / KV, ignore_errors=True)
+                        _remove_answers(path)
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
                     key = "node.name" if path == default_run_dir(path.name) else "node.run_dir"
@@ -126,6 +127,7 @@ class RunDir:
             except OSError as error:
                 log.warning("%s is left behind: %s", file, error.strerror)
         shutil.rmtree(self.path / KV, ignore_errors=True)
+        _remove_answers(self.path)
         with contextlib.suppress(OSError):
             (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
@@ -136,6 +138,12 @@ class RunDir:
 
     def _left_by_engines(self) -> list[Path]:
         return [found for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for found in self.path.glob(pattern)]
+
+
+def _remove_answers(run_dir: Path) -> None:
+    """Stored answers end with their node; one that was killed while it made their collection has left that too."""
+    for left in run_dir.glob(f"{ANSWERS_FOLDER}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:

@@ -20,6 +20,7 @@ from ipc import Catalogue, Unserved
 from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
+from runtime.node.placement.plan import ANSWERS
 from runtime.pool.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.builds import check_documents, identity_of
 from runtime.retrieval.collections.beside import Beside
@@ -42,6 +43,12 @@ class _Entry:
     wanted: bool = False  # a reload was asked for and is not over
     offered: bool = False  # a new shard was handed out and not answered yet
     look_ns: int = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is unavailable; or it is that of stored answers and was begun anew, which nobody will reload."""
+        live = None if self.shard is None else self.shard.live
+        return self.shard is None or (self.section.name == ANSWERS and live is not None and live.replaced)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class PoolCatalogue:
                 changes += self._checked(name, entry)
             if entry.opening is not None and entry.opening.over:
                 changes += self._reopened(name, entry)
-            due = entry.wanted or (entry.shard is None and now_ns >= entry.look_ns)
+            due = entry.wanted or (entry.lost and now_ns >= entry.look_ns)
             if due and entry.opening is None and not entry.offered:
                 self._look(entry, now_ns)
         self._check_next()

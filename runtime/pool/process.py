@@ -8,7 +8,7 @@ from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_e
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, Served, SessionServer
 from ipc.session.device_arena import DeviceArena, arena_bytes
-from runtime.errors import ConfigError, ResourceBusy
+from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.catalogue import PoolCatalogue
@@ -20,6 +20,8 @@ from runtime.pool.settings import policy_of
 from runtime.pool.shard import OpenShard, desk_number, key_of, open_shard, without_filters
 from runtime.pool.sizing import Measured, fewest_slots, measure
 from runtime.pool.turn import CALLED
+from runtime.retrieval import answers
+from runtime.retrieval.embedding.loading import embedder_dim
 
 _SPIN_NS = 200_000  # how long a pool with cores of its own looks at its rings before it sleeps
 _SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
@@ -57,8 +59,10 @@ class Pool:
         config = worker.plan.config
         limits = config.pool
         self._worker, self._table = worker, worker.table
+        if config.stores_answers:
+            _make_answers(worker)
         self.catalogue = catalogue = PoolCatalogue(
-            config.collections,
+            worker.plan.collections,
             worker.place.index,
             worker.log,
             strict=not worker.node_ready,
@@ -208,6 +212,14 @@ def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
         worker.log.warning("no arena for vectors from GPUs: %s", error)
         return None
     return DeviceArena(memory, slots, 4 * dim, worker.epoch)
+
+
+def _make_answers(worker: Worker) -> None:
+    """Have the collection of stored answers, whoever starts first. Without it the pool serves the others."""
+    try:
+        answers.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
+    except CollectionError as error:
+        worker.log.warning("no answers are stored: %s", error.message)
 
 
 def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engine:

@@ -1,20 +1,22 @@
 """Over HTTP: what a client of OpenAI gets when another server writes the answer."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from runtime.node.config import AnswerCacheSection
-from runtime.retrieval.embedding.loading import load_embedder
-from runtime.serving.frontend.answer_cache import AnswerCache, PromptAnswers
+from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.requests import Choices
 from runtime.serving.http.routes import create_app
 from runtime.serving.http.service import Service, Settings
+from runtime.testing.waiting import until
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.engines.openai_engines import Stand, stand
+from tests.frontend import stored
 from tests.frontend.fakes import Metrics, run
 
 Json = dict[str, Any]
@@ -199,12 +201,12 @@ def test_the_model_is_listed_with_its_context() -> None:
     run(test())
 
 
-def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_asked_anew() -> None:
+def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_asked_anew(tmp_path: Path) -> None:
     async def test() -> None:
-        limits = AnswerCacheSection(enabled=True, embedder="hashing-128")
-        answers = PromptAnswers(AnswerCache(limits, lambda event: None), load_embedder(limits.embedder))
-        async with client(Behaviour(token_ids=False), answers=answers) as (http, at):
+        cache = stored.Stand(tmp_path / "answers")
+        async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, at):
             first = (await http.post("/v1/chat/completions", json=CHAT)).json()
+            await asyncio.to_thread(until, lambda: cache.counts["stored"] == 1)
             again = (await http.post("/v1/chat/completions", json=CHAT)).json()
             assert "cached" not in first
             assert again["cached"]["similarity"] > 0.99
@@ -216,5 +218,6 @@ def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_aske
             assert told == first["choices"][0]["message"]["content"]
             await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
             assert len(at.fake.generations()) == 2
+        cache.answers.close()
 
     run(test())

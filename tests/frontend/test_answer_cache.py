@@ -1,111 +1,113 @@
 """Stored answers: given for like questions of the same kind and the same tenant, for a while, and never beyond."""
 
-from collections import Counter
-from collections.abc import Sequence
+import errno
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.config import AnswerCacheSection
-from runtime.retrieval.embedding.embedder import TextKind
+from runtime.errors import Unavailable
+from runtime.retrieval.answers import Answer
+from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.answer_cache import MOST_CHARS, AnswerCache, Asked, Event, PromptAnswers
+from runtime.serving.frontend.answer_cache import MOST_CHARS, Asked
+from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
+from runtime.testing.waiting import until
 from tests.frontend.fakes import Cluster
+from tests.frontend.stored import Letters, Stand
 
 GREEDY = Sampling(8)
 ONE = (Tokens("a", "one", (1, 2), "stop", 3),)
-EAST, NORTH = np.array([1.0, 0.0], np.float32), np.array([0.0, 2.0], np.float32)
-NEAR_EAST = np.array([3.0, 0.3], np.float32)  # cosine .995
 
 
-class Now:
-    def __init__(self) -> None:
-        self.s = 100.0
-
-    def __call__(self) -> float:
-        return self.s
-
-
-class Stand:
-    """A cache under a clock that stands still, and its counts."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.counts: Counter[Event] = Counter()
-        self.now = Now()
-        limits = {"threshold": 0.97, "ttl_s": 10.0, "entries": 3} | limits
-        self.cache = AnswerCache(AnswerCacheSection(enabled=True, **limits), self._count, self.now)
-
-    def _count(self, event: Event) -> None:
-        self.counts[event] += 1
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[Stand]:
+    made = Stand(tmp_path / "answers")
+    yield made
+    made.answers.close()
 
 
-def key(tenant: str = "", prompt: Any = "why?", sampling: Sampling = GREEDY, **options: Any) -> Any:
-    asked = Asked.of(
-        tenant,
-        options.get("model", "m"),
-        prompt,
-        sampling,
-        options.get("retrieval"),
-        seeded=options.get("seeded", False),
-    )
-    assert asked is not None
-    return asked.key
+def asked(prompt: Any = "why?", tenant: str = "", sampling: Sampling = GREEDY, **options: Any) -> Asked:
+    model, seeded = options.get("model", "m"), options.get("seeded", False)
+    made = Asked.of(tenant, model, prompt, sampling, options.get("retrieval"), seeded=seeded)
+    assert made is not None
+    return made
 
 
-def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not() -> None:
-    stand = Stand()
-    stand.cache.store(key(), EAST, ONE)
+def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not(stand: Stand) -> None:
+    stand.store(asked("why not say so?"), ONE)
     stand.now.s += 4
-    hit = stand.cache.find(key(), NEAR_EAST)
+    hit = stand.find(asked("why not say so so?"))
     assert hit is not None
     assert (hit.pieces, hit.age_s) == (ONE, 4.0)
-    assert 0.99 < hit.similarity < 1
-    assert stand.cache.find(key(), NORTH) is None
+    assert 0.9 < hit.similarity < 1
+    assert stand.find(asked("because")) is None
     assert stand.counts == {"stored": 1, "hit": 1, "miss": 1}
 
 
-def test_of_several_the_most_similar_is_given() -> None:
-    stand = Stand(threshold=0.5)
+def test_of_several_the_most_similar_is_given(tmp_path: Path) -> None:
+    stand = Stand(tmp_path / "answers", threshold=0.5)
     two = (Tokens("b", "two", (3,), "stop", 3),)
-    stand.cache.store(key(), EAST, ONE)
-    stand.cache.store(key(), NORTH, two)
-    hit = stand.cache.find(key(), np.array([0.2, 1.0], np.float32))
+    stand.store(asked("aaaab"), ONE)
+    stand.store(asked("abbbb"), two)
+    hit = stand.find(asked("abbb"))
     assert hit is not None
     assert hit.pieces == two
+    stand.answers.close()
+
+
+def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(stand: Stand) -> None:
+    passage = Passage("p", "t", 0.25, "", {"page": 3, "tags": ["x", "y"]})
+    choices = ({"index": 0, "delta": {"content": "é", "reasoning": "r"}, "finish_reason": "stop"},)
+    pieces = (
+        Retrieved("a", (passage,), 0),
+        Relayed("a", "é", (), "stop", choices=choices, usage={"total_tokens": 4}, completion_tokens=2),
+    )
+    stand.store(asked(), pieces)
+    hit = stand.find(asked())
+    assert hit is not None
+    assert msgspec.to_builtins(hit.pieces) == msgspec.to_builtins(pieces)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        key(tenant="Bearer b"),
-        key(model="n"),
-        key(prompt=(Message("user", "why?"),)),
-        key(prompt=(Message("system", "be brief"), Message("user", "why?"))),
-        key(prompt="why 2?"),
-        key(sampling=Sampling(9)),
-        key(sampling=Sampling(8, temperature=0.5)),
-        key(sampling=Sampling(8, top_p=0.5)),
-        key(sampling=Sampling(8, stop=("x",))),
-        key(sampling=Sampling(8, ignore_eos=True)),
-        key(retrieval=Retrieval("docs")),
+        asked(tenant="Bearer b"),
+        asked(model="n"),
+        asked(prompt=(Message("user", "why?"),)),
+        asked(prompt=(Message("system", "be brief"), Message("user", "why?"))),
+        asked(prompt="why 2?"),
+        asked(sampling=Sampling(9)),
+        asked(sampling=Sampling(8, temperature=0.5)),
+        asked(sampling=Sampling(8, top_p=0.5)),
+        asked(sampling=Sampling(8, stop=("x",))),
+        asked(sampling=Sampling(8, ignore_eos=True)),
+        asked(retrieval=Retrieval("docs")),
+        asked(retrieval=Retrieval("docs", filter=b"tenant")),
     ],
 )
-def test_whatever_else_differs_is_another_answer(other: Any) -> None:
-    stand = Stand()
-    stand.cache.store(key(), EAST, ONE)
-    assert stand.cache.find(other, EAST) is None
+def test_whatever_else_differs_is_another_answer(stand: Stand, other: Asked) -> None:
+    stand.store(asked(), ONE)
+    assert stand.find(other) is None
+    assert stand.find(asked()) is not None
 
 
 def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_random() -> None:
     warm = Sampling(8, temperature=0.7, seed=1)
-    assert key(sampling=warm) == key(sampling=replace(warm, seed=2))
-    assert key(sampling=warm, seeded=True) != key(sampling=replace(warm, seed=2), seeded=True)
-    assert key(sampling=warm, seeded=True) != key(sampling=warm)
-    assert key(sampling=GREEDY, seeded=True) == key(sampling=replace(GREEDY, seed=2), seeded=True)
+    assert asked(sampling=warm) == asked(sampling=replace(warm, seed=2))
+    assert asked(sampling=warm, seeded=True) != asked(sampling=replace(warm, seed=2), seeded=True)
+    assert asked(sampling=warm, seeded=True) != asked(sampling=warm)
+    assert asked(sampling=GREEDY, seeded=True) == asked(sampling=replace(GREEDY, seed=2), seeded=True)
 
 
 @pytest.mark.parametrize(
@@ -115,66 +117,176 @@ def test_what_an_embedder_cannot_judge_is_not_looked_up(prompt: Any) -> None:
     assert Asked.of("", "m", prompt, GREEDY, None, seeded=False) is None
 
 
-def test_an_expired_answer_is_gone() -> None:
-    stand = Stand()
-    stand.cache.store(key(), EAST, ONE)
+def test_an_expired_answer_is_not_found_and_is_deleted(stand: Stand) -> None:
+    stand.store(asked(), ONE)
     stand.now.s += 9.9
-    assert stand.cache.find(key(), EAST) is not None
+    assert stand.find(asked()) is not None
     stand.now.s += 0.1
-    assert stand.cache.find(key(), EAST) is None
-    assert len(stand.cache) == 0
+    assert stand.find(asked()) is None, "before it is deleted"
+    stand.stored.tend()
     assert stand.counts["expired"] == 1
 
 
-def test_the_oldest_makes_room() -> None:
-    stand = Stand(entries=2)
+def test_the_oldest_makes_room(tmp_path: Path) -> None:
+    stand = Stand(tmp_path / "answers", entries=2)
     for number in range(4):
-        stand.cache.store(key(prompt=f"why {number}?"), EAST, ONE)
-        stand.now.s += 1
-    assert len(stand.cache) == 2
-    assert stand.counts["evicted"] == 2
-    found = [stand.cache.find(key(prompt=f"why {number}?"), EAST) is not None for number in range(4)]
+        stand.store(asked(f"why {number}?"), ONE)
+    until(lambda: stand.counts["evicted"] == 2)
+    found = [stand.find(asked(f"why {number}?")) is not None for number in range(4)]
     assert found == [False, False, True, True]
+    stand.answers.close()
 
 
-def test_the_same_question_is_stored_once_and_what_is_too_large_not_at_all() -> None:
-    stand = Stand()
-    stand.cache.store(key(), EAST, ONE)
-    stand.cache.store(key(), NEAR_EAST, ONE)
-    stand.cache.store(key(prompt="long?"), EAST, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
-    stand.cache.store(key(prompt="many?"), EAST, (Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),)), *ONE))
-    assert stand.counts == {"stored": 1}
+def test_the_same_question_is_stored_once_and_what_is_too_large_not_at_all(stand: Stand) -> None:
+    for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
+        stand.store(asked(), pieces)
+    vector = Letters().embed(["long?"])[0]
+    stand.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
+    long = Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),))
+    stand.answers.store(asked("many?"), vector, (long, *ONE))
+    stand.store(asked("after these?"), ONE)
+    assert [stand.find(asked(prompt)) is None for prompt in ("long?", "many?")] == [True, True]
+    hit = stand.find(asked())
+    assert hit is not None
+    assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]
+    with LiveReader(stand.directory) as reader:
+        assert reader.state.count == 2
 
 
-class Letters:
-    """An embedder that sees which letters a text has."""
+def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_their_order(tmp_path: Path) -> None:
+    stand = Stand(tmp_path / "answers", entries=2)
+    for number in range(2):
+        stand.store(asked(f"why {number}?"), ONE)
+    stand.answers.close()
+    after = Stand(tmp_path / "answers", entries=2)  # waits for the one before: the lock goes with its process
+    until(lambda: after.find(asked("why 0?")) is not None, after.stored.tend)
+    after.now.s = stand.now.s + 5
+    hit = after.find(asked("why 1?"))
+    assert hit is not None
+    assert hit.age_s == 5
+    after.store(asked("why 2?"), ONE)
+    until(lambda: after.counts["evicted"] == 1)
+    assert [after.find(asked(f"why {number}?")) is not None for number in range(3)] == [False, True, True]
+    after.answers.close()
 
-    name = "letters"
-    dim = 26
-    max_tokens = 1000
-    at_once = 1
 
-    def count_tokens(self, text: str) -> int:
-        return len(text)
-
-    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Any:
-        return np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
+def test_stored_answers_are_readable_by_this_user_alone(stand: Stand) -> None:
+    assert stat.S_IMODE(stand.directory.stat().st_mode) == 0o700
 
 
-def cluster(**settings: Any) -> tuple[Cluster, Stand]:
-    stand = Stand(ttl_s=1000.0)
-    answers = PromptAnswers(stand.cache, Letters())
-    return Cluster(settings=Settings(model="tiny", collections={"docs": 4}, **settings), answers=answers), stand
+@pytest.mark.parametrize("name", ["collection.json", "MANIFEST", "log", ""])
+def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Stand(tmp_path / "answers")
+    first.store(asked(), ONE)
+    first.stored.close()
+    damaged = first.directory / name
+    if damaged.is_dir():
+        shutil.rmtree(damaged)
+    else:
+        damaged.write_bytes(b"{}")
+    after = Stand(tmp_path / "answers")
+    assert after.find(asked()) is None
+    after.store(asked(), ONE)
+    assert after.find(asked()) is not None
+    assert caplog.text.count("begun anew") == (1 if name else 0)
+    after.answers.close()
+
+
+def test_a_collection_that_is_removed_under_the_process_is_begun_anew(stand: Stand) -> None:
+    stand.store(asked(), ONE)
+    shutil.rmtree(stand.directory)
+    assert stand.find(asked()) is None
+    stand.store(asked(), ONE)
+    assert stand.find(asked()) is not None
+
+
+def test_a_search_that_fails_is_a_miss_and_is_said_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
+    stand.store(asked(), ONE)
+    stand.client.error = Unavailable("no pool is up")
+    assert [stand.find(asked()) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("answers are not found: no pool is up") == 1
+    stand.client.error = None
+    assert stand.find(asked()) is not None
+
+
+def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand = Stand(tmp_path / "answers")
+    answer = Answer("a", asked().key, Letters().embed(["why?"])[0], "[]")
+    with monkeypatch.context() as full:
+        full.setattr(Disk, "write", _no_room)
+        for _ in range(3):
+            stand.stored.keep([answer])
+        assert stand.find(asked()) is None
+    assert caplog.text.count("answers are not stored") == 1
+    stand.store(asked(), ONE)
+    assert stand.find(asked()) is not None
+    stand.answers.close()
+
+
+def _no_room(disk: Disk, fd: int, content: bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = threading.Event()
+    sync = Disk.sync
+
+    def slow(disk: Disk, fd: int) -> None:
+        assert wait.wait(60)
+        sync(disk, fd)
+
+    monkeypatch.setattr(Disk, "sync", slow)
+    vector = Letters().embed(["why?"])[0]
+    for number in range(200):
+        stand.answers.store(asked(f"why {number}?"), vector, ONE)  # returns
+    wait.set()
+    until(lambda: stand.counts["evicted"] > 0)
+    stand.answers.close()
+    until(lambda: not any(thread.name.startswith("store-answer") for thread in threading.enumerate()))
+    assert 64 <= stand.counts["stored"] <= 129, "64 wait, beside those that are being written"
+
+
+def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
+    stand = Stand(tmp_path / "answers", entries=8)
+    text = "x" * 20_000
+    vector = Letters().embed(["why?"])[0]
+    for batch in range(10):
+        stand.stored.keep([Answer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
+    # Of 640: fewer than 256 rows are in the log, and a segment was sealed with a batch that had yet to make room.
+    until(lambda: _size(stand.directory) < 450 * len(text), what="segments without what was deleted")
+    stand.answers.close()
+
+
+def _size(directory: Path) -> int:
+    """Of its files, which others write and remove meanwhile."""
+    while True:
+        with suppress(FileNotFoundError):
+            return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+@contextmanager
+def cluster(directory: Path, **settings: Any) -> Iterator[tuple[Cluster, Stand]]:
+    stand = Stand(directory / "answers", ttl_s=1000.0)
+    settings_ = Settings(model="tiny", collections={"docs": 4}, **settings)
+    with Cluster(settings=settings_, answers=stand.answers) as node:
+        yield node, stand
+    stand.answers.close()
 
 
 BODY = {"model": "tiny", "prompt": "what say=3 now", "max_tokens": 8, "temperature": 0}
 
 
-def test_a_hit_is_the_stored_answer_and_says_so() -> None:
-    started, stand = cluster()
-    with started as node, node.http() as http:
+def test_a_hit_is_the_stored_answer_and_says_so(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (node, stand), node.http() as http:
         first = http.post("/v1/completions", json=BODY)
         assert "cached" not in first.json()
+        until(lambda: stand.counts["stored"] == 1)
         second = http.post("/v1/completions", json=BODY | {"prompt": "now what say=3"})
         assert second.headers["x-trinity-cache"] == "hit"
         answer = second.json()
@@ -186,9 +298,8 @@ def test_a_hit_is_the_stored_answer_and_says_so() -> None:
         assert stand.counts == {"miss": 1, "stored": 1, "hit": 1}
 
 
-def test_a_streamed_answer_is_stored_and_given_as_a_stream() -> None:
-    started, _ = cluster()
-    with started as node:
+def test_a_streamed_answer_is_stored_and_given_as_a_stream(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (node, stand):
         client = node.client()
         body: dict[str, Any] = {
             "model": "tiny",
@@ -206,24 +317,24 @@ def test_a_streamed_answer_is_stored_and_given_as_a_stream() -> None:
             texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
             assert chunks[-1].usage.completion_tokens == 3
             assert len(chunks[0].retrieval["passages"]) == 2
+            until(lambda: stand.counts["stored"] == 1)
         assert texts[0] == texts[1] == "w0 w1 w2 "
         assert chunks[0].cached["similarity"] == 1.0
         assert len(node.players["prefill-0"].prefills) == 1
 
 
-def test_tenants_never_see_each_others_answers() -> None:
-    started, stand = cluster(api_keys=("a", "b"))
-    with started as node, node.http() as http:
-        for tenant in ("a", "b", "a"):
+def test_tenants_never_see_each_others_answers(tmp_path: Path) -> None:
+    with cluster(tmp_path, api_keys=("a", "b")) as (node, stand), node.http() as http:
+        for number, tenant in enumerate(("a", "b", "a")):
+            until(lambda number=number: stand.counts["stored"] == number)  # type: ignore[misc]
             answer = http.post("/v1/completions", json=BODY, headers={"Authorization": f"Bearer {tenant}"})
             assert answer.status_code == 200
         assert stand.counts == {"miss": 2, "stored": 2, "hit": 1}
         assert len(node.players["prefill-0"].prefills) == 2
 
 
-def test_a_request_may_do_without_and_an_answer_that_failed_is_not_stored() -> None:
-    started, stand = cluster()
-    with started as node, node.http() as http:
+def test_a_request_may_do_without_and_an_answer_that_failed_is_not_stored(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (node, stand), node.http() as http:
         http.post("/v1/completions", json=BODY | {"answer_cache": False})
         assert stand.counts == {}
         http.post("/v1/completions", json=BODY | {"prompt": "fail=2"})

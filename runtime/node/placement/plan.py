@@ -12,11 +12,14 @@ import msgspec
 from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
-from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
+ANSWERS = "@answers"
+"""The pools' name of the collection of stored answers: none that a configuration can give."""
+ANSWERS_FOLDER = ".trinity-answers"
 _MOST_SOCKET = 107  # bytes: sun_path without its NUL
 _WHILE_DRAINING = ".sock.old"  # the longest name that a socket gets
 
@@ -105,6 +108,18 @@ class NodePlan(msgspec.Struct, frozen=True):
         """Where workers leave KV for each other in files: the host tier, or what an engine hands over so."""
         return Path(self.run_dir) / "kv"
 
+    @property
+    def answers(self) -> Path:
+        """The directory of the collection of stored answers, which ends with the node."""
+        return Path(self.run_dir) / ANSWERS_FOLDER
+
+    @property
+    def collections(self) -> tuple[CollectionSection, ...]:
+        """What the pools serve: the node's collections, and behind them that of stored answers, if it has one."""
+        if not self.config.stores_answers:
+            return self.config.collections
+        return (*self.config.collections, CollectionSection(ANSWERS, str(self.answers), required=False))
+
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
 
@@ -115,7 +130,7 @@ def resolve(config: NodeConfig) -> NodePlan:
     read_api_keys(config)
     _check_engine(config)
     workers = [
-        *_place("pool", config.pool if config.collections else msgspec.structs.replace(config.pool, workers=0)),
+        *_place("pool", config.pool if config.needs_pool else msgspec.structs.replace(config.pool, workers=0)),
         *(_place("prefill", config.prefill) if config.own_model else ()),
         *(_place("decode", config.decode) if config.own_model else ()),
         *(_place_engine(config.model) if isinstance(config.model, VllmSection) else ()),
@@ -202,7 +217,7 @@ def _check_counts(config: NodeConfig) -> None:
     if config.model is None and not config.collections:
         raise ConfigError("nothing to serve: give a [model], [[collections]], or both")
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
-    if config.collections:
+    if config.needs_pool:
         needed.append(("pool", config.pool.workers))
     for role, workers in needed:
         if workers == 0:
@@ -234,6 +249,11 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
+    if config.stores_answers and (devices := [device for device in pool.devices if device != CPU]):
+        raise ConfigError(
+            f"answer_cache.enabled: stored answers are a live collection, which pools on CPUs search; pool.devices has "
+            f"{devices[0]!r}"
+        )
     if pool.extends_per_launch > 1 and "cpu" in pool.devices:
         raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):

@@ -33,6 +33,7 @@ class LiveReader:
     see a write that is about to be. Files that the writer removes are kept by who has them open.
 
     `checksums` are those of the segments that are open: who serves them for long compares them, on a thread.
+    `replaced`: another collection lies in the directory by now; `poll` raises then.
     """
 
     def __init__(self, directory: Path, *, beside: bool = False, compared: Collection[str] | None = None) -> None:
@@ -41,7 +42,7 @@ class LiveReader:
 
         Raises `CollectionError`.
         """
-        self.directory = directory
+        self.directory, self.replaced = directory, False
         self._loads_beside = beside
         self._loading: tuple[Manifest, Beside[Loaded]] | None = None
         self.description = read_description(directory)
@@ -72,7 +73,8 @@ class LiveReader:
         place = self._place()
         changed = False
         if place != self._seen:
-            if read_description(self.directory).identity != self.description.identity:
+            self.replaced = read_description(self.directory).identity != self.description.identity
+            if self.replaced:
                 raise CollectionError(f"another collection is in the place of {self.directory}: reload it")
             manifest = read_manifest(self.directory)
             if manifest.generation != self._generation:

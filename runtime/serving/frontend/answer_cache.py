@@ -1,37 +1,44 @@
 """Answers to prompts like ones that were answered before, given without running the model. Off unless configured.
 
 A prompt is looked up by the embedding of its question: the last user turn, or a completion's text. Everything else
-must be equal (`Asked.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. What
-remains is a scan of the few entries with the same key, exact and in this process: an index of the pool cannot take new
-entries, and for a bounded cache a scan takes microseconds where the embedding takes milliseconds.
+must be equal (`Asked.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. The
+answers are a live collection of the pools (`runtime.retrieval.answers`), which outlives the frontend's process.
 
-Entries live for `ttl_s`, and the oldest goes when there are too many. The cache ends with its process.
+A lookup that cannot be made is a miss, and what cannot be stored is not: no request fails by it, or waits for a write.
 """
 
 import asyncio
 import hashlib
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.node.config import AnswerCacheSection
+from runtime.errors import TrinityError
+from runtime.node.placement.plan import ANSWERS
+from runtime.retrieval.answers import Answer, StoredAnswers
 from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.search.results import SearchResult
+from runtime.serving.frontend.requests import Relayed
 from runtime.serving.frontend.requests import Piece
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 
 MOST_CHARS = 800  # of a question: an embedder does not see what comes later in a long one
 _ANSWER_BYTES = 64 << 10
+_MOST_WAITING = 64  # answers that are still to be stored; more are not
+_LOOKUP_S = 0.25
+_TEND_S = 1.0
+_RENEW_S = 60.0  # between two times that the collection is begun anew because no pool can serve it
 
 Vector = npt.NDArray[np.float32]
-Event = Literal["hit", "miss", "stored", "expired", "evicted"]
-Key = tuple[object, ...]
+_decoder = msgspec.json.Decoder(tuple[Retrieved | Tokens | Relayed, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class Asked:
     """A prompt as the cache sees it: `question` may be like another's, `key` must be equal."""
 
     question: str
-    key: Key
+    key: str
 
     @classmethod
     def of(
@@ -68,7 +75,7 @@ class Asked:
         seed = sampling.seed if seeded and sampling.temperature > 0 else None
         drawn = (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.stop, sampling.ignore_eos, seed)
         numbers = tuple(re.findall(r"\d+", question))  # "in 2019" and "in 2020" are alike to an embedder
-        return cls(question, (_digest(tenant), model, kind, _digest(before), numbers, drawn, retrieval))
+        return cls(question, _digest((tenant, model, kind, before, numbers, drawn, retrieval)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,106 +87,94 @@ class Hit:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    key: Key
-    pieces: tuple[Piece, ...]
-    stored_s: float
+class Lookup(Protocol):
+    """What searches the collection: an `AsyncSearchClient`."""
 
+    def search(
+        self, vector: Vector, k: int, *, collection: str, filter: Mapping[str, Any], deadline_ms: float
+    ) -> Awaitable[SearchResult]: ...
 
-class AnswerCache:
-    """The entries. `count` is told of every event; `clock` gives seconds."""
-
-    def __init__(
-        self, limits: AnswerCacheSection, count: Callable[[Event], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._limits, self._count, self._clock = limits, count, clock
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # in the order in which they were stored, and expire
-        self._vectors: dict[Key, dict[int, Vector]] = {}
-        self._last = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def find(self, key: Key, vector: Vector) -> Hit | None:
-        """The answer to the most similar question with this key, if it is similar enough."""
-        self._expire()
-        found = self._nearest(key, vector)
-        self._count("miss" if found is None else "hit")
-        if found is None:
-            return None
-        number, similarity = found
-        entry = self._entries[number]
-        return Hit(entry.pieces, similarity, self._clock() - entry.stored_s)
-
-    def store(self, key: Key, vector: Vector, pieces: Sequence[Piece]) -> None:
-        """Keep an answer, unless it is too large, or one to such a question was stored meanwhile."""
-        self._expire()
-        if _size(pieces) > _ANSWER_BYTES or self._nearest(key, vector) is not None:
-            return
-        while len(self._entries) >= self._limits.entries:
-            self._remove(next(iter(self._entries)), "evicted")
-        self._last += 1
-        self._entries[self._last] = _Entry(key, tuple(pieces), self._clock())
-        self._vectors.setdefault(key, {})[self._last] = _unit(vector)
-        self._count("stored")
-
-    def _nearest(self, key: Key, vector: Vector) -> tuple[int, float] | None:
-        candidates = self._vectors.get(key)
-        if not candidates:
-            return None
-        similarities = np.stack(list(candidates.values())) @ _unit(vector)
-        best = int(similarities.argmax())
-        similarity = float(similarities[best])
-        return (list(candidates)[best], min(similarity, 1.0)) if similarity >= self._limits.threshold else None
-
-    def _expire(self) -> None:
-        while self._entries:
-            number, entry = next(iter(self._entries.items()))
-            if self._clock() - entry.stored_s < self._limits.ttl_s:
-                return
-            self._remove(number, "expired")
-
-    def _remove(self, number: int, event: Event) -> None:
-        entry = self._entries.pop(number)
-        del self._vectors[entry.key][number]
-        if not self._vectors[entry.key]:
-            del self._vectors[entry.key]
-        self._count(event)
+    @property
+    def unavailable(self) -> Mapping[str, str]:
+        """The collections that no pool can serve, and why."""
 
 
 class PromptAnswers:
-    """The cache with its embedder, which runs in a thread of its own so that the event loop goes on."""
+    """Looks prompts up and keeps answers. Embedding and writing run in threads of their own: the event loop goes on."""
 
-    def __init__(self, cache: AnswerCache, embedder: Embedder) -> None:
-        self._cache, self._embedder = cache, embedder
+    def __init__(self, stored: StoredAnswers, embedder: Embedder, client: Lookup) -> None:
+        self._stored, self._embedder, self._client = stored, embedder, client
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
+        self._waiting: deque[tuple[Asked, Vector, Sequence[Piece]]] = deque()
+        self._closed = False
 
     async def find(self, asked: Asked) -> tuple[Vector, Hit | None]:
-        """The question's vector, and the answer if there is one."""
+        """The question's vector, and the answer to the most similar question with its key, if that is alike."""
         loop = asyncio.get_running_loop()
         vector = (await loop.run_in_executor(self._embedding, self._embedder.embed, [asked.question]))[0]
-        return vector, self._cache.find(asked.key, vector)
+        hit = await self._look_up(asked.key, vector)
+        self._stored.count("miss" if hit is None else "hit", 1)
+        return vector, hit
+
+    async def _look_up(self, key: str, vector: Vector) -> Hit | None:
+        try:
+            async with asyncio.timeout(_LOOKUP_S):
+                result = await self._client.search(
+                    vector, 1, collection=ANSWERS, filter=self._stored.wanted(key), deadline_ms=_LOOKUP_S * 1e3
+                )
+            found = self._stored.found(result)
+            hit = found and Hit(_decoder.decode(found.text), found.similarity, found.age_s)
+        except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
+            self._stored.say("found", str(error) or "the pools have not answered in time")
+            return None
+        self._stored.say("found", "")
+        return hit
 
     def store(self, asked: Asked, vector: Vector, pieces: Sequence[Piece]) -> None:
-        """Keep a whole answer."""
-        self._cache.store(asked.key, vector, pieces)
+        """Keep a whole answer, in a moment; not where it is too large, or too many wait."""
+        if len(self._waiting) < _MOST_WAITING and not self._closed:
+            self._waiting.append((asked, vector, pieces))
+            self._writing.submit(self._write)
+
+    def _write(self) -> None:
+        """Store all that wait: they share a record, and its sync."""
+        answers = []
+        while self._waiting:
+            asked, vector, pieces = self._waiting.popleft()
+            try:
+                text = msgspec.json.encode(tuple(pieces)).decode()
+            except ValueError:  # a lone surrogate
+                continue
+            if len(text) <= _ANSWER_BYTES:
+                answers.append(Answer(_digest((asked.key, asked.question)), asked.key, vector, text))
+        if answers:
+            self._stored.keep(answers)
+
+    async def run(self) -> None:
+        """Keep the collection open and within its bounds until cancelled."""
+        renewed = -_RENEW_S
+        while True:
+            reason = self._client.unavailable.get(ANSWERS)
+            if not self._closed:
+                if reason and time.monotonic() >= renewed + _RENEW_S:
+                    renewed = time.monotonic()
+                    self._writing.submit(self._stored.renew, reason)
+                await self.tend()
+            await asyncio.sleep(_TEND_S)
+
+    async def tend(self) -> None:
+        """Have the collection open and within its bounds."""
+        await asyncio.get_running_loop().run_in_executor(self._writing, self._stored.tend)
+
+    def close(self) -> None:
+        """Nothing is stored from now on, so that another frontend may. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._writing.submit(self._stored.close)
+            self._writing.shutdown(wait=False)
+            self._embedding.shutdown(wait=False)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-
-
-def _unit(vector: Vector) -> Vector:
-    return np.asarray(vector / max(float(np.linalg.norm(vector)), 1e-30), np.float32)
-
-
-def _size(pieces: Sequence[Piece]) -> int:
-    """About the bytes that an answer holds."""
-    size = 0
-    for piece in pieces:
-        if isinstance(piece, Tokens):
-            size += len(piece.text) + 8 * (len(piece.token_ids) + len(piece.prompt_token_ids))
-        elif isinstance(piece, Retrieved):
-            size += sum(len(passage.text) + len(passage.title) + 64 for passage in piece.passages)
-    return size
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -19,16 +19,18 @@ from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import HttpSection
 from runtime.node.engine_config import ServedSection
-from runtime.node.metrics.columns import FrontendMetrics
+from runtime.node.metrics.columns import CacheEvent, FrontendMetrics
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
+from runtime.retrieval.answers import StoredAnswers
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.serving.frontend.answer_cache import AnswerCache, Event, PromptAnswers
+from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
@@ -133,8 +135,12 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
         writes = LiveWrites(places, search, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME))
+    answers = None
+    if config.stores_answers:
+        client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
+        answers = _answers(worker, client)
     service = Service(
-        link, search or NoSearch(), supervisor, _answers(worker), tokens, search, writes, readiness, supervisor.drain
+        link, search or NoSearch(), supervisor, answers, tokens, search, writes, readiness, supervisor.drain
     )
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
@@ -148,6 +154,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     server = _Server(http, worker)
 
     async def serve() -> None:
+        if answers is not None:
+            await answers.tend()
         if worker.epoch > 1:
             await _wait_for_workers(worker, lambda: missing_roles(service, settings))
         worker.ready()
@@ -156,10 +164,14 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     serving = asyncio.create_task(serve())
     loops = [
         asyncio.create_task(link.run()),
-        asyncio.create_task(_beat(worker, link, server, readiness, search, writes)),
+        asyncio.create_task(_beat(worker, link, server, readiness, search, writes, answers)),
     ]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
+    elif answers is not None:
+        loops.append(asyncio.create_task(client.run()))
+    if answers is not None:
+        loops.append(asyncio.create_task(answers.run()))
     try:
         # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -172,6 +184,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         link.close()
         if writes is not None:
             writes.close()
+        if answers is not None:
+            answers.close()
 
 
 async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
@@ -218,16 +232,15 @@ def _tokenizer(model: str) -> "Tokenizer":
     return Tokenizer.load(model_directory(model))
 
 
-def _answers(worker: Worker) -> PromptAnswers | None:
-    """The cache of answers, if the node has one. Raises ModelError for an embedder that is not there."""
+def _answers(worker: Worker, client: AsyncSearchClient) -> PromptAnswers:
+    """The cache of answers. Raises ModelError for an embedder that is not there."""
     limits = worker.plan.config.answer_cache
-    if not limits.enabled or worker.plan.config.model is None:
-        return None
+    embedder = load_embedder(limits.embedder)
 
-    def count(event: Event) -> None:
-        worker.table.add(FrontendMetrics.ANSWER_CACHE[event])
+    def count(event: CacheEvent, times: int) -> None:
+        worker.table.add(FrontendMetrics.ANSWER_CACHE[event], times)
 
-    return PromptAnswers(AnswerCache(limits, count), load_embedder(limits.embedder))
+    return PromptAnswers(StoredAnswers(worker.plan.answers, embedder.dim, limits, count), embedder, client)
 
 
 async def _beat(
@@ -237,6 +250,7 @@ async def _beat(
     readiness: Readiness,
     search: AsyncSearch | None,
     writes: LiveWrites | None,
+    answers: PromptAnswers | None,
 ) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
@@ -254,6 +268,8 @@ async def _beat(
         node_stops = worker.stopping and not worker.awaits_release  # else another frontend takes this one's place
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:
+            if answers is not None:  # the frontend that comes next may write then
+                answers.close()
             # A signal that came before the server listened to signals counts too.
             server.should_exit = server.should_exit or readiness.noticed or not node_stops
             stopping_at = stopping_at or time.monotonic()

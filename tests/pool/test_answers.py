@@ -1,0 +1,158 @@
+"""Stored answers in a pool: found through its rings by who writes them next too, whatever becomes of their files."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import ConfigError, InvalidRequest
+from runtime.node.config import AnswerCacheSection, parse_config
+from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.placement.plan import ANSWERS, NodePlan, resolve
+from runtime.pool.process import Timing
+from runtime.retrieval.answers import Answer, Found, StoredAnswers
+from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.search.async_client import AsyncSearchClient
+from runtime.retrieval.search.client import SearchClient
+from runtime.serving.frontend.answer_cache import Asked, PromptAnswers
+from runtime.serving.messages import Sampling, Tokens
+from runtime.testing.waiting import until
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.pools import attached
+
+DIM = 64
+LIMITS = AnswerCacheSection(enabled=True, embedder=f"hashing-{DIM}", threshold=0.9)
+IMPATIENT = Timing(control_ns=0, look_ns=1_000_000)
+EAST, NORTH = np.eye(DIM, dtype=np.float32)[:2]
+
+
+def plan(run_dir: Path, collection: Path | None = None, **pool: Any) -> NodePlan:
+    docs = [] if collection is None else [{"name": "docs", "path": str(collection)}]
+    cache = {"enabled": True, "embedder": LIMITS.embedder, "threshold": LIMITS.threshold}
+    model = {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}
+    node = {"run_dir": str(run_dir)}
+    return resolve(
+        parse_config({"node": node, "model": model, "answer_cache": cache, "collections": docs, "pool": pool})
+    )
+
+
+@pytest.fixture
+def make_stored(tmp_path: Path) -> Iterator[Callable[[], StoredAnswers]]:
+    made: list[StoredAnswers] = []
+
+    def make() -> StoredAnswers:
+        made.append(StoredAnswers(plan(tmp_path).answers, DIM, LIMITS, lambda event, times: None))
+        made[-1].tend()
+        return made[-1]
+
+    yield make
+    for stored in made:
+        stored.close()
+
+
+MakeStored = Callable[[], StoredAnswers]
+
+
+def find(client: SearchClient, stored: StoredAnswers, key: str, vector: Any) -> Found | None:
+    return stored.found(client.search(vector, 1, collection=ANSWERS, filter=stored.wanted(key)))
+
+
+def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
+    tmp_path: Path, collection: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
+) -> None:
+    planned = plan(tmp_path, collection)
+    make_pool(planned).start()
+    client, stored = attached(make_client(planned)), make_stored()
+    stored.keep([Answer("1", "mine", EAST, "one"), Answer("2", "theirs", NORTH, "two")])
+    until(lambda: find(client, stored, "mine", EAST) is not None)
+    assert find(client, stored, "mine", NORTH) is None
+    assert find(client, stored, "theirs", EAST) is None
+    with pytest.raises(InvalidRequest, match="key"):
+        client.search(EAST, 1, collection=ANSWERS)
+
+
+def test_a_node_without_collections_has_a_pool_for_its_stored_answers_alone(
+    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
+) -> None:
+    planned = plan(tmp_path)
+    make_pool(planned).start()
+    client, stored = attached(make_client(planned)), make_stored()
+    stored.keep([Answer("1", "k", EAST, "one")])
+    until(lambda: find(client, stored, "k", EAST) is not None)
+
+
+def test_answers_outlive_their_frontend_and_the_pool(
+    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
+) -> None:
+    planned = plan(tmp_path)
+    pool = make_pool(planned).start()
+    first = make_stored()
+    first.keep([Answer("1", "k", EAST, "one")])
+    first.close()
+    second, client = make_stored(), attached(make_client(planned))
+    until(lambda: find(client, second, "k", EAST) is not None)
+    pool.close()
+    client.close()
+    make_pool(planned, epoch=2).start()
+    again = attached(make_client(planned))
+    found = find(again, second, "k", EAST)
+    assert found is not None
+    assert found.text == "one"
+
+
+def test_a_reload_of_every_collection_leaves_stored_answers_as_they_are(
+    tmp_path: Path, collection: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
+) -> None:
+    planned = plan(tmp_path, collection)
+    pool = make_pool(planned).start()
+    client, stored = attached(make_client(planned)), make_stored()
+    stored.keep([Answer("1", "k", EAST, "one")])
+    until(lambda: find(client, stored, "k", EAST) is not None)
+    pool.table.set_knob("reload", 1.0)
+    until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0)
+    assert find(client, stored, "k", EAST) is not None
+
+
+def test_a_collection_that_was_removed_or_begun_anew_is_served_again(
+    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
+) -> None:
+    planned = plan(tmp_path)
+    make_pool(planned, timing=IMPATIENT).start()
+    client, stored = attached(make_client(planned)), make_stored()
+    for number in range(2):
+        stored.keep([Answer("1", "k", EAST, f"{number}")])
+
+        def served(text: str = str(number)) -> bool:
+            found = find(client, stored, "k", EAST)
+            return found is not None and found.text == text
+
+        until(served)
+        shutil.rmtree(planned.answers)
+
+
+def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClient, make_stored: MakeStored) -> None:
+    client = AsyncSearchClient(make_client(plan(tmp_path)))
+    answers = PromptAnswers(make_stored(), load_embedder(LIMITS.embedder), client)
+    asked = Asked.of("", "m", "why?", Sampling(8), None, seeded=False)
+    assert asked is not None
+
+    async def look_up() -> Any:
+        running = asyncio.create_task(client.run())
+        try:
+            vector, hit = await answers.find(asked)
+            answers.store(asked, vector, (Tokens("a", "one", (1,), "stop"),))
+            return hit
+        finally:
+            running.cancel()
+
+    assert asyncio.run(look_up()) is None
+    answers.close()
+
+
+def test_a_pool_on_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"answer_cache\.enabled: .* pools on CPUs .* pool\.devices has 'cuda:0'"):
+        plan(tmp_path, devices=["cuda:0"])
