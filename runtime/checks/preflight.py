@@ -2,6 +2,7 @@
 model and its KV."""
 
 import contextlib
+import importlib
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -84,6 +85,8 @@ def check_without_start(plan: NodePlan) -> None:
             check_embedder(answers.embedder)
         except ModelError as error:
             raise ConfigError(f"answer_cache.embedder: {error.message}") from error
+    if plan.config.tracing.enabled:
+        _check_tracing()
     if plan.config.own_model is not None:
         _check_model(plan, plan.config.own_model)
     if isinstance(plan.config.model, VllmSection):
@@ -91,6 +94,17 @@ def check_without_start(plan: NodePlan) -> None:
         check_transfer(plan.config.model, nixl=installed(plan.config.model).nixl)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
+
+
+def _check_tracing() -> None:
+    try:
+        importlib.import_module("opentelemetry.sdk.trace")
+        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.enabled: {error}; install with: python -m pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http"
+        ) from error
 
 
 def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> None:

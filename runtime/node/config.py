@@ -299,6 +299,16 @@ class SloSection(Section, frozen=True):
     objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
 
 
+class TracingSection(Section, frozen=True):
+    """Requests and searches as OpenTelemetry spans, off by default; needs the extra [otel].
+
+    Where they go, how many, and under which name, the standard variables say: OTEL_EXPORTER_OTLP_ENDPOINT (over HTTP),
+    OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_BSP_MAX_QUEUE_SIZE and the others.
+    """
+
+    enabled: bool = False
+
+
 class AnswerCacheSection(Section, frozen=True):
     """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
 
@@ -352,6 +362,7 @@ class NodeConfig(Section, frozen=True):
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
+    tracing: TracingSection = TracingSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()
 

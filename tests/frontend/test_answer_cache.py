@@ -1,6 +1,7 @@
 """Stored answers: given for like questions of the same kind and the same tenant, for a while, and never beyond."""
 
 import errno
+import os
 import shutil
 import stat
 import threading
@@ -13,9 +14,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from runtime.errors import Unavailable
+from runtime.errors import CollectionBusy, Unavailable
 from runtime.retrieval.answers import Answer
-from runtime.retrieval.live.disk import Disk
+from runtime.retrieval.live.disk import Disk, locked
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MOST_CHARS, Asked
@@ -180,7 +181,8 @@ def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
 ) -> None:
     first = Stand(tmp_path / "answers")
     first.store(asked(), ONE)
-    first.stored.close()
+    first.answers.close()
+    until(lambda: _unlocked(first.directory))
     damaged = first.directory / name
     if damaged.is_dir():
         shutil.rmtree(damaged)
@@ -234,7 +236,7 @@ def _no_room(disk: Disk, fd: int, content: bytes) -> None:
 def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = threading.Event()
+    wait, others = threading.Event(), set(threading.enumerate())
     sync = Disk.sync
 
     def slow(disk: Disk, fd: int) -> None:
@@ -248,7 +250,7 @@ def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
     wait.set()
     until(lambda: stand.counts["evicted"] > 0)
     stand.answers.close()
-    until(lambda: not any(thread.name.startswith("store-answer") for thread in threading.enumerate()))
+    until(lambda: not any(one.name.startswith("store-answer") for one in set(threading.enumerate()) - others))
     assert 64 <= stand.counts["stored"] <= 129, "64 wait, beside those that are being written"
 
 
@@ -261,6 +263,13 @@ def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
     # Of 640: fewer than 256 rows are in the log, and a segment was sealed with a batch that had yet to make room.
     until(lambda: _size(stand.directory) < 450 * len(text), what="segments without what was deleted")
     stand.answers.close()
+
+
+def _unlocked(directory: Path) -> bool:
+    with suppress(CollectionBusy):
+        os.close(locked(directory))
+        return True
+    return False
 
 
 def _size(directory: Path) -> int:

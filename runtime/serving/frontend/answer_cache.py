@@ -26,8 +26,7 @@ from runtime.node.placement.plan import ANSWERS
 from runtime.retrieval.answers import Answer, StoredAnswers
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.search.results import SearchResult
-from runtime.serving.frontend.requests import Relayed
-from runtime.serving.frontend.requests import Piece
+from runtime.serving.frontend.requests import Piece, Relayed
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 
 MOST_CHARS = 800  # of a question: an embedder does not see what comes later in a long one

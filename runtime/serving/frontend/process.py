@@ -42,6 +42,7 @@ from runtime.serving.http.tokenize import Tokens
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
+    from runtime.serving.frontend.spans import Spans
     from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -111,9 +112,12 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     link = await make_engine(worker, measures, search or NoSearch())
     own, served = config.own_model, config.model
+    model = ModelInfo.read(own.name).name if own else served.name if served else ""
+    spans = _spans(config.node.name, model) if config.tracing.enabled else None
+    link.traces.spans = spans
     keys = read_api_keys(config)
     settings = Settings(
-        model=ModelInfo.read(own.name).name if own else served.name if served else "",
+        model=model,
         context_tokens=served.context_tokens if served else 0,
         collections=library.dims,
         host=config.http.host,
@@ -186,6 +190,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
             writes.close()
         if answers is not None:
             answers.close()
+        if spans is not None:
+            spans.close()
 
 
 async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
@@ -224,6 +230,12 @@ def _connection_limits(http: HttpSection) -> ConnectionLimits:
         http.max_connections,
         http.max_connections_per_peer,
     )
+
+
+def _spans(node: str, model: str) -> "Spans":
+    from runtime.serving.frontend.spans import Spans, otlp_provider  # an extra, of which few have need
+
+    return Spans(otlp_provider(node), model)
 
 
 def _tokenizer(model: str) -> "Tokenizer":

@@ -9,14 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from runtime.errors import InvalidRequest, UnknownRequest
 from runtime.serving import stages
 from runtime.serving.frontend.requests import Ended, Piece, Request
-from runtime.serving.messages import Probe, ProbeOutcome, Tokens
+from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
 
 SENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
 MAX_PROBES = 256  # kept of one request; of the others only their number
@@ -67,12 +67,22 @@ class Trace(msgspec.Struct, frozen=True):
     client_id: str = ""
 
 
+class SpanMaker(Protocol):
+    """Who tells somebody else of every request, too."""
+
+    def begun(
+        self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
+    ) -> Callable[[Trace], None]:
+        """A request was accepted, or a search alone (no `generation`); what is called with its trace at its end."""
+
+
 @dataclass(slots=True)
 class _Notes:
     id: str
     client_id: str
     stamps: dict[str, int]
     request: Request | None = None  # None: a search alone
+    span_ended: Callable[[Trace], None] | None = None
     probes: list[Probe] = field(default_factory=list)
     probes_left_out: int = 0
     passages: int = 0
@@ -90,15 +100,16 @@ class Traces:
         self._running: dict[str, _Notes] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
         self.client_names: dict[str, str] = {}  # client's id → ours, of those above
+        self.spans: SpanMaker | None = None
 
     def begun(self, request: Request, client_id: str = "") -> None:
         """A request was accepted."""
-        stamps = {stages.RECEIVED: request.generation.received_ns}
-        self._begin(_Notes(request.id, client_id, stamps, request))
+        asked = request.generation
+        self._begin(_Notes(request.id, client_id, {stages.RECEIVED: asked.received_ns}, request), asked.retrieval)
 
-    def search_begun(self, search_id: str, client_id: str = "") -> None:
+    def search_begun(self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None) -> None:
         """A search alone was accepted."""
-        self._begin(_Notes(search_id, client_id, {stages.RECEIVED: self._clock()}))
+        self._begin(_Notes(search_id, client_id, {stages.RECEIVED: self._clock()}), retrieval)
 
     def told(self, request: Request, piece: Piece) -> None:
         """A worker has said something of it."""
@@ -146,13 +157,18 @@ class Traces:
             f"no trace of request {request_id!r}: it never was, or {self._keep} others have ended since", "request_id"
         )
 
-    def _begin(self, notes: _Notes) -> None:
+    def _begin(self, notes: _Notes, retrieval: Retrieval | None) -> None:
         self._running[notes.id] = notes
+        if self.spans is not None:
+            asked = None if notes.request is None else notes.request.generation
+            notes.span_ended = self.spans.begun(notes.stamps[stages.RECEIVED], asked, retrieval)
         if notes.client_id:
             self.client_names[notes.client_id] = notes.id
 
     def _end(self, notes: _Notes, state: str) -> None:
-        self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
+        found = self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
+        if notes.span_ended is not None:
+            notes.span_ended(found)
         while len(self._ended) > self._keep:
             _, forgotten = self._ended.popitem(last=False)
             if self.client_names.get(forgotten.client_id) == forgotten.id:

@@ -25,6 +25,7 @@ from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import Access
 from runtime.serving.http.tokenize import Tokens
+from runtime.serving.messages import Retrieval
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Searches:
         wanted = access.wanted(collection, body.filter)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
-        self._traces.search_begun(request_id, client_id)
+        self._traces.search_begun(request_id, client_id, Retrieval(collection, body.k))
         state, found = "internal_error", 0
         self._running += 1
         try:
