@@ -4,7 +4,7 @@ Its loop looks around between two steps only, as the real one's does: what comes
 probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
 steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
 a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
-youngest row makes room and is computed again (there is no swap space here). A prompt that comes without KV is computed
+youngest row makes room and is computed again (there are no KV tiers here). A prompt that comes without KV is computed
 in chunks beside the steps of the others.
 """
 
