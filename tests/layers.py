@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 ORDER = ("e2e", "process", "unit")
 
 PROCESS = {
+    "benchmarks": ("test_live_node",),
     "cuda": (
         "test_compiled_functions", "test_compiler", "test_kernels", "test_launches", "test_launch_bindings",
         "test_planted",
