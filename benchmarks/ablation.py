@@ -101,8 +101,8 @@ VARIANTS = (
     Variant("no room kept in the queue", _SETTINGS, "self.queue - self.queue // 4", "self.queue"),
     Variant("no credit", _POLICY, "float(w[at.AGING_NS]))", "0.0)"),
     Variant("credit pauses nobody at once", _POLICY, "pressed = credit or ", "pressed = "),
-    Variant("no bursts", _POLICY, "credit and (there > owed or", "w[at.RULES] < 0 and (there > owed or"),
-    Variant("each prefill query a burst", _POLICY, "credit and (there > owed or", "credit and (there > 0 or"),
+    Variant("no bursts", _POLICY, "credit and cheap and (there > owed or", "w[at.RULES] < 0 and (there > owed or"),
+    Variant("each prefill query a burst", _POLICY, "cheap and (there > owed or", "cheap and (there > 0 or"),
     Variant("no turns", _POLICY, "if decode and w[at.RULES] == at.TRINITY:", "if decode and w[at.RULES] < 0:"),
     Variant(
         "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and not w[at.QUEUED]", "if not w[at.RULES] + 1"
