@@ -47,7 +47,7 @@ from runtime.pool.queues import before, leave, list_in, note, push, queue_of, ta
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH, _MOST_STRETCH = 1.2, 6.0
-_BURST_COST = 1.1
+_BURST_COST = 1.15
 _WATCHED_NS = 1_000_000_000
 
 
