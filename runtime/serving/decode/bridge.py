@@ -160,7 +160,7 @@ class Bridge:
             assert isinstance(arrival.request, Decode)
             assert arrival.transfer is not None
             assert arrival.table is not None
-            pull = arrival.transfer if isinstance(arrival.transfer, Transfer) else None  # else it is loaded from a tier
+            pull = None if isinstance(arrival.transfer, Load) else arrival.transfer  # or it is loaded from a tier
             before = pull.busy_ns if pull else 0
             try:
                 done = arrival.transfer.step(for_ns)
