@@ -228,8 +228,8 @@ def run_workers(
     """The stamps of every request, in the order of their ends. `search_s`: what the pool takes; `passages`: whether
     probes bring some."""
     clock = Clock()
-    own = {"model": {"name": str(model), "context_tokens": 2048}, "kv": {"host_mib": 0}}  # nothing of other runs is found
-    plan = resolve(parse_config(own | sections))
+    alone = {"kv": {"host_mib": 0}}  # what other runs have computed is not found
+    plan = resolve(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **alone, **sections}))
     assert plan.config.own_model is not None
     handover = Handover(clock, 1 << 26, plan.config.prefill.slots)
     transport: Any = SimpleNamespace(
