@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.folder, self.seed, self.data = folder, int(options.seed), options.data
         self.scale = float(options.scale)
+        self.numbers = count()  # of its prompts, by which no two begin alike
         self.truth = options.model == "smollm2"
         if self.truth:
             self.model, embedder = "smollm2-135m-instruct", "all-minilm-l6-v2"
@@ -85,8 +87,13 @@ class Bench:
     # ---- requests
 
     def body(self, random: np.random.Generator, prompt_tokens: int, output_tokens: int, **more: Any) -> Body:
-        """A completion of random tokens: nothing of its prompt is in any cache."""
+        """A completion of random tokens: nothing of its prompt is in a cache or a KV tier, of other runs with this seed
+        either."""
         prompt = random.integers(3, self.info.vocabulary, prompt_tokens).tolist()
+        number = next(self.numbers)
+        for place in range(min(3, prompt_tokens)):
+            number, digit = divmod(number, self.info.vocabulary - 3)
+            prompt[place] = 3 + digit
         return self.of_prompt(prompt, output_tokens, **more)
 
     def of_prompt(self, prompt: str | Sequence[int], output_tokens: int, **more: Any) -> Body:

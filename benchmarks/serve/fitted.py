@@ -39,7 +39,7 @@ _WORDS = ("list", "class", "import", "yield", "tuple", "string", "module", "loop
 def asked(bench: Bench, random: np.random.Generator, tokens: int, answer: int, *, retrieval: bool = True) -> Body:
     """A chat of about `tokens` tokens that begins as no other does: passages come behind the system's message, so that
     nothing of a prompt is in a cache."""
-    system = {"role": "system", "content": f"This is case {int(random.integers(10**15)):015d}."}
+    system = {"role": "system", "content": f"This is case {next(bench.numbers):015d}."}
     words = " ".join(random.choice(_WORDS, tokens // 4 + 1))[:tokens]  # a token is a byte
     more: dict[str, Any] = {"retrieval": _RETRIEVAL} if retrieval else {}
     return bench.of_chat([system, {"role": "user", "content": words}], answer, **more)
