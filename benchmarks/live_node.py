@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks.common.report import table
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.live import build
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.writer import LiveWriter
@@ -71,7 +72,7 @@ class Live:
         """Processes that merge segments, or seal them beside the writer."""
         try:
             children = psutil.Process(self.node.pid("frontend-0")).children()
-            return [child.pid for child in children if "runtime.retrieval.live.maintenance" in child.cmdline()]
+            return [child.pid for child in children if build.__name__ in child.cmdline()]
         except psutil.Error:
             return []
 
