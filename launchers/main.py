@@ -63,9 +63,11 @@ def serve(
     simulate_gpus: Annotated[
         int, typer.Option(help="Run the layout of so many GPUs on the CPU, each GPU a name alone.", min=0)
     ] = 0,
+    name: Annotated[str, typer.Option(help="The node's name, instead of the file's: several can run from one.")] = "",
+    port: Annotated[int | None, typer.Option(help="The port of HTTP, instead of the file's; 0: any free one.")] = None,
 ) -> None:
     """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
-    settings = load_config(config)
+    settings = load_config(config, name, port)
     if quiet and LEVELS[settings.log.level] < logging.WARNING:
         settings = replace(settings, log=replace(settings.log, level="warning"))
     log = logging.getLogger("supervisor")

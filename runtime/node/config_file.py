@@ -14,8 +14,11 @@ _MOST_NAME = 255  # bytes: Linux's NAME_MAX
 _MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
 
 
-def load_config(path: Path) -> NodeConfig:
-    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`."""
+def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConfig:
+    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`.
+
+    name, port: take the place of those in the file, so that several nodes can run from one.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -29,6 +32,9 @@ def load_config(path: Path) -> NodeConfig:
     except (ValueError, RecursionError) as error:  # beside the parser's own: a number of 5,000 digits, arrays in arrays
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     try:
+        for section, key, value in (("node", "name", name or None), ("http", "port", port)):
+            if value is not None and isinstance(found := raw.setdefault(section, {}), dict):
+                found[key] = value
         return _absolute(parse_config(raw), path.resolve().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error

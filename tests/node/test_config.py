@@ -155,3 +155,15 @@ def test_a_path_that_cannot_be_one_is_refused_when_the_file_is_read(tmp_path: Pa
     with pytest.raises(ConfigError, match=message) as refused:
         load_config(tmp_path / "node.toml")
     assert "\n" not in refused.value.message
+
+
+def test_several_nodes_run_from_one_file_by_names_and_ports_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('[node]\nname = "one"\ndrain_s = 5.0\n[[collections]]\nname = "docs"\npath = "docs"\n')
+    config = load_config(file, "two", 0)
+    assert (config.node.name, config.node.drain_s, config.http.port) == ("two", 5.0, 0)
+    assert load_config(file).node.name == "one"
+    with pytest.raises(ConfigError, match=r"node\.name"):
+        load_config(file, "a/b")
+    with pytest.raises(ConfigError, match=r"http\.port"):
+        load_config(file, port=70_000)

@@ -1,0 +1,200 @@
+"""Ray Serve in front of nodes (the extra `ray`): each replica starts a node, passes requests on to it, and ends it.
+
+serve run launchers.fleet.ray_serve:nodes config=/etc/trinity/node.toml most=4
+"""
+
+import asyncio
+import math
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from runtime.errors import Unavailable
+from runtime.node.config_file import load_config
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.node.placement.plan import default_run_dir
+from runtime.node.run_dir import find_node
+from runtime.serving.http.answers import error_json
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
+_OF_ONE_NODE = ("/drain", "/metrics")  # asked of that node, not through what stands in front of several
+_OF_A_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authenticate",
+                    "proxy-authorization", "proxy-connection"}  # fmt: skip
+_OF_RAY = _OF_A_CONNECTION | {"date", "server", "x-request-id"}  # which it says itself; the id is the same
+_LOOK_S = 0.2
+_HEALTH_S = 5.0
+_STOP_S = 120.0
+_MOST_OF_ONE = 4096  # the node has limits of its own, and answers what is over them
+_GAUGES = {
+    "waiting": (str(PrefillMetrics.WAITING), str(DecodeMetrics.WAITING)),
+    "in_flight": (str(FrontendMetrics.IN_FLIGHT),),
+}
+
+
+class Fleet(BaseModel):
+    """config: the nodes' TOML file, at this path on each machine; a replica gives its node a name and a port of its
+    own. target: requests that one node should have in flight. unavailable_s: how long /health may fail before the
+    node is replaced; its supervisor restarts workers by itself. gpus: what Ray sets aside for a node."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: str
+    least: Annotated[int, Field(ge=1, le=1024)] = 1
+    most: Annotated[int, Field(ge=1, le=1024)] = 1
+    target: Annotated[float, Field(gt=0, le=1e6)] = 16.0
+    gpus: Annotated[float, Field(ge=0, le=64)] = 0.0
+    unavailable_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
+    look_back_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
+
+
+def nodes(fleet: Fleet) -> serve.Application:
+    """What Ray Serve runs. Raises `ConfigError` for a file that no node would start with."""
+    path = Path(fleet.config).resolve()
+    load_config(path)
+    scaling = AutoscalingConfig(
+        min_replicas=fleet.least,
+        initial_replicas=fleet.least,
+        max_replicas=max(fleet.least, fleet.most),
+        target_ongoing_requests=fleet.target,
+        look_back_period_s=fleet.look_back_s,
+        metrics_interval_s=min(10.0, fleet.look_back_s / 2),
+        upscale_delay_s=fleet.look_back_s,
+        policy=AutoscalingPolicy(policy_function=by_load),
+    )
+    deployed = serve.deployment(
+        serve.ingress()(_Node),
+        name="trinity",
+        autoscaling_config=scaling,
+        ray_actor_options={"num_gpus": fleet.gpus},
+        max_ongoing_requests=_MOST_OF_ONE,
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_timeout_s=_STOP_S,
+    )
+    return deployed.bind(str(path), fleet.unavailable_s)
+
+
+def by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """How many nodes there should be: so many that each has the target in flight, and one more than there are while
+    requests wait in all of them."""
+    metrics = context.aggregated_metrics or {}
+    waiting = metrics.get("waiting", {}).values()
+    in_flight = sum(metrics.get("in_flight", {}).values()) + (context.total_queued_requests or 0.0)
+    wanted = math.ceil(in_flight / context.config.target_ongoing_requests)
+    if len(waiting) >= context.current_num_replicas and min(waiting, default=0.0) >= 1:
+        wanted = max(wanted, context.current_num_replicas + 1)
+    return max(wanted, 1), {}
+
+
+class _Node:
+    """A replica: a node, and what passes requests on to it."""
+
+    async def __init__(self, config: str, unavailable_s: float) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._unavailable_s = unavailable_s
+        name = f"ray-{serve.get_replica_context().replica_id.unique_id}"
+        options = ["--config", config, "--name", name, "--port", "0", "--quiet", "--with-parent"]
+        self._process = subprocess.Popen([sys.executable, "-m", "launchers.main", "serve", *options])
+        self._client = aiohttp.ClientSession(
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),  # below the node's idle_timeout_s
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._url = await self._started(load_config(Path(config), name).node.run_dir or default_run_dir(name))
+        self._well_at = time.monotonic()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return Starlette(routes=[Route("/{path:path}", self._forward, methods=_METHODS)])
+
+    # ---- what Ray asks
+
+    async def check_health(self) -> None:
+        """Raises `Unavailable` for a node that has ended, or was unavailable for long: Ray replaces it after three."""
+        if self._process.poll() is not None:
+            raise Unavailable(f"the node has ended with exit code {self._process.returncode}")
+        if await self._healthy(self._url):
+            self._well_at = time.monotonic()
+        elif (ill_s := time.monotonic() - self._well_at) > self._unavailable_s:
+            raise Unavailable(f"its /health has failed for {ill_s:.0f} s, the limit is {self._unavailable_s:g} s")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The node's requests that wait for a worker or for room, and all that it has; {} if it is silent."""
+        try:
+            async with self._client.get(f"{self._url}/metrics") as answer:
+                answer.raise_for_status()
+                series = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines() if line[:1] != "#"]
+        except aiohttp.ClientError:
+            return {}
+        return {
+            name: sum(float(value) for of, value in series if of.split("{")[0] in named)
+            for name, named in _GAUGES.items()
+        }
+
+    async def __del__(self) -> None:
+        """Ray has sent it nothing more, and what it had has ended."""
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        await self._client.close()
+
+    # ---- its node
+
+    async def _started(self, run_dir: str | Path) -> str:
+        """Its URL, once it is ready. Raises `Unavailable` if it ends before."""
+        while self._process.poll() is None:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                found = find_node(Path(run_dir))
+            except Unavailable:
+                continue
+            if found.pid == self._process.pid and await self._healthy(found.url):
+                return found.url
+        raise Unavailable(f"the node ended with exit code {self._process.returncode} before it was ready")
+
+    async def _healthy(self, url: str) -> bool:
+        try:
+            async with self._client.get(f"{url}/health", timeout=aiohttp.ClientTimeout(2.0)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _forward(self, request: Request) -> Response:
+        """Any request, as it came; the answer's bytes go on as they come."""
+        if request.url.path in _OF_ONE_NODE:
+            return Response(status_code=404)
+        asked = [(name, value) for name, value in request.headers.items() if name not in _OF_A_CONNECTION]
+        asked.append(("x-forwarded-for", request.client.host if request.client else "unknown"))
+        url = f"{self._url}{request.scope['path']}" + (f"?{request.url.query}" if request.url.query else "")
+        try:
+            answer = await self._client.request(
+                request.method, url, headers=asked, data=await request.body() or None, allow_redirects=False
+            )
+        except aiohttp.ClientError as error:
+            trouble = Unavailable(f"the node does not answer: {type(error).__name__}: {error}")
+            return JSONResponse(error_json(trouble), status_code=503, headers={"Retry-After": "1"})
+        passed = StreamingResponse(_body(answer), answer.status)
+        headers = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]
+        passed.raw_headers = [(name.encode(), value) for name, value in headers if name not in _OF_RAY]
+        return passed
+
+
+async def _body(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Raises what breaks it off. When nobody reads on, the node is told by the end of its connection."""
+    try:
+        async for part in answer.content.iter_any():
+            yield part
+    finally:
+        answer.close()
