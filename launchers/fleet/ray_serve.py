@@ -5,6 +5,7 @@ serve run launchers.fleet.ray_serve:nodes config=/etc/trinity/node.toml most=4
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 import time
@@ -30,8 +31,7 @@ from runtime.serving.http.answers import error_json
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 _OF_ONE_NODE = ("/drain", "/metrics")  # asked of that node, not through what stands in front of several
-_OF_A_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authenticate",
-                    "proxy-authorization", "proxy-connection"}  # fmt: skip
+_OF_A_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
 _OF_RAY = _OF_A_CONNECTION | {"date", "server", "x-request-id"}  # which it says itself; the id is the same
 _LOOK_S = 0.2
 _HEALTH_S = 5.0
@@ -113,6 +113,7 @@ class _Node:
         )
         self._url = await self._started(load_config(Path(config), name).node.run_dir or default_run_dir(name))
         self._well_at = time.monotonic()
+        self._watch = asyncio.create_task(self._end_with_node())
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(routes=[Route("/{path:path}", self._forward, methods=_METHODS)])
@@ -120,9 +121,7 @@ class _Node:
     # ---- what Ray asks
 
     async def check_health(self) -> None:
-        """Raises `Unavailable` for a node that has ended, or was unavailable for long: Ray replaces it after three."""
-        if self._process.poll() is not None:
-            raise Unavailable(f"the node has ended with exit code {self._process.returncode}")
+        """Raises `Unavailable` for a node that was unavailable for long: Ray replaces it after three."""
         if await self._healthy(self._url):
             self._well_at = time.monotonic()
         elif (ill_s := time.monotonic() - self._well_at) > self._unavailable_s:
@@ -136,18 +135,13 @@ class _Node:
                 series = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines() if line[:1] != "#"]
         except aiohttp.ClientError:
             return {}
-        return {
-            name: sum(float(value) for of, value in series if of.split("{")[0] in named)
-            for name, named in _GAUGES.items()
-        }
+        return {key: sum(float(value) for of, value in series if of.split("{")[0] in _GAUGES[key]) for key in _GAUGES}
 
     async def __del__(self) -> None:
         """Ray has sent it nothing more, and what it had has ended."""
+        self._watch.cancel()
         self._process.terminate()
-        try:
-            await asyncio.to_thread(self._process.wait, _STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        await asyncio.to_thread(self._process.wait)  # it takes drain_s at most
         await self._client.close()
 
     # ---- its node
@@ -163,6 +157,12 @@ class _Node:
             if found.pid == self._process.pid and await self._healthy(found.url):
                 return found.url
         raise Unavailable(f"the node ended with exit code {self._process.returncode} before it was ready")
+
+    async def _end_with_node(self) -> None:
+        """Without its node it has no answers: Ray sends requests to others as soon as it is gone."""
+        while self._process.poll() is None:
+            await asyncio.sleep(_LOOK_S)
+        os._exit(1)
 
     async def _healthy(self, url: str) -> bool:
         try:
@@ -183,7 +183,7 @@ class _Node:
                 request.method, url, headers=asked, data=await request.body() or None, allow_redirects=False
             )
         except aiohttp.ClientError as error:
-            trouble = Unavailable(f"the node does not answer: {type(error).__name__}: {error}")
+            trouble = Unavailable(f"the node does not answer: {type(error).__name__}")
             return JSONResponse(error_json(trouble), status_code=503, headers={"Retry-After": "1"})
         passed = StreamingResponse(_body(answer), answer.status)
         headers = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]

@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,10 @@ from ray import serve
 
 from benchmarks.balancers import free_port
 from launchers.fleet.ray_serve import Fleet, by_load, nodes
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.testing.waiting import eventually
+from runtime.testing.waiting import eventually, until
 from tests.e2e.conftest import CONFIG
 from tests.fleet.load import load, more
 
@@ -31,7 +32,11 @@ LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 1500, "stream": Tr
 
 def running() -> list[NodeInfo]:
     """The nodes of replicas."""
-    return [find_node(path.parent) for path in nodes_dir().glob("ray-*/node.json")]
+    found = []
+    for path in nodes_dir().glob("ray-*"):
+        with suppress(Unavailable):  # it was killed there
+            found.append(find_node(path))
+    return found
 
 
 def replicas() -> int:
@@ -83,16 +88,18 @@ def test_what_a_node_says_goes_through_as_it_comes(client: httpx.Client) -> None
 
 
 def test_a_client_that_goes_ends_its_request_in_the_node(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/completions", json=LONG) as answer:
-        next(answer.iter_raw())
     (node,) = running()
-    cancelled = 'trinity_requests_total{outcome="cancelled"'
 
-    def ended() -> bool:
+    def hang_up() -> None:  # again and again: an answer may be whole before
+        with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            next(answer.iter_raw())
+
+    def ended() -> list[str]:
         lines = httpx.get(f"{node.url}/metrics", trust_env=False).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(cancelled)) == 1
+        counts = [line for line in lines if line.startswith("trinity_requests_total") and 'outcome="cancelled"' in line]
+        return [line for line in counts if not line.endswith(" 0.0")]
 
-    eventually(ended, 60, "the request to be cancelled")
+    until(ended, hang_up, what="a request to be cancelled")
 
 
 def test_a_second_node_starts_under_load_and_one_that_is_killed_is_accounted_for_and_replaced(url: str) -> None:
@@ -109,7 +116,7 @@ def test_a_second_node_starts_under_load_and_one_that_is_killed_is_accounted_for
         more(outcomes, 40)
         assert len(outcomes.lost) == lost
     assert len(outcomes.ended) == outcomes.sent
-    assert all(one.begun or '"unavailable"' in one.error for one in outcomes.lost)
+    assert {one.error[:3] for one in outcomes.lost if not one.begun} <= {"500", "503"}  # told so: Ray repeats nothing
 
 
 def asked(nodes: int, waiting: list[float], in_flight: list[float], queued: float = 0.0) -> int:
