@@ -26,6 +26,7 @@ defaults
     timeout http-request 10s
     timeout http-keep-alive 60s                  # below the nodes' idle_timeout_s
     timeout queue 30s
+    timeout check 2s                             # of /health, as with the other balancers
     option http-buffer-request                   # what was sent on before it was whole is not repeated
     option redispatch 1                          # a repeated request goes to another node
     retries 3
