@@ -12,7 +12,7 @@ PROCESS = {
     ),
     "dashboards": ("test_live", "test_preview", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_parts", "test_vllm_stages"),
-    "fleet": ("test_configurations",),
+    "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
     "integrations": ("test_mcp",),
