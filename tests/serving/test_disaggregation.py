@@ -158,10 +158,11 @@ def test_prompts_are_computed_in_chunks_beside_the_batch_which_goes_on(start: St
     workers.submit("long", list(range(160)), 5)
     while not workers.decodes["decode-0"].busy or workers.metric("decode-0", DecodeMetrics.RUNNING) < 2:
         workers.round()
-    before = len(workers.told["short"].tokens)
-    while not workers.told["long"].tokens:
+    generated = [workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS)]
+    while len(generated) < 2 or generated[-1] - generated[-2] < 2:  # until the long prompt's first token
         workers.round()
-    assert 9 <= len(workers.told["short"].tokens) - before <= 11, "a token for each of ten chunks"
+        generated.append(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS))
+    assert np.diff(generated).tolist() == [1.0] * 8 + [2.0], "one of the short one's with each of nine more chunks"
     workers.run()
     assert workers.told["short"].tokens == reference.generate([1, 2, 3], 60)
     assert workers.told["long"].tokens == reference.generate(list(range(160)), 5)
