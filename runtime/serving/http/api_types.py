@@ -36,6 +36,12 @@ def parse(kind: type[Body], body: bytes) -> Body:
     return validated(kind, known)
 
 
+def check_bytes(size: int, most: int, param: str) -> None:
+    """Raises InvalidRequest for a text of more bytes than `most`."""
+    if size > most:
+        raise InvalidRequest(f"{param} has {size} bytes, the limit is {most}", param)
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """A body as JSON. Raises InvalidRequest unless it is an object."""
     try:

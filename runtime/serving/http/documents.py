@@ -1,6 +1,6 @@
 """PUT and DELETE /v1/collections/{name}/documents: writing to live collections; and how they are."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -13,9 +13,7 @@ from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
-from runtime.serving.http.guard import access_of
-
-ReadBody = Callable[[Request], Awaitable[bytes]]
+from runtime.serving.http.guard import ReadBody, access_of
 
 
 def _many(value: object) -> object:

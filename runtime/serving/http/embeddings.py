@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 import numpy as np
@@ -16,12 +15,11 @@ from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, parse, wrong
+from runtime.serving.http.guard import ReadBody
 from runtime.serving.http.service import Catalogue
 
 MAX_INPUTS = 2048
 _AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
-
-ReadBody = Callable[[Request], Awaitable[bytes]]
 
 
 def _input(value: object) -> object:

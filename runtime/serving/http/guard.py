@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -163,6 +163,9 @@ class HostNotAllowed(InvalidRequest):
 
     code = "host_not_allowed"
     status = 403
+
+
+ReadBody = Callable[[Request], Awaitable[bytes]]  # a request's body, within the limits of its node
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:

@@ -42,6 +42,7 @@ from runtime.serving.http.api_types import (
     CompletionBody,
     GenerateBody,
     RetrievalBody,
+    check_bytes,
     parse,
 )
 from runtime.serving.http.documents import DocumentRoutes
@@ -62,7 +63,7 @@ from runtime.serving.http.guard import (
     sent_id,
 )
 from runtime.serving.http.service import NoCatalogue, Searches, Service, Settings, missing_roles
-from runtime.serving.http.tokenize import TokenizeBody
+from runtime.serving.http.tokenize import TokenizeRoute
 from runtime.serving.http.vector_stores import StoreRoutes
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
@@ -104,7 +105,6 @@ def create_app(
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
         ("/v1/retrieval", routes.retrieve),
-        ("/tokenize", routes.tokenize),
     ):
         app.add_route(path, route, methods=["POST"])
     for path, route in (
@@ -117,6 +117,9 @@ def create_app(
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD with it
     routes.add_catalogue(app)
+    TokenizeRoute(
+        service.tokens, routes.read_bytes, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
+    ).add_to(app)
     if service.drain is not None:
         DrainRoute(service.readiness, service.drain, lambda: service.link.statistics().in_flight).add_to(app)
     return app
@@ -259,26 +262,15 @@ class _Routes:
         """Add the routes of collections and their embedders."""
         settings, catalogue = self._settings, self._service.catalogue or NoCatalogue()
         StoreRoutes(
-            catalogue, self._searches, self._read_bytes, settings.collections,
+            catalogue, self._searches, self.read_bytes, settings.collections,
             max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
         ).add_to(app)  # fmt: skip
         limit, timeout_s = settings.max_searches, settings.request_timeout_s
-        EmbeddingsRoute(catalogue, self._read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
+        EmbeddingsRoute(catalogue, self.read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
         if self._service.writes is not None:
-            DocumentRoutes(self._service.writes, self._read_bytes, settings.collections).add_to(app)
+            DocumentRoutes(self._service.writes, self.read_bytes, settings.collections).add_to(app)
 
     # ---- the node
-
-    async def tokenize(self, http: Request) -> Response:
-        """Token ids of a text or a chat, in vLLM's dialect: for who goes on with an answer in another request."""
-        body = TokenizeBody.parse(await self._read_bytes(http))
-        texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
-        param = "prompt" if body.messages is None else "messages"
-        self._check_prompt_bytes(sum(len(text.encode()) for text in texts), param)
-        if self._service.tokens is None:
-            raise Unavailable("this node runs no model of its own, and has no tokenizer")
-        tokens = await self._service.tokens.of(body)
-        return _json({"count": len(tokens), "max_model_len": self._settings.context_tokens, "tokens": tokens})
 
     async def models(self, http: Request) -> Response:
         return _json({"object": "list", "data": [self._model_json()] if self._settings.model else []})
@@ -308,17 +300,18 @@ class _Routes:
     # ---- checks
 
     async def _read(self, http: Request, kind: type[Body]) -> Body:
-        return parse(kind, await self._read_bytes(http))
+        return parse(kind, await self.read_bytes(http))
 
     async def _read_for_engine(
         self, http: Request, ours: type[Body], forwarded: type[Other]
     ) -> tuple[Body | Other, dict[str, Any] | None]:
         """The body as `ours`, or, for an engine that takes it as it was sent, as `forwarded` and as it was sent."""
         if self._service.link.capabilities.forwards:
-            return parse_forwarded(forwarded, await self._read_bytes(http))
+            return parse_forwarded(forwarded, await self.read_bytes(http))
         return await self._read(http, ours), None
 
-    async def _read_bytes(self, http: Request) -> bytes:
+    async def read_bytes(self, http: Request) -> bytes:
+        """A request's body, within its limits. Raises `ClientGone`."""
         try:
             return await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientDisconnect:
@@ -331,8 +324,7 @@ class _Routes:
             raise UnknownModel(f"model {model[:128]!r} is not served here, {instead}", "model")
 
     def _check_prompt_bytes(self, size: int, param: str) -> None:
-        if size > self._settings.max_prompt_bytes:
-            raise InvalidRequest(f"{param} has {size} bytes, the limit is {self._settings.max_prompt_bytes}", param)
+        check_bytes(size, self._settings.max_prompt_bytes, param)
 
     def _checked(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
         if retrieval is None:

@@ -9,9 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
-from runtime.errors import InvalidRequest
-from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, json_object, validated
+from runtime.errors import InvalidRequest, Unavailable
+from runtime.serving.http.answers import to_json
+from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, check_bytes, json_object, validated
+from runtime.serving.http.guard import ReadBody
 from runtime.serving.messages import Message
 
 if TYPE_CHECKING:
@@ -35,6 +40,11 @@ class TokenizeBody(StrictModel):
             raise InvalidRequest("set either prompt or messages", "prompt")
         return read
 
+    @property
+    def param(self) -> str:
+        """Which of the two it has."""
+        return "prompt" if self.messages is None else "messages"
+
 
 class Tokens:
     """A model's tokenizer in a thread of its own, loaded at its first use."""
@@ -54,3 +64,25 @@ class Tokens:
             return tokenizer.chat([Message(turn.role, turn.content) for turn in body.messages])
         text = body.prompt or ""
         return tokenizer.prompt(text) if body.add_special_tokens else tokenizer.encode(text)
+
+
+class TokenizeRoute:
+    """The route; without `tokens` the node runs no model of its own. `max_bytes`: of a text, or of a chat's."""
+
+    def __init__(self, tokens: Tokens | None, read: ReadBody, *, context_tokens: int, max_bytes: int) -> None:
+        self._tokens, self._read = tokens, read
+        self._context_tokens, self._max_bytes = context_tokens, max_bytes
+
+    def add_to(self, app: Starlette) -> None:
+        """Serve it."""
+        app.add_route("/tokenize", self.tokenize, methods=["POST"])
+
+    async def tokenize(self, http: Request) -> Response:
+        body = TokenizeBody.parse(await self._read(http))
+        texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
+        check_bytes(sum(len(text.encode()) for text in texts), self._max_bytes, body.param)
+        if self._tokens is None:
+            raise Unavailable("this node runs no model of its own, and has no tokenizer")
+        tokens = await self._tokens.of(body)
+        content = {"count": len(tokens), "max_model_len": self._context_tokens, "tokens": tokens}
+        return Response(to_json(content), media_type="application/json")

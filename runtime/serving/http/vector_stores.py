@@ -5,7 +5,7 @@ or, where there are no files, the document itself.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -18,16 +18,22 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.answers import Json, to_json
-from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at, parse, wrong
-from runtime.serving.http.guard import access_of, request_id, sent_id
+from runtime.serving.http.api_types import (
+    MAX_TOKENS,
+    RetrievalBody,
+    StrictModel,
+    check_bytes,
+    filter_at,
+    parse,
+    wrong,
+)
+from runtime.serving.http.guard import ReadBody, access_of, request_id, sent_id
 from runtime.serving.http.service import Catalogue, Searches
 
 MAX_QUERIES = 16
 MAX_LISTED = 100
 _DEFAULT_LISTED = 20
 _RANKERS = ("auto", "none")
-
-ReadBody = Callable[[Request], Awaitable[bytes]]
 
 
 def _query(value: object) -> object:
@@ -115,8 +121,7 @@ class StoreRoutes:
                 f"max_num_results is {body.max_num_results}, the limit is {self._max_k}", "max_num_results"
             )
         size = sum(len(query.encode(errors="replace")) for query in body.query)
-        if size > self._max_prompt_bytes:
-            raise InvalidRequest(f"query has {size} bytes, the limit is {self._max_prompt_bytes}", "query")
+        check_bytes(size, self._max_prompt_bytes, "query")
         metric = self._stores.about(name).metric
         best: dict[str, tuple[float, Passage]] = {}
         for number, query in enumerate(body.query):
