@@ -19,15 +19,15 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from runtime.errors import Unavailable
+from runtime.errors import TrinityError, Unavailable
 from runtime.node.config_file import load_config
 from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
-from runtime.serving.http.answers import error_json
+from runtime.serving.http.guard import bounded_body, error_response
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 _OF_ONE_NODE = ("/drain", "/metrics")  # asked of that node, not through what stands in front of several
@@ -179,12 +179,16 @@ class _Node:
         asked.append(("x-forwarded-for", request.client.host if request.client else "unknown"))
         url = f"{self._url}{request.scope['path']}" + (f"?{request.url.query}" if request.url.query else "")
         try:
+            body = await bounded_body(request)
+        except TrinityError as error:
+            return error_response(error)
+        try:
             answer = await self._client.request(
-                request.method, url, headers=asked, data=await request.body() or None, allow_redirects=False
+                request.method, url, headers=asked, data=body or None, allow_redirects=False
             )
         except aiohttp.ClientError as error:
             trouble = Unavailable(f"the node does not answer: {type(error).__name__}")
-            return JSONResponse(error_json(trouble), status_code=503, headers={"Retry-After": "1"})
+            return error_response(trouble, {"Retry-After": "1"})
         passed = StreamingResponse(_body(answer), answer.status)
         headers = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]
         passed.raw_headers = [(name.encode(), value) for name, value in headers if name not in _OF_RAY]

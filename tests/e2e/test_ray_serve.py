@@ -81,6 +81,8 @@ def test_what_a_node_says_goes_through_as_it_comes(client: httpx.Client) -> None
     refused = client.post("/v1/completions", json={"model": "none", "prompt": "p"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     assert [client.request(*asked).status_code for asked in (("POST", "/drain"), ("GET", "/metrics"))] == [404, 404]
+    large = client.post("/v1/completions", json={"model": "tiny", "prompt": "p" * (2 << 20)})
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
     with client.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 24}) as answer:
         parts = list(answer.iter_raw())
     assert len(parts) > 3

@@ -165,6 +165,8 @@ class HostNotAllowed(InvalidRequest):
     status = 403
 
 
+MAX_BODY_BYTES = 1 << 20
+BODY_TIMEOUT_S = 30.0
 ReadBody = Callable[[Request], Awaitable[bytes]]  # a request's body, within the limits of its node
 
 
@@ -180,6 +182,11 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     if kind.partition(";")[0].strip().lower() != "application/json":
         # Not only for order's sake: a browser sends any other type to us from any web page, without asking first.
         raise NotJson(f"the body's type is {kind[:64]!r}: send the header 'Content-Type: application/json'")
+    return await bounded_body(request, limit, timeout_s)
+
+
+async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """The whole body, whatever it is. Raises BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect."""
     declared = request.headers.get("content-length", "")
     size = int(declared[:20]) if declared.isdecimal() else 0  # what it says; what comes is counted below
     parts: list[bytes] = []

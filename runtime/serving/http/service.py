@@ -23,7 +23,7 @@ from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.traces import Traces
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.draining import Readiness
-from runtime.serving.http.guard import Access
+from runtime.serving.http.guard import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
 from runtime.serving.http.tokenize import Tokens
 from runtime.serving.messages import Retrieval
 
@@ -183,7 +183,7 @@ class Settings:
     access: Mapping[str, Access] = field(default_factory=dict)
     open_paths: tuple[str, ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
     max_probe_tokens: int = 192
@@ -191,7 +191,7 @@ class Settings:
     default_max_tokens: int = 256
     request_timeout_s: float = 300.0
     search_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
+    body_timeout_s: float = BODY_TIMEOUT_S
     context_tokens: int = 0  # told with the model; 0: not known
 
     def __post_init__(self) -> None:
