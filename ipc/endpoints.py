@@ -6,6 +6,7 @@ An endpoint reads `ipc://@trinity-<token>-<what>`; the token is random per node,
 import os
 import re
 import secrets
+import time
 from typing import Any
 
 import zmq
@@ -17,6 +18,7 @@ ZmqSocket = zmq.Socket[bytes]
 _AT_ONCE = 1000  # messages of one look
 _NAME_LIMIT = 100  # an abstract socket name has 107 bytes
 _RETRY_MS, _MAX_RETRY_MS = 5, 100  # of a peer that is not there yet: the first time, doubled up to ZeroMQ's usual 100
+_FREED_S, _LOOK_S = 1.0, 0.001  # how long ZeroMQ may hold the name of a closed socket; the time between looks
 _ENDPOINT = re.compile(rf"ipc://@([\x21-\x7e]{{1,{_NAME_LIMIT}}})")
 
 
@@ -45,16 +47,29 @@ def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000)
 
     The kernel asks no permission for abstract names, so another user's connect succeeds; ZeroMQ then looks at the user
     id that the kernel vouches for (SO_PEERCRED) and closes.
-    `queue` bounds the messages held in each direction and per peer. Raises `InvalidArgument` if the name is taken.
+    `queue` bounds the messages held in each direction and per peer. Raises `InvalidArgument` if the name is taken, and
+    stays so for a second: ZeroMQ frees the name of a closed socket in a thread of its own, some time after `close`.
     """
     socket = _socket(kind, max_message_bytes, queue)
     socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
     try:
-        socket.bind(check_endpoint(endpoint))
+        _bind_once_free(socket, check_endpoint(endpoint))
     except (zmq.ZMQError, InvalidArgument) as error:
         socket.close()
         raise InvalidArgument(f"cannot bind {endpoint}: {error}") from error
     return socket
+
+
+def _bind_once_free(socket: ZmqSocket, endpoint: str) -> None:
+    deadline = time.monotonic() + _FREED_S
+    while True:
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def connect(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from ipc.endpoints import bind, connect
+from ipc.errors import InvalidArgument
 from tests.ipc.processes import child, ended_well, endpoint
 
 CONNECTS = 300
@@ -45,3 +46,15 @@ def test_another_users_connection_is_closed_without_a_word_and_the_owners_own_go
         assert server.poll(60_000)
         assert server.recv_multipart()[1:] == [b"hello"]
         assert not server.poll(0)
+
+
+def test_the_name_of_a_socket_that_was_just_closed_is_free_for_the_next() -> None:
+    address = endpoint()
+    for _ in range(50):  # without waiting two of three binds failed
+        bind(zmq.ROUTER, address, max_message_bytes=100).close()
+
+
+def test_a_name_that_another_socket_holds_is_refused() -> None:
+    address = endpoint()
+    with bind(zmq.ROUTER, address, max_message_bytes=100), pytest.raises(InvalidArgument, match="in use"):
+        bind(zmq.ROUTER, address, max_message_bytes=100)
