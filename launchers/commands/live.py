@@ -16,8 +16,8 @@ from runtime.retrieval.collections.sources import complaint
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
 from runtime.retrieval.live import collection
 from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.manifest import read_description
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.manifest import read_description
 from runtime.retrieval.live.writer import LiveWriter
 
 live_app = typer.Typer(help="Live collections: documents come and go while they are searched.", no_args_is_help=True)

@@ -24,7 +24,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import check_embedder, place_of
 from runtime.retrieval.live.collection import collection_info
-from runtime.retrieval.live.manifest import is_live
+from runtime.retrieval.live.storage.manifest import is_live
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda

@@ -24,6 +24,7 @@ from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.exchange import DESK_WORDS
 from runtime.pool import parts, policy, queues
 from runtime.pool import tables as at
+from runtime.pool.collections.scopes import LIVE
 from runtime.pool.compiled import compiled
 from runtime.pool.estimate import kind_a, kind_b
 from runtime.pool.loop_words import (
@@ -80,7 +81,6 @@ from runtime.pool.loop_words import (
     K,
 )
 from runtime.pool.parts import count, observe
-from runtime.pool.scopes import LIVE
 from runtime.pool.tables import NEVER_NS, tables_at
 
 _RECEIVE = 64  # requests before an extend: what has a slot is not kept waiting by many arrivals

@@ -15,10 +15,10 @@ from runtime.errors import Overloaded, TrinityError
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop_words as of
 from runtime.pool import tables as at
+from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
 from runtime.pool.estimate import learn_cost
 from runtime.pool.loop import forget_client, run_loop, take_in
-from runtime.pool.scopes import InUse, Scopes
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
 from runtime.pool.tables import handle_of, new_tables, tables_at

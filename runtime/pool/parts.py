@@ -9,7 +9,8 @@ from typing import Any
 from gpu.backend import RELEASE
 from ipc.memory import instructions
 from ipc.memory.instructions import call, floats, floats32, words
-from runtime.pool import scopes
+from runtime.pool.collections import scopes
+from runtime.pool.collections.scopes import PART_WORDS, SCOPE_WORDS
 from runtime.pool.compiled import compiled
 from runtime.pool.loop_words import (
     ADMIT,
@@ -36,7 +37,6 @@ from runtime.pool.loop_words import (
     WIDTH,
     K,
 )
-from runtime.pool.scopes import PART_WORDS, SCOPE_WORDS
 
 FAILED, GOES_ON = -1, -2
 _PAIR_BYTES = 12  # an id and a distance

@@ -11,13 +11,13 @@ from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
-from runtime.pool.catalogue import PoolCatalogue
-from runtime.pool.live import LiveCollections
+from runtime.pool.collections.catalogue import PoolCatalogue
+from runtime.pool.collections.live import LiveCollections
+from runtime.pool.collections.replacing import Replacing
+from runtime.pool.collections.scopes import Scopes
+from runtime.pool.collections.shard import OpenShard, desk_number, key_of, open_shard, without_filters
 from runtime.pool.loop_memory import PoolLoop
-from runtime.pool.replacing import Replacing
-from runtime.pool.scopes import Scopes
 from runtime.pool.settings import policy_of
-from runtime.pool.shard import OpenShard, desk_number, key_of, open_shard, without_filters
 from runtime.pool.sizing import Measured, fewest_slots, measure
 from runtime.pool.turn import CALLED
 from runtime.retrieval import answers

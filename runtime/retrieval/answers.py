@@ -24,7 +24,7 @@ from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import Kind
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.manifest import is_live
+from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.results import SearchResult
 

@@ -12,9 +12,9 @@ from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
 from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
-from runtime.retrieval.live.checksums import LiveChecksums
-from runtime.retrieval.live.manifest import is_live, read_description
 from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.live.storage.checksums import LiveChecksums
+from runtime.retrieval.live.storage.manifest import is_live, read_description
 
 
 @dataclass(frozen=True)

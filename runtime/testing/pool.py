@@ -13,8 +13,8 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Histogram, Metric
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan, resolve
+from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Pool, Timing
-from runtime.pool.shard import OpenShard, open_shard
 from runtime.testing.worker import worker_of
 
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from runtime.errors import CollectionBusy, Unavailable
 from runtime.retrieval.answers import Answer
-from runtime.retrieval.live.disk import Disk, locked
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.disk import Disk, locked
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MOST_CHARS, Asked
 from runtime.serving.frontend.requests import Relayed

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.disk import Disk
 from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
 
 DIM = 8

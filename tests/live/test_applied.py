@@ -9,13 +9,13 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.applied import WAIT_S, Applied, Serving
+from runtime.retrieval.live.storage.applied import WAIT_S, Applied, Serving
 from tests.live.small import contents, documents, new_writer
 
 _SERVES = """
 import sys
 from pathlib import Path
-from runtime.retrieval.live.applied import Applied
+from runtime.retrieval.live.storage.applied import Applied
 applied = Applied(Path(sys.argv[1]))
 applied.tell(3)
 print("serves", flush=True)

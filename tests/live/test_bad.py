@@ -26,10 +26,10 @@ from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.live import incoming
 from runtime.retrieval.live import writer as writer_module
 from runtime.retrieval.live.collection import create, info, verify
-from runtime.retrieval.live.disk import Disk
 from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.log import HEADER, RECORD, header_of, log_path
 from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from launchers.main import command_line
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, OutputRefused
-from runtime.retrieval.live.log import log_path
+from runtime.retrieval.live.storage.log import log_path
 
 
 def _trinity(*arguments: object) -> str:

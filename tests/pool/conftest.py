@@ -11,8 +11,8 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.node.placement.plan import NodePlan
+from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Timing
-from runtime.pool.shard import OpenShard, open_shard
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.question import Limits

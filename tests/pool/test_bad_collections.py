@@ -18,8 +18,8 @@ from ipc import SearchSpec
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
 from runtime.node.config import CollectionSection
 from runtime.node.metrics.columns import PoolMetrics
+from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.pool.shard import Shard, open_shard
 from runtime.retrieval.collections.checksums import Checksums, Pace, at_once
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of

@@ -12,7 +12,7 @@ from gpu.index_data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.scopes import PART_WORDS, PARTS, Filtered, Scopes, part_of
+from runtime.pool.collections.scopes import PART_WORDS, PARTS, Filtered, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import Kind

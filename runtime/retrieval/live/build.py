@@ -11,13 +11,13 @@ import numpy as np
 
 from runtime.errors import TrinityError
 from runtime.node.worker import die_with
-from runtime.retrieval.live.checksums import LiveChecksums
-from runtime.retrieval.live.disk import Disk
-from runtime.retrieval.live.documents import StoredDocument
-from runtime.retrieval.live.manifest import SegmentFacts
 from runtime.retrieval.live.replay import replay
-from runtime.retrieval.live.segment import write_segment
 from runtime.retrieval.live.state import State
+from runtime.retrieval.live.storage.checksums import LiveChecksums
+from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.segment import write_segment
 
 NICENESS = 10
 

@@ -12,9 +12,10 @@ from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.live.disk import Disk, storage_error
-from runtime.retrieval.live.log import LogWriter, log_path
-from runtime.retrieval.live.manifest import (
+from runtime.retrieval.live.replay import replay
+from runtime.retrieval.live.storage.disk import Disk, storage_error
+from runtime.retrieval.live.storage.log import LogWriter, log_path
+from runtime.retrieval.live.storage.manifest import (
     DESCRIPTION,
     MANIFEST,
     Description,
@@ -25,8 +26,7 @@ from runtime.retrieval.live.manifest import (
     read_manifest,
     write_sealed,
 )
-from runtime.retrieval.live.replay import replay
-from runtime.retrieval.live.segment import verify_segment
+from runtime.retrieval.live.storage.segment import verify_segment
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.live.documents import StoredDocument
-from runtime.retrieval.live.operations import Upsert, vectors_of
+from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.live.storage.operations import Upsert, vectors_of
 
 _LEAST = 8192  # memory is only what rows touch
 

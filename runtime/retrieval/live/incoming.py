@@ -11,7 +11,7 @@ from gpu.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import Bound
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
-from runtime.retrieval.live.manifest import Description
+from runtime.retrieval.live.storage.manifest import Description
 from runtime.retrieval.passages import Attributes
 
 MAX_BATCH = 4096  # documents

@@ -18,8 +18,8 @@ import msgspec
 
 from runtime.errors import CollectionError
 from runtime.retrieval.live.build import Job, Told
-from runtime.retrieval.live.manifest import SegmentFacts
-from runtime.retrieval.live.segment import Segment
+from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.segment import Segment
 
 MERGED = 4
 MOST_DELETED = 0.25  # of a segment's rows

@@ -13,15 +13,15 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.live.checksums import LiveChecksums
-from runtime.retrieval.live.disk import storage_error
-from runtime.retrieval.live.documents import StoredDocument
-from runtime.retrieval.live.log import LogFollower
-from runtime.retrieval.live.manifest import MANIFEST, Description, Manifest, read_description, read_manifest
-from runtime.retrieval.live.operations import decode
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.segment import DOCUMENTS
 from runtime.retrieval.live.state import Loaded, State, close
+from runtime.retrieval.live.storage.checksums import LiveChecksums
+from runtime.retrieval.live.storage.disk import storage_error
+from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.live.storage.log import LogFollower
+from runtime.retrieval.live.storage.manifest import MANIFEST, Description, Manifest, read_description, read_manifest
+from runtime.retrieval.live.storage.operations import decode
+from runtime.retrieval.live.storage.segment import DOCUMENTS
 from runtime.retrieval.passages import Attributes
 from runtime.retrieval.search.results import Nearest
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.log import log_files, read_log
-from runtime.retrieval.live.manifest import Manifest, read_description, read_manifest
-from runtime.retrieval.live.operations import decode
 from runtime.retrieval.live.state import State
+from runtime.retrieval.live.storage.log import log_files, read_log
+from runtime.retrieval.live.storage.manifest import Manifest, read_description, read_manifest
+from runtime.retrieval.live.storage.operations import decode
 
 
 class Replayed(NamedTuple):

@@ -17,12 +17,12 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Bound, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, learn
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
-from runtime.retrieval.live.documents import StoredDocument
 from runtime.retrieval.live.growing import Growing
-from runtime.retrieval.live.log import log_files
-from runtime.retrieval.live.manifest import Description, Manifest, SegmentFacts
-from runtime.retrieval.live.operations import Operation, Upsert
-from runtime.retrieval.live.segment import Segment
+from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.live.storage.log import log_files
+from runtime.retrieval.live.storage.manifest import Description, Manifest, SegmentFacts
+from runtime.retrieval.live.storage.operations import Operation, Upsert
+from runtime.retrieval.live.storage.segment import Segment
 
 Rows = NDArray[np.int64]
 Loaded = dict[SegmentFacts, Segment]

@@ -17,18 +17,18 @@ from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.attributes.schema import learn
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
-from runtime.retrieval.live.applied import Serving
 from runtime.retrieval.live.build import Job
-from runtime.retrieval.live.disk import Disk, holds, locked, storage_error
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
-from runtime.retrieval.live.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
-from runtime.retrieval.live.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
-from runtime.retrieval.live.operations import Delete, Group, Operation, Pending, Upsert, encode
 from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.segment import segment_path
 from runtime.retrieval.live.state import WriterState, state_of, tombstones_content
+from runtime.retrieval.live.storage.applied import Serving
+from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
+from runtime.retrieval.live.storage.log import LogWriter, log_files, log_path
+from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
+from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
+from runtime.retrieval.live.storage.segment import segment_path
 from runtime.retrieval.search.results import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two

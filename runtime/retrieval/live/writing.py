@@ -26,8 +26,8 @@ from runtime.errors import (
 from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.incoming import Upserted, check
-from runtime.retrieval.live.manifest import is_live
 from runtime.retrieval.live.state import WriterState
+from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.live.writer import LiveWriter
 
 MOST_AT_ONCE = 32

@@ -5,11 +5,11 @@ from gpu import Engine, GpuError
 from ipc import SessionServer
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.pool.catalogue import Change, PoolCatalogue
-from runtime.pool.live import LiveCollections
+from runtime.pool.collections.catalogue import Change, PoolCatalogue
+from runtime.pool.collections.live import LiveCollections
+from runtime.pool.collections.scopes import Scopes
+from runtime.pool.collections.shard import Shard, desk_number
 from runtime.pool.loop_memory import PoolLoop
-from runtime.pool.scopes import Scopes
-from runtime.pool.shard import Shard, desk_number
 
 
 class Replacing:

@@ -21,7 +21,7 @@ from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
-from runtime.pool.shard import OpenShard, Shard, open_shard
+from runtime.pool.collections.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.builds import check_documents, identity_of
 from runtime.retrieval.collections.beside import Beside
 

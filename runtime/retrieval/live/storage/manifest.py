@@ -13,7 +13,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
 from runtime.retrieval.collections.manifest import LIVE_FORMAT, FileFacts, is_collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.live.disk import Disk, storage_error
+from runtime.retrieval.live.storage.disk import Disk, storage_error
 
 DESCRIPTION, MANIFEST = "collection.json", "MANIFEST"
 FORMAT, VERSION = LIVE_FORMAT, 1

@@ -16,14 +16,14 @@ import numpy.typing as npt
 from gpu import Engine, GpuError, GraphIndex
 from gpu.index_data import IndexData, bitmap
 from runtime.errors import CollectionError
-from runtime.pool.scopes import LIVE, Filtered, InUse, Part, Parts, Scopes, part_of
+from runtime.pool.collections.scopes import LIVE, Filtered, InUse, Part, Parts, Scopes, part_of
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.live.applied import Applied
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.segment import Segment
+from runtime.retrieval.live.storage.applied import Applied
+from runtime.retrieval.live.storage.segment import Segment
 
 POLL_NS = 20_000_000
 """How often it is looked whether something was written: as late it can be found, and as long a delete takes."""

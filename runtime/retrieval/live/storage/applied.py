@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import Unavailable
-from runtime.retrieval.live.disk import storage_error
+from runtime.retrieval.live.storage.disk import storage_error
 
 WAIT_S = 10.0
 """So long a delete waits; a pool that does nothing for as long is killed by its supervisor."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.checksums import Checksums, Pace, at_once
 from runtime.retrieval.collections.manifest import FileFacts
-from runtime.retrieval.live.manifest import read_manifest
-from runtime.retrieval.live.segment import Segment, segment_path
+from runtime.retrieval.live.storage.manifest import read_manifest
+from runtime.retrieval.live.storage.segment import Segment, segment_path
 
 
 class LiveChecksums:

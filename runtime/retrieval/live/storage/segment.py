@@ -23,9 +23,9 @@ from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter, canonical
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
-from runtime.retrieval.live.disk import Disk, storage_error
-from runtime.retrieval.live.documents import SegmentDocuments, StoredDocument
-from runtime.retrieval.live.manifest import Description, SegmentFacts
+from runtime.retrieval.live.storage.disk import Disk, storage_error
+from runtime.retrieval.live.storage.documents import SegmentDocuments, StoredDocument
+from runtime.retrieval.live.storage.manifest import Description, SegmentFacts
 
 _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")

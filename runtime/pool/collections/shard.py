@@ -11,15 +11,15 @@ from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.pool.scopes import Filtered, Part, part_of
+from runtime.pool.collections.scopes import Filtered, Part, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.collection import index_errors
 from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
-from runtime.retrieval.live.checksums import LiveChecksums
-from runtime.retrieval.live.manifest import is_live
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.checksums import LiveChecksums
+from runtime.retrieval.live.storage.manifest import is_live
 
 _TOUCHES = 8
 NO_FILTERS = "a pool on a GPU takes no filters"

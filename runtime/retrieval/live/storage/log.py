@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.disk import Disk, storage_error
+from runtime.retrieval.live.storage.disk import Disk, storage_error
 
 MAGIC = b"TRNYLOG1"
 MAX_PAYLOAD = 256 << 20
