@@ -78,7 +78,7 @@ class Variant(NamedTuple):
     becomes: str
 
 
-_POLICY, _ESTIMATE, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "estimate", "sizing"))
+_POLICY, _TABLES, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "tables", "sizing"))
 _SETTINGS, _CONFIG = "runtime/pool/settings.py", "runtime/node/config.py"
 _RULES = 'policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"'
 
@@ -111,8 +111,8 @@ VARIANTS = (
     Variant("turns as in a full pool", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 6.0,"),
     Variant("_MOST_STRETCH 6 → 24", _POLICY, "_MOST_STRETCH = 1.2, 6.0", "_MOST_STRETCH = 1.2, 24.0"),
     Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    slots", "    slots"),
-    Variant("_INERTIA 16 → 0", _ESTIMATE, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
-    Variant("_MEMORY 64 → 8", _ESTIMATE, "_MEMORY = 64.0", "_MEMORY = 8.0"),
+    Variant("_INERTIA 16 → 0", _TABLES, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
+    Variant("_MEMORY 64 → 8", _TABLES, "_MEMORY = 64.0", "_MEMORY = 8.0"),
     Variant("FIXED_SHARE .1 → .03", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.03"),
     Variant("FIXED_SHARE .1 → .3", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.3"),
 )  # fmt: skip

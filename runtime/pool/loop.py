@@ -22,11 +22,10 @@ from ipc.memory.instructions import call, words
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.exchange import DESK_WORDS
-from runtime.pool import parts, policy, queues
+from runtime.pool import parts, policy
 from runtime.pool import tables as at
 from runtime.pool.collections.scopes import LIVE
 from runtime.pool.compiled import compiled
-from runtime.pool.estimate import kind_a, kind_b
 from runtime.pool.loop_words import (
     BEGUN,
     CHANGE,
@@ -81,7 +80,7 @@ from runtime.pool.loop_words import (
     K,
 )
 from runtime.pool.parts import count, observe
-from runtime.pool.tables import NEVER_NS, tables_at
+from runtime.pool.tables import NEVER_NS, kind_a, kind_b, tables_at
 
 _RECEIVE = 64  # requests before an extend: what has a slot is not kept waiting by many arrivals
 _LOOKS_PER_YIELD = 32
@@ -165,7 +164,7 @@ def _receive(loop: Any, t: Any, desk: Any, now: int) -> Any:
 @compiled
 def take_in(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
     """The request found, which was accepted, with its vector at an address: it waits, or is refused."""
-    number = queues.new_entry(t)
+    number = at.new_entry(t)
     entry, stage = t.entries[number], desk[exchange.STAGE]
     count(loop, QUERIES + stage, 1.0)
     entry[at.STAGE], entry[at.ARRIVAL] = stage, now
@@ -204,7 +203,7 @@ def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
             if t.entries[number, ROW] == row and t.entries[number, REQUEST_ID] == request_id:
                 _drop(loop, t, number)
                 _end(loop, desk, t.entries[number], _CANCELLED, 0, 0)
-                queues.free_entry(t, number)
+                at.free_entry(t, number)
                 return
 
 
@@ -213,7 +212,7 @@ def _drop(loop: Any, t: Any, number: int) -> None:
     """Out of the queue, or out of the batch and the engine."""
     if t.entries[number, at.STATE] != at.WAITING:
         call(loop[CHANGE], (loop[HANDLE], t.entries[number, SLOT], RELEASE))
-    queues.leave(t, number)
+    at.leave(t, number)
 
 
 @compiled
@@ -228,7 +227,7 @@ def forget_client(loop: Any, handle: Any, row: int) -> Any:
                 _drop(loop, t, number)
             else:
                 call(loop[CHANGE], (loop[HANDLE], t.entries[number, SLOT], RELEASE))
-            queues.free_entry(t, number)
+            at.free_entry(t, number)
             dropped += 1
     return dropped
 
@@ -252,7 +251,7 @@ def _carry_out(loop: Any, t: Any, desk: Any, now: int) -> Any:
         entry = t.entries[number]
         slot = parts.admit(loop, entry, number)
         if slot == INVALID:
-            queues.leave(t, number)
+            at.leave(t, number)
             _refuse(loop, t, desk, number, _INVALID)
             continue
         if slot < 0:
@@ -323,7 +322,7 @@ def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) 
         count(loop, MISSED + stage, 1.0)
     observe(loop, TOOK, (now - entry[ENQUEUED]) / 1e9)
     observe(loop, TOOK_EXTENDS, float(extends))
-    queues.free_entry(t, number)
+    at.free_entry(t, number)
     return True
 
 
@@ -360,7 +359,7 @@ def _refuse(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
     reason = OVERLOADED if status == _OVERLOADED else LATE if status == _LATE else UNFIT
     count(loop, reason, 1.0)
     _end(loop, desk, t.entries[number], status, 0, 0)
-    queues.free_entry(t, number)
+    at.free_entry(t, number)
 
 
 @compiled

@@ -1,32 +1,50 @@
-"""The compiled loop's memory, made once, and what Python asks of the loop and its policy."""
+"""The compiled loop's memory, made once; its turns, and what Python asks of the loop and its policy.
+
+A turn is rounds of the loop, and sleeps between them, until only Python can go on:
+
+    rounds ──▶ nothing to do ──▶ spin ──▶ sleep ──▶ a client rings ──▶ rounds …
+      └─ every 10 ms: does a session message wait, or has a client died?
+
+So a pool that queries wake, however often, enters Python no oftener than one that is busy.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.backend import Backend
 from ipc import SessionServer
+from ipc.memory import instructions
 from ipc.memory.instructions import words
 from ipc.ring import exchange
-from ipc.ring.doorbell import SpinBudget
+from ipc.ring.doorbell import SpinBudget, learn_wait, spin_ns
 from runtime.errors import Overloaded, TrinityError
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop_words as of
 from runtime.pool import tables as at
 from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
-from runtime.pool.estimate import learn_cost
 from runtime.pool.loop import forget_client, run_loop, take_in
+from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured
-from runtime.pool.tables import handle_of, new_tables, tables_at
-from runtime.pool.turn import turn
+from runtime.pool.tables import handle_of, learn_cost, new_tables, tables_at
 
 _LOOK_NS = 50_000  # how often vectors are looked for that are on their way out of the arena
 _LEARNT = 8  # times that a calibration is learnt: as much as so many extends
 _ROWS = 4096  # of clients, at most, that are to be evicted at a time
+
+CALLED = of.NEW_FILTER + 1
+"""Why `turn` returned, beside why `run_loop` does: the server's descriptor is readable, and not for a query."""
+
+# Words of a rest. DESCRIPTOR: readable when the server is wanted. BELL: the eventfd that clients ring, a part of what
+# makes it readable. BUDGET: address of the spin budget.
+(DESCRIPTOR, BELL, BUDGET) = range(3)
+_HOUSEKEEPING_NS = 10_000_000  # how often session messages and clients that have died are looked for
+_MS = 1_000_000
 
 
 class PoolLoop:
@@ -243,3 +261,34 @@ def _take_in(
 @compiled
 def _learn_cost(handle: npt.NDArray[np.int64], active: float, took_ns: float) -> None:
     learn_cost(tables_at(handle), active, took_ns)
+
+
+@compiled
+def turn(loop: Any, handle: Any, rest: Any, until: int) -> Any:
+    """Serve until `until`, or until Python is needed for something else; it sleeps at least once before it is IDLE.
+
+    A query that ends a sleep is answered first, if that takes no longer than 1 ms.
+    """
+    t, desk = tables_at(handle), words(loop[of.DESK], exchange.DESK_WORDS)
+    now, rounds_until, slept = instructions.monotonic_ns(), until, False
+    while True:
+        stopped = run_loop(loop, handle, min(now + _HOUSEKEEPING_NS, rounds_until), spin_ns(rest[BUDGET]))
+        now = instructions.monotonic_ns()
+        if stopped == of.TIME and now < rounds_until and not desk[exchange.BELLS]:
+            if instructions.wait_readable(rest[DESCRIPTOR], 0) > 0:
+                return CALLED
+            continue
+        if stopped != of.IDLE or desk[exchange.BELLS] or (slept and now >= until):
+            return stopped
+        held = held_until(t, now)
+        if held <= now:
+            continue
+        at_most = min(max(until - now, _MS), held - now)
+        asked = exchange.sleep(desk, rest[DESCRIPTOR], -(-at_most // _MS))
+        begin, now, slept = now, instructions.monotonic_ns(), True
+        learn_wait(rest[BUDGET], now - begin)
+        if asked:
+            instructions.read_word(rest[BELL])  # what was rung for has been seen; other calls are heard every `until`
+            rounds_until = max(until, now + _MS)
+        elif now < held:
+            return CALLED if now < until else of.TIME

@@ -42,8 +42,20 @@ from typing import Any
 
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
-from runtime.pool.estimate import extend_ns, learn_cost, learn_extends, row_of_kind
-from runtime.pool.queues import before, leave, list_in, note, push, queue_of, take, unlist
+from runtime.pool.tables import (
+    before,
+    extend_ns,
+    learn_cost,
+    learn_extends,
+    leave,
+    list_in,
+    note,
+    push,
+    queue_of,
+    row_of_kind,
+    take,
+    unlist,
+)
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH, _MOST_STRETCH = 1.2, 6.0

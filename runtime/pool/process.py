@@ -16,10 +16,9 @@ from runtime.pool.collections.live import LiveCollections
 from runtime.pool.collections.replacing import Replacing
 from runtime.pool.collections.scopes import Scopes
 from runtime.pool.collections.shard import OpenShard, desk_number, key_of, open_shard, without_filters
-from runtime.pool.loop_memory import PoolLoop
+from runtime.pool.loop_memory import CALLED, PoolLoop
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import Measured, fewest_slots, measure
-from runtime.pool.turn import CALLED
 from runtime.retrieval import answers
 from runtime.retrieval.embedding.loading import embedder_dim
 

@@ -5,12 +5,21 @@ from typing import Any, Generic, TypeVar
 
 from ipc import STAGES, Stage
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.pool import policy, queues
+from runtime.pool import policy
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
-from runtime.pool.estimate import extend_ns, kind_a, kind_b, learn_cost
 from runtime.pool.settings import Policy
-from runtime.pool.tables import NEVER_NS, Tables, handle_of, new_tables, tables_at
+from runtime.pool.tables import (
+    NEVER_NS,
+    Tables,
+    extend_ns,
+    handle_of,
+    kind_a,
+    kind_b,
+    learn_cost,
+    new_tables,
+    tables_at,
+)
 
 T = TypeVar("T")
 
@@ -169,14 +178,14 @@ def _add(
     now: int,
 ) -> Any:
     t = tables_at(handle)
-    number = queues.new_entry(t)
+    number = at.new_entry(t)
     entry = t.entries[number]
     entry[at.STAGE], entry[at.ARRIVAL], entry[at.DEADLINE] = stage, arrival, deadline
     entry[at.KIND_A], entry[at.KIND_B] = kind_a(collection, top_m), kind_b(width, patience)
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
         return number
-    queues.free_entry(t, number)
+    at.free_entry(t, number)
     return -verdict
 
 
@@ -203,19 +212,19 @@ def _advanced(handle: Any, extends: int, took_ns: int) -> None:
 def _finished(handle: Any, number: int, extends: int) -> None:
     t = tables_at(handle)
     policy.finished(t, number, extends)
-    queues.free_entry(t, number)
+    at.free_entry(t, number)
 
 
 @compiled
 def _left(handle: Any, number: int) -> None:
     t = tables_at(handle)
-    queues.leave(t, number)
-    queues.free_entry(t, number)
+    at.leave(t, number)
+    at.free_entry(t, number)
 
 
 @compiled
 def _free(handle: Any, number: int) -> None:
-    queues.free_entry(tables_at(handle), number)
+    at.free_entry(tables_at(handle), number)
 
 
 @compiled

@@ -14,9 +14,9 @@ from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
+from runtime.pool.loop_memory import CALLED
 from runtime.pool.loop_words import CLOCK
 from runtime.pool.settings import Policy, policy_of
-from runtime.pool.turn import CALLED
 from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
 

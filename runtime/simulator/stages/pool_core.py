@@ -19,10 +19,9 @@ import ipc
 import runtime.pool
 from ipc.memory.compiled import bound_to
 from ipc.memory.instructions import floats, floats2, words, words2
-from runtime.pool import policy, queues
+from runtime.pool import policy
 from runtime.pool import tables as at
-from runtime.pool.estimate import kind_a, kind_b
-from runtime.pool.tables import NEVER_NS, tables_at
+from runtime.pool.tables import NEVER_NS, kind_a, kind_b, tables_at
 
 compiled = bound_to(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
 
@@ -143,8 +142,8 @@ def forget(handle: Any, number: int) -> None:
     one = s.asks[number]
     if one[STATE] == INSIDE and not one[BEGUN]:
         t = _tables(s, one[POOL])
-        queues.leave(t, one[ENTRY])
-        queues.free_entry(t, one[ENTRY])
+        at.leave(t, one[ENTRY])
+        at.free_entry(t, one[ENTRY])
         s.pools[one[POOL], QUERIES] -= 1
         _free(s, number)
     else:
@@ -243,7 +242,7 @@ def _arrive(s: Any, number: int) -> None:
     group[0] = (group[0] + 1) % group[1]
     pool, t = s.pools[p], _tables(s, p)
     one[STATE], one[POOL], one[ASKED] = INSIDE, p, now - w[RING_NS]
-    entry = one[ENTRY] = queues.new_entry(t)
+    entry = one[ENTRY] = at.new_entry(t)
     e = t.entries[entry]
     e[at.STAGE], e[at.ARRIVAL], e[at.DEADLINE], e[_ASK] = one[STAGE], now, one[DEADLINE], number
     if one[STAGE] == pool[PREFERRED]:
@@ -254,7 +253,7 @@ def _arrive(s: Any, number: int) -> None:
         pool[QUERIES] += 1
         _poke(s, p)
     else:
-        queues.free_entry(t, entry)
+        at.free_entry(t, entry)
         _answer(s, number, OVERLOADED if verdict == policy.OVERLOADED else LATE)
 
 
@@ -299,7 +298,7 @@ def _between(s: Any, p: int) -> None:
             break
         number = t.entries[entry, _ASK]
         policy.finished(t, entry, s.asks[number, EXTENDS])
-        queues.free_entry(t, entry)
+        at.free_entry(t, entry)
         pool[SERVED] += 1
         pool[QUERIES] -= 1
         _answer(s, number, OK)
@@ -307,7 +306,7 @@ def _between(s: Any, p: int) -> None:
     changed = t.words[at.CHANGED : at.CHANGED + 4]
     for i in range(changed[at.LATE]):
         entry = t.changes[at.LATE, i]
-        queues.free_entry(t, entry)
+        at.free_entry(t, entry)
         pool[QUERIES] -= 1
         _answer(s, t.entries[entry, _ASK], LATE)
     for i in range(changed[at.PAUSING]):  # how many it has left, until it goes on
