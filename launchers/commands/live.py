@@ -46,6 +46,7 @@ def create(
     dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept.")] = "float32",
     degree: Annotated[int, typer.Option(help="Edges a node of a segment's graph, 2 to 512.")] = 32,
     demand: Annotated[str, typer.Option(help="An attribute that every search must bind by its filter.")] = "",
+    shards: Annotated[int, typer.Option(help="Split it over so many pool workers, 1 to 8.")] = 1,
 ) -> None:
     """Make an empty live collection."""
     if bool(dim) == bool(embedder) and dim:
@@ -54,7 +55,9 @@ def create(
     if not dim:
         spec, model = choose_embedder(embedder or DEFAULT_EMBEDDER, model=embedder_model, key_file=embedder_key_file)
         dim = model.dim
-    collection.create(directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None)
+    collection.create(
+        directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None, shards=shards
+    )
     print(f"{directory}: an empty collection of vectors of {dim} dimensions")
 
 
@@ -106,10 +109,10 @@ def flush(directory: Directory) -> None:
 
 @live_app.command()
 def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
-    """Make one segment of everything, without what is deleted."""
+    """Make one segment of everything, or of each shard, without what is deleted."""
     with LiveWriter(directory, background=False, threads=threads) as writer:
         writer.compact()
-        print(f"{directory}: {writer.state.count:,} documents in one segment")
+        print(f"{directory}: {writer.state.count:,} documents in {len(writer.state.segments)} segments")
 
 
 @live_app.command()
@@ -148,6 +151,7 @@ def show_info(directory: Path) -> None:
         "dimensions": description.dim,
         "metric": description.metric,
         "dtype": description.dtype,
+        "shards": description.shard_count,
         "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(found.schema.items())) or "none",
         "demanded": description.demanded or "none",
     }.items():

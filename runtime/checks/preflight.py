@@ -75,7 +75,8 @@ def check_without_start(plan: NodePlan) -> None:
         if info.shards != collection.shards:
             raise ConfigError(
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
-                f"{info.shards}: say so here, or build it with `trinity index build --shards {collection.shards}`"
+                f"{info.shards}: say so here, or make it with "
+                f"`trinity {'live create' if is_live(info.directory) else 'index build'} --shards {collection.shards}`"
             )
         if info.embedder:
             _check_embedder(collection, info.embedder)

@@ -29,7 +29,7 @@ def documents(names: range, **attributes: Any) -> list[Upserted]:
 
 def new_writer(directory: Path, **options: Any) -> LiveWriter:
     """A new collection, without a process beside it."""
-    create(directory, DIM, metric="l2", degree=8)
+    create(directory, DIM, metric="l2", degree=8, shards=options.pop("shards", 1))
     return open_writer(directory, **options)
 
 

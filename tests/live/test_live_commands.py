@@ -51,7 +51,7 @@ def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tm
     assert "1 documents deleted; 2 are there" in _trinity("live", "delete", docs, "--filter", later)
     assert "1 documents deleted; 1 are there" in _trinity("live", "delete", docs, "2", "none")
     assert "tombstones  2" in _trinity("index", "info", docs)
-    assert "1 documents in one segment" in _trinity("live", "compact", docs)
+    assert "1 documents in 1 segments" in _trinity("live", "compact", docs)
     info = _trinity("index", "info", docs)
     assert "tombstones  0" in info
     assert "attributes  tenant (string), year (integer)" in info

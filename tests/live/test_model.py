@@ -24,10 +24,10 @@ _COLOURS = some.sampled_from(["red", "green"])
 class Model(RuleBasedStateMachine):
     directories: Callable[[], Path]
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(shards=some.sampled_from([1, 2]))
+    def begin(self, shards: int) -> None:
         self.directory = type(self).directories() / "collection"
-        self.writer: LiveWriter = new_writer(self.directory, seal_rows=8)
+        self.writer: LiveWriter = new_writer(self.directory, seal_rows=8, shards=shards)
         self.reader = LiveReader(self.directory)
         self.expected: dict[str, Upserted] = {}
         self.seeds = itertools.count()
@@ -108,6 +108,13 @@ class Model(RuleBasedStateMachine):
             assert [one.id for one in got if one] == nearest
             assert np.allclose(found[0, : len(nearest)], [distances[name] for name in nearest], rtol=1e-4)
             assert (rows[0, len(nearest) :] == -1).all()
+
+    @invariant()
+    def a_sealed_row_is_of_its_segments_shard(self) -> None:
+        for segment in self.writer.state.segments if hasattr(self, "writer") else ():
+            assert {self.writer.state.description.shard_of(one.id) for one in segment.documents.all()} == {
+                segment.facts.shard
+            }
 
     @invariant()
     def both_hold_what_the_dictionary_holds(self) -> None:

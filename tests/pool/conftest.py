@@ -18,7 +18,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.question import Limits
 from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.testing.pool import InProcessPool, plan_of
-from tests.pool.pools import Vectors
+from tests.pool.live_stand import Served, Stand
+from tests.pool.pools import Vectors, attached
 
 DIM = 16
 
@@ -106,3 +107,26 @@ def make_pool(collection: Path) -> Iterator[MakePool]:
         pool.close()
         pool.worker.table.close()
         pool.table.close()
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[Stand]:
+    """A live collection in one piece."""
+    made = Stand(tmp_path / "live")
+    yield made
+    made.writer.close()
+
+
+MakeServed = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(make_pool: MakePool, make_client: MakeClient) -> MakeServed:
+    """Pools that serve the collection at a path, as many as the settings say."""
+
+    def start(path: Path, **settings: Any) -> Served:
+        plan = plan_of(path, **settings)
+        pools = [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
+        return Served(plan, pools, attached(make_client(plan)))
+
+    return start

@@ -1,104 +1,19 @@
 """Live collections in a pool: what was written is found, what was deleted is not, while segments come and go."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, InvalidFilter, InvalidRequest
-from runtime.node.placement.plan import NodePlan
+from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.pool.process import Timing
-from runtime.retrieval.library import Library
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.search.client import SearchClient
-from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.cases import clustered
-from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect
-
-DIM = 16
-SEALED = 300  # rows of a segment that is large enough for its graph to be walked
-
-
-def of(tenant: str) -> dict[str, Any]:
-    return {"type": "eq", "key": "tenant", "value": tenant}
-
-
-class Stand:
-    """A live collection, its writer, and what it holds: vectors and attributes by id."""
-
-    def __init__(self, path: Path, **made: Any) -> None:
-        create(path, DIM, metric="l2", **made)
-        self.path, self.writer = path, LiveWriter(path, background=False, seal_rows=1 << 20)
-        self.held: dict[str, tuple[Vectors, dict[str, Any]]] = {}
-        self._random = np.random.default_rng(5)
-
-    def upsert(self, *names: str, **attributes: Any) -> None:
-        vectors = clustered(self._random, len(names), DIM)
-        documents = [
-            Upserted(name, f"text of {name}", attributes=attributes, vector=vector)
-            for name, vector in zip(names, vectors, strict=True)
-        ]
-        self.writer.upsert(documents)
-        self.held |= {name: (vector, attributes) for name, vector in zip(names, vectors, strict=True)}
-
-    def delete(self, *names: str) -> None:
-        self.writer.delete(names)
-        for name in names:
-            self.held.pop(name, None)
-
-    def nearest(self, query: Vectors, k: int, told: Mapping[str, Any] | None = None) -> list[str]:
-        """Of the documents with these attributes."""
-        wanted = (told or {}).items()
-        near = {
-            name: float(np.square(v - query).sum()) for name, (v, own) in self.held.items() if wanted <= own.items()
-        }
-        return sorted(near, key=near.__getitem__)[:k]
-
-
-@pytest.fixture
-def stand(tmp_path: Path) -> Iterator[Stand]:
-    made = Stand(tmp_path / "live")
-    yield made
-    made.writer.close()
-
-
-class Served:
-    """The collection through a pool, and its documents as an answering worker looks them up."""
-
-    def __init__(self, plan: NodePlan, pool: InProcessPool, client: SearchClient) -> None:
-        self.pool, self.client = pool, client
-        self._library = Library(plan)
-        self._library.follow("docs", client.identities("docs"))
-
-    def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
-        """Ids as texts say them."""
-        result = self.client.search(query, k, top_m=64, **asked)
-        found = self._library.passages("docs", result)
-        assert all(passage.text == f"text of {passage.id}" for passage in found)
-        return [passage.id for passage in found]
-
-    def until_found(self, query: Vectors, expected: list[str], **asked: Any) -> None:
-        until(lambda: self.find(query, max(len(expected), 1), **asked) == expected)
-
-
-@pytest.fixture
-def serve(make_pool: MakePool, make_client: MakeClient) -> Callable[..., Served]:
-    def start(path: Path, **settings: Any) -> Served:
-        plan = plan_of(path, **settings)
-        pool = make_pool(plan).start()
-        return Served(plan, pool, attached(make_client(plan)))
-
-    return start
-
-
-MakeServed = Callable[..., Served]
+from tests.pool.conftest import MakeClient, MakePool, MakeServed
+from tests.pool.live_stand import DIM, SEALED, Stand, of
+from tests.pool.pools import attached, collect
 
 
 def test_what_is_written_is_found_and_what_is_deleted_is_not(stand: Stand, serve: MakeServed) -> None:
@@ -233,8 +148,3 @@ def test_queries_in_flight_end_on_the_segments_that_they_began_with(
     rows = stand.writer.state.rows_of([name for query in queries for name in stand.nearest(query, 5)])
     for ticket, query in zip(tickets, queries, strict=True):
         assert found[ticket].checked().ids.tolist() == [rows[name] for name in stand.nearest(query, 5)]
-
-
-def test_a_live_collection_has_one_shard(stand: Stand, make_pool: MakePool) -> None:
-    with pytest.raises(CollectionError, match="one shard, not 2"):
-        make_pool(plan_of(stand.path, shards=2, workers=2))

@@ -19,7 +19,7 @@ from runtime.retrieval.collections.collection import index_errors
 from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.checksums import LiveChecksums
-from runtime.retrieval.live.storage.manifest import is_live
+from runtime.retrieval.live.storage.manifest import is_live, read_description
 
 _TOUCHES = 8
 NO_FILTERS = "a pool on a GPU takes no filters"
@@ -76,7 +76,7 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
     """What the pool worker of this number serves of a collection. Raises `CollectionError`."""
     directory = Path(section.path)
     if is_live(directory):
-        return _open_live(section, directory)
+        return _open_live(section, directory, worker)
 
     def opened(manifest: Manifest) -> Shard:
         if len(manifest.indexes) != section.shards:
@@ -99,14 +99,16 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
     return open_unchanged(directory, opened, lambda shard: shard.checksums.close())
 
 
-def _open_live(section: CollectionSection, directory: Path) -> Shard:
-    if section.shards != 1:
-        raise CollectionError(f"{directory} is a live collection, which has one shard, not {section.shards}")
-    reader = LiveReader(directory, beside=True)
+def _open_live(section: CollectionSection, directory: Path, worker: int) -> Shard:
+    if (made := read_description(directory).shard_count) != section.shards:
+        raise CollectionError(f"{directory} was made with {made} shards, not {section.shards}")
+    shard = worker % section.shards
+    reader = LiveReader(directory, beside=True, shard=shard)
     about, schema = reader.description, {name: str(kind) for name, kind in reader.state.schema.items()}
     if section.demand:
         _check_demand(section, schema)
-    served = Served(section.name, about.dim, 0, 1, about.identity, schema, section.demand or about.demanded or "")
+    demanded = section.demand or about.demanded or ""
+    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, demanded)
     return Shard(served, None, reader.checksums, live=reader)
 
 

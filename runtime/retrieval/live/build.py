@@ -24,13 +24,14 @@ NICENESS = 10
 
 class Job(msgspec.Struct, frozen=True):
     """A segment to build. From the growing rows before `next_row`, which the log's records before `until` brought; or,
-    where `merged` names segments, from those."""
+    where `merged` names segments, from those. It has the rows of one shard."""
 
     number: int
     until: int
     next_row: int
     merged: list[int]
     threads: int = 1
+    shard: int = 0
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -62,13 +63,15 @@ def build(
     else:
         with state.lock:
             growing = state.growing
-            positions = np.flatnonzero(growing.alive[: job.next_row - growing.first])
+            alive = np.flatnonzero(growing.alive[: job.next_row - growing.first])
+            own = [at for at in alive if state.description.shard_of(growing.documents[at].id) == job.shard]
+            positions = np.array(own, np.int64)
             documents = [growing.documents[position] for position in positions]
             parts.append(growing.vectors(positions))
     if not documents:
         return None
     order = np.argsort([document.row for document in documents], kind="stable")
-    return write_segment(
+    facts = write_segment(
         disk,
         state.directory,
         job.number,
@@ -79,6 +82,7 @@ def build(
         job.threads,
         progress,
     )
+    return msgspec.structs.replace(facts, shard=job.shard)
 
 
 def main(directory: Path, job: Job) -> None:

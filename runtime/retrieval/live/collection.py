@@ -5,12 +5,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from gpu.build.params import BuildParams
 from gpu.errors import GpuError
 from gpu.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
+from runtime.retrieval.collections.manifest import MAX_SHARDS
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.storage.disk import Disk, storage_error
@@ -54,9 +57,11 @@ def create(
     embedder: EmbedderSpec | None = None,
     demanded: str | None = None,
     schema: Schema | None = None,
+    shards: int = 1,
     disk: Disk | None = None,
 ) -> None:
     """Make an empty collection. demanded: an attribute (string) that every search must bind by its filter.
+    shards: split it for so many pool workers, by the documents' ids.
 
     Raises `BuildRefused`, `OutputRefused` for what is there already, `CollectionError`, `NoRoom`.
     """
@@ -67,6 +72,8 @@ def create(
         raise BuildRefused(str(error)) from error
     if not 1 <= dim <= MAX_DIM:
         raise BuildRefused(f"dim is {dim}, outside 1..{MAX_DIM}")
+    if not 1 <= shards <= MAX_SHARDS:
+        raise BuildRefused(f"shards is {shards}, outside 1..{MAX_SHARDS}")
     known = dict(schema or {})
     if demanded is not None:
         known.setdefault(demanded, Kind.STRING)
@@ -82,7 +89,10 @@ def create(
             (directory / folder).mkdir()
         LogWriter(disk, log_path(directory, 0), identity, 0).close()
         write_sealed(disk, directory / MANIFEST, Manifest(0, [], 0, 0, 0, known))
-        description = Description(identity, dim, metric, dtype, degree, embedder, demanded, known)
+        description = Description(
+            identity, dim, metric, dtype, degree, embedder, demanded, known,
+            shards=msgspec.UNSET if shards == 1 else shards,
+        )  # fmt: skip
         write_sealed(disk, directory / DESCRIPTION, description)
         disk.sync_directory(directory)
         disk.sync_directory(directory.absolute().parent)
@@ -115,7 +125,8 @@ def collection_info(directory: Path) -> CollectionInfo:
     found = info(directory)
     told = found.description
     return CollectionInfo(
-        directory, found.documents, told.dim, told.metric, told.dtype, told.degree, 1, told.embedder,
+        directory, found.documents, told.dim, told.metric, told.dtype, told.degree, told.shard_count,
+        told.embedder,
         index_bytes=found.disk_bytes, document_bytes=0,
     )  # fmt: skip
 

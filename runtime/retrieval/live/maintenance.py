@@ -28,12 +28,12 @@ _log = logging.getLogger("live")
 
 
 def to_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
-    """The numbers of segments that are to become one; none where all is well.
+    """The numbers of segments of one shard that are to become one; none where all is well.
 
     Their number comes first, and what is deleted second: whoever seals as fast as one segment is built anew must not
     have ever more of them.
     """
-    tiers: dict[int, list[int]] = defaultdict(list)
+    tiers: dict[tuple[int, int], list[int]] = defaultdict(list)
     holed = []
     for segment in segments:
         size = int(segment.alive.sum())
@@ -42,7 +42,7 @@ def to_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
         tier, limit = 0, MERGED * seal_rows
         while size >= limit:
             tier, limit = tier + 1, limit * MERGED
-        tiers[tier].append(segment.facts.number)
+        tiers[tier, segment.facts.shard].append(segment.facts.number)
     full = [numbers for _, numbers in sorted(tiers.items()) if len(numbers) >= MERGED]
     return full[0] if full else holed[:1]
 

@@ -36,9 +36,16 @@ class LiveReader:
     `replaced`: another collection lies in the directory by now; `poll` raises then.
     """
 
-    def __init__(self, directory: Path, *, beside: bool = False, compared: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        beside: bool = False,
+        compared: Collection[str] | None = None,
+        shard: int | None = None,
+    ) -> None:
         """beside: have `poll` open new segments on a thread, and take them in later, so that it never waits.
-        compared: which of a segment's files `checksums` has; None: all.
+        compared: which of a segment's files `checksums` has; None: all. shard: have the rows of this one only.
 
         Raises `CollectionError`.
         """
@@ -50,7 +57,7 @@ class LiveReader:
             self._seen = self._place()
             manifest = read_manifest(directory)
             try:
-                self.state = State(directory, self.description, manifest)
+                self.state = State(directory, self.description, manifest, shard)
                 self._follower = self._follow(manifest)
                 break
             except CollectionError:  # the writer may have gone on meanwhile

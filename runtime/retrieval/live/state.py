@@ -29,11 +29,14 @@ Loaded = dict[SegmentFacts, Segment]
 
 
 class State:
-    """`lock` is held while it changes. `sequence`: of the next record that is to be applied."""
+    """`lock` is held while it changes. `sequence`: of the next record that is to be applied.
 
-    def __init__(self, directory: Path, description: Description, manifest: Manifest) -> None:
+    Of one `shard` it has that one's segments alone, and the other shards' growing rows as if they were deleted.
+    """
+
+    def __init__(self, directory: Path, description: Description, manifest: Manifest, shard: int | None = None) -> None:
         """Open what a manifest names. Raises `CollectionError`."""
-        self.directory, self.description = directory, description
+        self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
         self.growing = Growing(manifest.next_row, description.dim, description.metric)
@@ -49,6 +52,7 @@ class State:
                     for attributes in operation.attributes:
                         self.schema = learn(self.schema, attributes)
                     self.growing.append(operation, self.schema)
+                    self._hide_others(operation)
                 self.delete(np.array(operation.replaced if isinstance(operation, Upsert) else operation.rows, np.int64))
             self.sequence += 1
 
@@ -59,12 +63,21 @@ class State:
                 segment.delete(rows)
             self.growing.delete(rows)
 
+    def _hide_others(self, operation: Upsert) -> None:
+        """Rows that have just come, of other shards than this state's."""
+        if self.shard is not None and self.description.shard_count > 1:
+            shards = np.array([self.description.shard_of(name) for name in operation.ids])
+            self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
+
+    def _own(self, manifest: Manifest) -> list[SegmentFacts]:
+        return [facts for facts in manifest.segments if self.shard in (None, facts.shard)]
+
     def load(self, manifest: Manifest) -> "Loaded":
         """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`."""
         known = {segment.facts for segment in self.segments}
         fresh: Loaded = {}
         try:
-            for facts in manifest.segments:
+            for facts in self._own(manifest):
                 if facts not in known:
                     fresh[facts] = Segment.load(self.directory, facts, self.description, manifest.schema)
         except CollectionError:
@@ -81,7 +94,7 @@ class State:
         known = {segment.facts: segment for segment in self.segments}
         dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
         opened = known | (self.load(manifest) if fresh is None else fresh)
-        segments = [opened[facts] for facts in manifest.segments]
+        segments = [opened[facts] for facts in self._own(manifest)]
         with self.lock:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:

@@ -55,9 +55,9 @@ class LiveWriter:
     ) -> None:
         """Open a collection for writing.
 
-        embedder: for documents that come without a vector. seal_rows: growing rows that become a segment. threads:
-        cores for building segments. background: have a process build them; else only `flush` and `compact` do.
-        Raises `CollectionBusy` if another process writes to it, `CollectionError`, `NoRoom`.
+        embedder: for documents that come without a vector. seal_rows: growing rows, for each shard, that become a
+        segment. threads: cores for building segments. background: have a process build them; else only `flush` and
+        `compact` do. Raises `CollectionBusy` if another process writes to it, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
@@ -78,6 +78,7 @@ class LiveWriter:
             self.repaired = f"{log_path(directory, first)}: the last {torn} bytes were no whole record, and were cut"
             _log.warning("%s", self.repaired)
         self._log_first = first
+        self._sealed_at = seal_rows * self.state.description.shard_count  # growing rows
         self._serving = Serving(directory)
         self._broken = ""
         self._closed = False
@@ -103,7 +104,7 @@ class LiveWriter:
         if owner is not None:
             check_owner(documents, owner)
         vectors = vectors_of(documents, self.state.description, self._embedder)
-        if self.state.growing.count >= _MOST_GROWING * self._seal_rows:
+        if self.state.growing.count >= _MOST_GROWING * self._sealed_at:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
         alone = owner is not None  # whose the documents are that are replaced is looked up in what is stored
@@ -154,19 +155,20 @@ class LiveWriter:
         self.maintenance.wake()  # there may be a segment too many by now
 
     def compact(self) -> None:
-        """Make one segment of everything, without what is deleted, and wait for that. Raises as `flush`."""
+        """Make one segment of each shard, without what is deleted, and wait for that. Raises as `flush`."""
         with self.building:
             self._seal(self.build_here)
-            segments = self.state.segments
-            if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
-                self._merge([segment.facts.number for segment in segments], self.build_here)
+            for shard in range(self.state.description.shard_count):
+                segments = [segment for segment in self.state.segments if segment.facts.shard == shard]
+                if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
+                    self._merge([segment.facts.number for segment in segments], self.build_here)
 
     def maintain(self, build: Build) -> bool:
         """See `Maintained`."""
         with self.building:
             if self._closed:
                 return False
-            if self.state.growing.count >= self._seal_rows:
+            if self.state.growing.count >= self._sealed_at:
                 self._seal(build)
                 return True
             numbers = to_merge(self.state.segments, self._seal_rows)
@@ -205,7 +207,7 @@ class LiveWriter:
                 self._commit()
         if pending.error is not None:
             raise pending.error
-        if self.state.growing.count >= self._seal_rows:
+        if self.state.growing.count >= self._sealed_at:
             self.maintenance.wake()
         return pending.result
 
@@ -324,13 +326,16 @@ class LiveWriter:
                 return
             self._check_place()
             self._rotate()
-            job = Job(self._number(), self.state.sequence, self.state.growing.next_row, [], self._threads)
-        self._take(job, build(self.directory, job))
+            until, next_row = self.state.sequence, self.state.growing.next_row
+            shards = range(self.state.description.shard_count)
+            jobs = [Job(self._number(), until, next_row, [], self._threads, shard) for shard in shards]
+        self._take(jobs[0], [build(self.directory, job) for job in jobs])
 
     def _merge(self, numbers: list[int], build: Build) -> None:
         self._check_place()
-        job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads)
-        self._take(job, build(self.directory, job))
+        shard = next(facts.shard for facts in self._manifest.segments if facts.number == numbers[0])
+        job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads, shard)
+        self._take(job, [build(self.directory, job)])
 
     def _number(self) -> int:
         self._next_segment += 1
@@ -350,12 +355,12 @@ class LiveWriter:
         self.log.close()
         self.log, self._log_first = following, sequence
 
-    def _take(self, job: Job, facts: SegmentFacts | None) -> None:
-        """Put a segment in the place of what it was built from."""
+    def _take(self, job: Job, built: Sequence[SegmentFacts | None]) -> None:
+        """Put segments in the place of what they were built from, all at once."""
         with self._commit_lock:
             self._check_place()
             segments = [one for one in self._manifest.segments if one.number not in job.merged]
-            segments += [] if facts is None else [facts]
+            segments += [facts for facts in built if facts is not None]
             self._generation += 1
             manifest = Manifest(
                 generation=self._generation,

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import secrets
+import zlib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from gpu.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
-from runtime.retrieval.collections.manifest import LIVE_FORMAT, FileFacts, is_collection
+from runtime.retrieval.collections.manifest import LIVE_FORMAT, MAX_SHARDS, FileFacts, is_collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 
@@ -27,7 +28,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a live collection is.
 
     embedder: null where vectors come ready. demanded: an attribute that every search must bind by its filter (a
-    tenant), or null. schema: attributes whose types were given beforehand.
+    tenant), or null. schema: attributes whose types were given beforehand. shards: into how many it is split, for as
+    many pool workers; not written for one in one piece, so that those of earlier versions keep their checksums.
     """
 
     identity: str
@@ -42,14 +44,24 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = FORMAT
     version: int = VERSION
     sha256: str = ""
+    shards: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def shard_count(self) -> int:
+        return 1 if self.shards is msgspec.UNSET else self.shards
+
+    def shard_of(self, name: str) -> int:
+        """The shard of the document with this id: the same one for ever, so that a document replaces itself there."""
+        return zlib.crc32(name.encode()) % self.shard_count
 
 
-class SegmentFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A sealed segment: its directory's number, its rows, and the checksum of its own description."""
+class SegmentFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A sealed segment: its directory's number, its rows, the checksum of its own description, and its shard."""
 
     number: int
     size: int
     sha256: str
+    shard: int = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +114,8 @@ def read_description(directory: Path) -> Description:
         raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
     if not 2 <= found.degree <= 512:
         raise CollectionError(f"{path} is damaged: degree is {found.degree}")
+    if not 1 <= found.shard_count <= MAX_SHARDS:
+        raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
     return found
 
 

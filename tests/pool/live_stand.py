@@ -1,0 +1,76 @@
+"""A live collection that is written to and served by pools, and what a search has to find in it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.library import Library
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool
+from runtime.testing.waiting import until
+from tests.gpu.cases import clustered
+from tests.pool.pools import Vectors
+
+DIM = 16
+SEALED = 300  # rows of a segment that is large enough for its graph to be walked
+
+
+def of(tenant: str) -> dict[str, Any]:
+    return {"type": "eq", "key": "tenant", "value": tenant}
+
+
+class Stand:
+    """A live collection, its writer, and what it holds: vectors and attributes by id."""
+
+    def __init__(self, path: Path, **made: Any) -> None:
+        create(path, DIM, metric="l2", **made)
+        self.path, self.writer = path, LiveWriter(path, background=False, seal_rows=1 << 20)
+        self.held: dict[str, tuple[Vectors, dict[str, Any]]] = {}
+        self._random = np.random.default_rng(5)
+
+    def upsert(self, *names: str, **attributes: Any) -> None:
+        vectors = clustered(self._random, len(names), DIM)
+        documents = [
+            Upserted(name, f"text of {name}", attributes=attributes, vector=vector)
+            for name, vector in zip(names, vectors, strict=True)
+        ]
+        self.writer.upsert(documents)
+        self.held |= {name: (vector, attributes) for name, vector in zip(names, vectors, strict=True)}
+
+    def delete(self, *names: str) -> None:
+        self.writer.delete(names)
+        for name in names:
+            self.held.pop(name, None)
+
+    def nearest(self, query: Vectors, k: int, told: Mapping[str, Any] | None = None) -> list[str]:
+        """Of the documents with these attributes."""
+        wanted = (told or {}).items()
+        near = {
+            name: float(np.square(v - query).sum()) for name, (v, own) in self.held.items() if wanted <= own.items()
+        }
+        return sorted(near, key=near.__getitem__)[:k]
+
+
+class Served:
+    """The collection through a pool, and its documents as an answering worker looks them up."""
+
+    def __init__(self, plan: NodePlan, pools: list[InProcessPool], client: SearchClient) -> None:
+        self.pools, self.pool, self.client = pools, pools[0], client
+        self._library = Library(plan)
+        self._library.follow("docs", client.identities("docs"))
+
+    def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
+        """Ids as texts say them."""
+        result = self.client.search(query, k, top_m=64, **asked)
+        found = self._library.passages("docs", result)
+        assert all(passage.text == f"text of {passage.id}" for passage in found)
+        return [passage.id for passage in found]
+
+    def until_found(self, query: Vectors, expected: list[str], **asked: Any) -> None:
+        until(lambda: self.find(query, max(len(expected), 1), **asked) == expected)

@@ -1,0 +1,74 @@
+"""A live collection in shards: each pool has its share of every document, and an answer is the nearest of all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import BuildRefused, CollectionError
+from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
+from tests.gpu.cases import clustered
+from tests.pool.conftest import MakePool, MakeServed
+from tests.pool.live_stand import DIM, SEALED, Stand, of
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Iterator[Stand]:
+    made = Stand(tmp_path / "split", shards=2)
+    yield made
+    made.writer.close()
+
+
+def test_every_answer_is_the_nearest_of_all_shards_while_segments_are_sealed_and_merged(
+    split: Stand, serve: MakeServed
+) -> None:
+    split.upsert(*(f"first-{n}" for n in range(2 * SEALED)), tenant="acme")
+    split.writer.flush()
+    served = serve(split.path, shards=2, workers=2)
+    queries = clustered(np.random.default_rng(9), 5, DIM)
+    for change in range(4):
+        split.upsert(*(f"{change}-{n}" for n in range(2 * SEALED)), tenant="blue")
+        split.upsert("first-1", tenant="blue")  # another text under the same id, in the same shard
+        split.delete(*(f"first-{n}" for n in range(2 + change, 2 * SEALED, 7)))
+        if change == 2:
+            split.writer.compact()
+        elif change != 3:
+            split.writer.flush()
+        for query in queries:
+            served.until_found(query, split.nearest(query, 10))
+            served.until_found(query, split.nearest(query, 10, {"tenant": "acme"}), filter=of("acme"))
+
+
+def test_each_pool_has_only_its_share(split: Stand, serve: MakeServed) -> None:
+    split.upsert(*(f"first-{n}" for n in range(2 * SEALED)))
+    split.writer.flush()
+    split.upsert(*(f"second-{n}" for n in range(9)))
+    served, query = serve(split.path, shards=2, workers=2), np.zeros(DIM, np.float32)
+    served.until_found(query, split.nearest(query, 10))
+    sealed = [sum(index.size for index in pool.pool.live.indexes.values()) for pool in served.pools]
+    assert sum(sealed) == 2 * SEALED
+    assert min(sealed) > SEALED // 2
+
+
+def test_a_delete_holds_in_all_shards_and_replicas_once_it_is_acknowledged(split: Stand, serve: MakeServed) -> None:
+    served = serve(split.path, shards=2, workers=4)
+    for change in range(5):
+        names = [f"{change}-{n}" for n in range(20)]
+        split.upsert(*names)
+        query = split.held[names[0]][0]
+        until(lambda query=query: served.find(query, 10) == split.nearest(query, 10))  # type: ignore[misc]
+        gone = split.nearest(query, 6)
+        split.delete(*gone)
+        for _ in range(4):
+            assert not set(gone) & set(served.find(query, 10))
+        if change == 2:
+            split.writer.flush()
+
+
+def test_a_live_collection_of_another_number_of_shards_is_refused(split: Stand, make_pool: MakePool) -> None:
+    with pytest.raises(CollectionError, match="made with 2 shards, not 1"):
+        make_pool(plan_of(split.path))
+    with pytest.raises(BuildRefused, match=r"shards is 9, outside 1\.\.8"):
+        Stand(split.path.parent / "more", shards=9)
