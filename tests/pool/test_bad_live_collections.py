@@ -17,7 +17,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.live.small import DIM, documents, new_writer
+from tests.live.small import DIM, documents, new_writer, open_writer
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.generations import DIM as DOCS_DIM
 from tests.pool.generations import build
@@ -144,6 +144,32 @@ def test_another_collection_in_the_place_of_one_is_served_from_a_reload_on(
         pool.table.set_knob("reload", 1.0)
         until(lambda: client.identities("notes") != before, lambda: client.poll())
         assert len(client.search(QUERY, 50, collection="notes").ids) == 3
+
+
+def test_a_restored_earlier_state_is_served_in_the_place_of_what_was_served(
+    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = make_plan()
+    make_pool(plan).start()
+    client, library = attached(make_client(plan)), Library(plan)
+    shutil.copytree(writer.directory, writer.directory.with_name("backup"))
+    writer.upsert(documents(range(40, 50)))
+
+    def answers() -> int:
+        client.poll()
+        library.follow("notes", client.identities("notes"))
+        try:
+            return len(library.passages("notes", client.search(QUERY, 60, collection="notes")))
+        except Unavailable:
+            return 0
+
+    until(lambda: answers() == 50)
+    shutil.rmtree(writer.directory)
+    shutil.copytree(writer.directory.with_name("backup"), writer.directory)
+    until(lambda: answers() == 40)
+    with open_writer(writer.directory) as anew:
+        anew.upsert(documents(range(90, 93)))
+        until(lambda: answers() == 43)
 
 
 def test_a_reader_compares_what_it_has_open_and_not_what_was_merged_away(writer: LiveWriter) -> None:

@@ -160,6 +160,7 @@ class PoolCatalogue:
         for name, entry in self._entries.items():
             if entry.checking is not None and entry.checking.over:
                 changes += self._checked(name, entry)
+            changes += self._outdated(name, entry)
             if entry.opening is not None and entry.opening.over:
                 changes += self._reopened(name, entry)
             due = entry.wanted or (entry.lost and now_ns >= entry.look_ns)
@@ -206,6 +207,15 @@ class PoolCatalogue:
             self._log.info("collection %s: every checksum is right", name)
             return []
         self._take_out(entry, trouble, None)
+        return [Change(name, old, None)]
+
+    def _outdated(self, name: str, entry: _Entry) -> list[Change]:
+        """A live collection of which an earlier state was restored is taken out, and opened anew."""
+        old = entry.shard
+        if old is None or old.live is None or not old.live.outdated:
+            return []
+        self._take_out(entry, old.live.outdated, None)
+        entry.look_ns = 0
         return [Change(name, old, None)]
 
     def _look(self, entry: _Entry, now_ns: int) -> None:

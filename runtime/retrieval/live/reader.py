@@ -19,7 +19,14 @@ from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.log import LogFollower
-from runtime.retrieval.live.storage.manifest import MANIFEST, Description, Manifest, read_description, read_manifest
+from runtime.retrieval.live.storage.manifest import (
+    DESCRIPTION,
+    MANIFEST,
+    Description,
+    Manifest,
+    read_description,
+    read_manifest,
+)
 from runtime.retrieval.live.storage.operations import decode
 from runtime.retrieval.live.storage.segment import DOCUMENTS
 from runtime.retrieval.passages import Attributes
@@ -33,7 +40,9 @@ class LiveReader:
     see a write that is about to be. Files that the writer removes are kept by who has them open.
 
     `checksums` are those of the segments that are open: who serves them for long compares them, on a thread.
-    `replaced`: another collection lies in the directory by now; `poll` raises then.
+    `replaced`: another collection lies in the directory by now; `poll` raises then. `outdated`: why it is to be opened
+    anew: an earlier state of the collection was restored, which what was read cannot be brought forward to. `poll`
+    raises that, too; "" as long as all is well.
     """
 
     def __init__(
@@ -49,20 +58,19 @@ class LiveReader:
 
         Raises `CollectionError`.
         """
-        self.directory, self.replaced = directory, False
+        self.directory, self.replaced, self.outdated = directory, False, ""
         self._loads_beside = beside
         self._loading: tuple[Manifest, Beside[Loaded]] | None = None
         self.description = read_description(directory)
-        for attempt in range(_ATTEMPTS):
-            self._seen = self._place()
-            manifest = read_manifest(directory)
-            try:
-                self.state = State(directory, self.description, manifest, shard)
-                self._follower = self._follow(manifest)
-                break
-            except CollectionError:  # the writer may have gone on meanwhile
-                if self._place() == self._seen or attempt == _ATTEMPTS - 1:
-                    raise
+        try:
+            self._description_fd = os.open(directory / DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC)  # tells copies apart
+        except OSError as error:
+            raise storage_error(error, f"{directory / DESCRIPTION} cannot be read") from error
+        try:
+            manifest = self._opened(shard)
+        except BaseException:
+            os.close(self._description_fd)
+            raise
         self._generation = manifest.generation
         self.checksums = LiveChecksums(directory, compared)
         self.checksums.add(self.state.segments)
@@ -71,6 +79,21 @@ class LiveReader:
         except CollectionError:
             self.close()
             raise
+
+    def _opened(self, shard: int | None) -> Manifest:
+        """Have the state and follow the log of a manifest, which is returned. Raises `CollectionError`."""
+        attempts = _ATTEMPTS
+        while True:
+            self._seen = self._place()
+            manifest = read_manifest(self.directory)
+            try:
+                self.state = State(self.directory, self.description, manifest, shard)
+                self._follower = self._follow(manifest)
+                return manifest
+            except CollectionError:  # the writer may have gone on meanwhile
+                attempts -= 1
+                if not attempts or self._place() == self._seen:
+                    raise
 
     def poll(self) -> bool:
         """Take in what was written since. Whether anything was. Costs microseconds where nothing was.
@@ -84,6 +107,8 @@ class LiveReader:
             if self.replaced:
                 raise CollectionError(f"another collection is in the place of {self.directory}: reload it")
             manifest = read_manifest(self.directory)
+            if manifest.generation < self._generation or self._is_a_copy():
+                raise self._restored()
             if manifest.generation != self._generation:
                 try:
                     changed = self._advance(manifest)
@@ -93,10 +118,27 @@ class LiveReader:
                     raise
             if manifest.generation == self._generation:
                 self._seen = place
+        if self._log_is_another():
+            raise self._restored()
         for record in self._follower.poll():
             self.state.apply(decode(record.payload, self.description.dim))
             changed = True
         return changed
+
+    def _is_a_copy(self) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(self._description_fd), os.stat(self.directory / DESCRIPTION))
+        except OSError as error:
+            raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
+
+    def _log_is_another(self) -> bool:
+        """Whether the file of the log that is read is the collection's no more, though it was not sealed."""
+        in_place = self._follower.in_place
+        return read_manifest(self.directory).sequence <= self._follower.first if in_place is None else not in_place
+
+    def _restored(self) -> CollectionError:
+        self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is opened anew"
+        return CollectionError(self.outdated)
 
     def catch_up(self) -> bool:
         """`poll`, and wait for the segments that are being opened. Whether anything was new. Raises as `poll`."""
@@ -157,6 +199,7 @@ class LiveReader:
         self.checksums.close()
         self._follower.close()
         self.state.close()
+        os.close(self._description_fd)
 
     def __enter__(self) -> Self:
         return self

@@ -269,8 +269,8 @@ class LiveWriter:
         return None
 
     def _check_place(self) -> None:
-        """Raise `CollectionError` where another collection, or none, is in this one's place."""
-        if not holds(self.lock_fd, self.directory):
+        """Raise `CollectionError` where another collection, a restored copy, or none, is in this one's place."""
+        if not (holds(self.lock_fd, self.directory) and self.log.in_place):
             self._broken = f"{self.directory} was replaced or moved while it was written to: open it again"
             raise CollectionError(self._broken)
 

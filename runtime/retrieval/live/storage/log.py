@@ -8,6 +8,7 @@ a document's text, is none. A record is written and synced before the next one b
 one of the last file can be torn. It was never acknowledged, and is cut. Damage before whole records is an error.
 """
 
+import contextlib
 import os
 import struct
 import zlib
@@ -154,6 +155,14 @@ class LogWriter:
             raise
         self.end += len(content)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the file that is written to is the one at its path, with all that was written to it."""
+        with contextlib.suppress(OSError):
+            there = os.stat(self.path)
+            return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self.end
+        return False
+
     def sync(self) -> None:
         """Raises `OSError`; whether the last record lasts is not known then."""
         self._disk.sync(self._fd)
@@ -169,7 +178,7 @@ class LogFollower:
         """Raises `FileNotFoundError` if there is no such file (any more)."""
         self._directory, self._identity = directory, identity
         self.sequence = first  # of the next record
-        self._first, self._offset = first, 0
+        self.first, self._offset = first, 0  # of the file, and where its next record begins
         self._torn = False  # there are bytes behind the last whole record: it is being written, or was never whole
         self._fd = os.open(log_path(directory, first), os.O_RDONLY | os.O_CLOEXEC)
 
@@ -181,12 +190,12 @@ class LogFollower:
         found: list[Record] = []
         while True:
             found += self._read()
-            if self._torn and any(first > self._first for first, _ in log_files(self._directory)):
+            if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
                 found += self._read()  # the writer went on to another file after it had written this one to its end
                 if self._torn:
                     raise self._damaged(self._offset, ", and is not the last file of the log")
             following = log_path(self._directory, self.sequence)
-            if self.sequence == self._first or not following.exists():
+            if self.sequence == self.first or not following.exists():
                 return found
             found += self._read()  # what was written between the look at this file and the next one's beginning
             if log_path(self._directory, self.sequence) == following:
@@ -195,12 +204,21 @@ class LogFollower:
                 except FileNotFoundError:  # sealed meanwhile: the manifest says where to go on
                     return found
                 os.close(self._fd)
-                self._fd, self._first, self._offset = fd, self.sequence, 0
+                self._fd, self.first, self._offset = fd, self.sequence, 0
+
+    @property
+    def in_place(self) -> bool | None:
+        """Whether the file that is read is the one at its path, with all that was read of it. None: there is none."""
+        try:
+            there = os.stat(log_path(self._directory, self.first))
+        except OSError:
+            return None
+        return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self._offset
 
     def _read(self) -> list[Record]:
         size = os.fstat(self._fd).st_size
         if self._offset == 0:
-            if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self._first):
+            if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self.first):
                 if size > HEADER.size:
                     raise self._damaged(0, ": it does not begin as a log of this collection that begins there")
                 return []
@@ -221,7 +239,7 @@ class LogFollower:
         return found
 
     def _damaged(self, at: int, why: str) -> CollectionError:
-        return CollectionError(f"{log_path(self._directory, self._first)} is damaged at byte {at}{why}")
+        return CollectionError(f"{log_path(self._directory, self.first)} is damaged at byte {at}{why}")
 
     def close(self) -> None:
         os.close(self._fd)
