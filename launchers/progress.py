@@ -23,6 +23,7 @@ _WORDS = {
     "compare": "comparing files",
     "read": "reading documents",
     "embed": "embedding",
+    "follow": "following",
     "neighbors": "finding neighbors",
     "graph": "connecting the graph",
     "better neighbors": "finding better neighbors",

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from launchers.commands.follow import follow
 from launchers.commands.live import show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError
@@ -31,6 +32,7 @@ from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.recall import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
+index_app.command()(follow)
 
 Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
 

@@ -40,7 +40,7 @@ def open_writer(directory: Path, **options: Any) -> LiveWriter:
 
 def contents(writer: Any) -> dict[str, str]:
     """Texts by id, of all that is there."""
-    rows = np.setdiff1d(np.arange(writer.state.growing.next_row), writer.state.dead_rows())
+    rows = writer.state.alive_rows()
     found = [one for one in writer.state.documents(rows.tolist()) if one is not None]
     assert len({one.id for one in found}) == len(found) == writer.state.count
     return {one.id: one.text for one in found}

@@ -174,7 +174,7 @@ def _choose_server(
     return spec, ServerEmbedder(spec, key=key, threads=threads, patience=FOR_A_BUILD)
 
 
-def read_key(path: str) -> str:
+def read_key(path: str, whose: str = "the embedder's") -> str:
     """The first line of a file; "" for no file. Raises `ConfigError`, which never shows the key."""
     if not path:
         return ""
@@ -182,7 +182,7 @@ def read_key(path: str) -> str:
         with Path(path).open(encoding="utf-8") as file:
             key = file.readline(8192).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the embedder's key cannot be read from {path}: {error}") from error
+        raise ConfigError(f"{whose} key cannot be read from {path}: {error}") from error
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(f"{path} has no key of printable ASCII on its first line")
     return key

@@ -132,6 +132,23 @@ class State:
             alive = [segment.alive for segment in self.segments] + [self.growing.alive]
             return int(sum(np.count_nonzero(one) for one in alive))
 
+    def alive_rows(self) -> Rows:
+        """The rows that are there, int64."""
+        with self.lock:
+            parts = [segment.rows[segment.alive] for segment in self.segments]
+            return np.concatenate([*parts, np.flatnonzero(self.growing.alive) + self.growing.first])
+
+    def vectors(self, rows: Rows) -> NDArray[np.float32]:
+        """The vectors of rows that are here, float32 [n, d], as they came but for rounding."""
+        with self.lock:
+            found = np.empty((len(rows), self.description.dim), np.float32)
+            grown = rows >= self.growing.first
+            found[grown] = self.growing.vectors(rows[grown] - self.growing.first)
+            for segment in self.segments:
+                here = np.isin(rows, segment.rows)
+                found[here] = segment.vectors(segment.positions(rows[here]))
+            return found
+
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """The rows of those of some ids that are there."""
         with self.lock:

@@ -1,0 +1,169 @@
+"""`trinity index follow`: a live collection that is what a collection of another database is."""
+
+import importlib.util
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from launchers.progress import BuildProgress
+from runtime.errors import CollectionError, ConfigError
+from runtime.integrations.follow.documents import Fields
+from runtime.integrations.follow.follower import BATCH, Caught, Follower
+from runtime.integrations.follow.source import Source
+from runtime.node.logs.log import plain
+from runtime.retrieval.embedding.loading import load_embedder, read_key
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.storage.disk import Disk, storage_error
+from runtime.retrieval.live.storage.manifest import is_live, read_description
+from runtime.retrieval.live.writer import LiveWriter
+
+_FOLLOWED = "followed.json"
+_NEEDS = {"qdrant": ("qdrant_client", "qdrant-client"), "milvus": ("pymilvus", "pymilvus")}
+
+
+class _Followed(msgspec.Struct, forbid_unknown_fields=True):
+    """What a collection follows: lies in its directory, so that it is not mixed with something else.
+
+    embeds: its vectors are made from the texts, not taken.
+    """
+
+    database: str
+    url: str
+    collection: str
+    embeds: bool
+
+    def __str__(self) -> str:
+        how = ", with vectors made here" if self.embeds else ""
+        return f"{self.collection!r} of {self.database} at {self.url}{how}"
+
+
+def follow(
+    database: Annotated[Literal["qdrant", "milvus"], typer.Argument(help="What is followed.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="The live collection: an empty one of `trinity live create`, whose embedder is the queries'. Where "
+            "there is none, one without embedder is made."
+        ),
+    ],
+    url: Annotated[str, typer.Option(help="The database's address; or a path, of its client's local mode.")],
+    collection: Annotated[str, typer.Option(help="The collection's name there.")],
+    wanted: Annotated[str, typer.Option("--filter", help="Follow what passes: a filter of the database's own.")] = "",
+    vector: Annotated[str, typer.Option(help="The name of the vector, where there are several.")] = "",
+    text: Annotated[str, typer.Option(help="The field with the text; within an object: metadata.text.")] = "text",
+    title: Annotated[str, typer.Option(help="The field with the title.")] = "title",
+    attribute: Annotated[
+        list[str] | None, typer.Option(help="A field that becomes an attribute. Without, all that can.")
+    ] = None,
+    version: Annotated[
+        str, typer.Option(help="A field that changes whenever its point does: only such points are read anew.")
+    ] = "",
+    key_file: Annotated[str, typer.Option(help="A file with the database's key, or token.")] = "",
+    embed: Annotated[
+        bool, typer.Option("--embed", help="Make vectors of the texts by the collection's embedder; do not take them.")
+    ] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 30.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    batch: Annotated[int, typer.Option(help="Points read at once.", min=1, max=4096)] = BATCH,
+    threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
+) -> None:
+    """Keep a live collection as a collection of Qdrant or Milvus is, until Ctrl-C: what changed is stored, what is gone
+    is deleted. A node may serve it all the while."""
+    source = _source(database, url, collection, wanted, vector, read_key(key_file, "the database's"))
+    followed = _Followed(database, url, collection, embed)
+    if not is_live(directory):
+        create(directory, source.dim, metric=source.metric)
+    description = read_description(directory)
+    if embed and description.embedder is None:
+        raise ConfigError(f"{directory} has no embedder: make it by `trinity live create --embedder …` for --embed")
+    if not embed and description.dim != source.dim:
+        raise ConfigError(
+            f"the vectors of {directory} have {description.dim} numbers, those of {collection!r} {source.dim}: create "
+            "it with the embedder that they came from, or have vectors made anew with --embed"
+        )
+    model = load_embedder(description.embedder, threads=threads, for_a_build=True) if embed else None  # type: ignore[arg-type]
+    with (
+        _stop_signals() as stop,
+        LiveWriter(directory, embedder=model, threads=threads) as writer,
+        BuildProgress(sys.stderr) as progress,
+    ):
+        _check_followed(writer, followed)
+        fields = Fields(text, title, tuple(attribute or ()))
+        follower = Follower(
+            source, writer, fields, version=version, embeds=embed, batch=batch, tell=_tell, progress=progress,
+            stopped=stop.is_set,
+        )  # fmt: skip
+        follower.follow(lambda: not once and not stop.wait(every), lambda caught: _told(caught, writer.state.count))
+
+
+def _tell(words: str) -> None:
+    print(plain(words), file=sys.stderr, flush=True)
+
+
+def _told(caught: Caught, count: int) -> None:
+    refused = f", {caught.refused:,} refused" if caught.refused else ""
+    counts = f"{caught.stored:,} stored, {caught.deleted:,} deleted, {caught.unchanged:,} unchanged{refused}"
+    if caught.changed or caught.first:
+        print(f"{counts}; {count:,} are there", flush=True)
+
+
+def _source(database: str, url: str, collection: str, wanted: str, vector: str, key: str) -> Source:
+    module, package = _NEEDS[database]
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"missing: {package}. Install with: python -m pip install {package}")
+    if database == "qdrant":
+        from runtime.integrations.follow import qdrant
+
+        return qdrant.Qdrant(qdrant.connect(url, key), collection, wanted, vector)
+    from runtime.integrations.follow import milvus
+
+    return milvus.Milvus(milvus.connect(url, key), collection, wanted, vector)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C or SIGTERM, looked at between two batches; a second one ends the process at once."""
+    stop = threading.Event()
+
+    def ask(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
+    """Note what an empty collection follows from now on. Raises `ConfigError` for one that has other documents."""
+    path = writer.directory / _FOLLOWED
+    try:
+        with path.open("rb") as file:
+            before = msgspec.json.decode(file.read(1 << 16), type=_Followed)
+    except FileNotFoundError:
+        if writer.state.count:
+            raise ConfigError(
+                f"{writer.directory} has {writer.state.count:,} documents and follows nothing: following would delete "
+                "them; name an empty collection"
+            ) from None
+        before = followed
+    except OSError as error:
+        raise storage_error(error, f"{path} cannot be read") from error
+    except msgspec.MsgspecError as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if before != followed:
+        raise ConfigError(f"{writer.directory} follows {before}, and not {followed}: name an empty collection")
+    try:
+        Disk().write_file(path, msgspec.json.encode(followed) + b"\n")
+    except OSError as error:
+        raise storage_error(error, f"{path} cannot be written") from error

@@ -1,0 +1,348 @@
+"""A live collection follows a collection of another database: fake, Qdrant's and Milvus' own local ones alike."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, ConfigError, Unavailable
+from runtime.integrations.follow.documents import Fields
+from runtime.integrations.follow.follower import Caught, Follower
+from runtime.integrations.follow.source import retried
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.writer import LiveWriter
+from tests.integrations.followed import (
+    DIM,
+    EVERY,
+    Database,
+    Fake,
+    MilvusDatabase,
+    QdrantDatabase,
+    needs_milvus,
+    needs_qdrant,
+)
+from tests.live.small import contents
+
+UP, RIGHT, BACK = (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
+
+
+@pytest.fixture(params=EVERY)
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    opened: Any = request.param(tmp_path)
+    yield opened
+    if not isinstance(opened, Fake):
+        opened.close()
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+    create(tmp_path / "live", DIM, degree=8)
+    with LiveWriter(tmp_path / "live", background=False) as opened:
+        yield opened
+
+
+def _nearest(writer: LiveWriter, vector: Any, **options: Any) -> list[str]:
+    rows, _ = writer.search(np.array([vector], np.float32), 2, **options)
+    return [one.id for one in writer.state.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
+
+
+def test_what_is_new_changed_or_gone_is_taken_and_nothing_else_is_written(
+    database: Database, writer: LiveWriter
+) -> None:
+    for key in range(5):
+        database.put(key, UP if key else RIGHT, text=f"text {key}", n=key)
+    follower = Follower(database.source(), writer, Fields(), batch=2)
+    assert follower.catch_up() == Caught(first=True, stored=5, complete=True)
+    assert contents(writer) == {str(key): f"text {key}" for key in range(5)}
+    assert _nearest(writer, RIGHT)[0] == "0"
+
+    before = writer.state.sequence
+    assert follower.catch_up() == Caught(unchanged=5, complete=True)
+    assert writer.state.sequence == before
+
+    database.put(1, UP, text="another text", n=1)
+    database.put(2, UP, text="text 2", n=22)
+    database.put(9, BACK, text="text 9", n=9)
+    database.remove(3)
+    assert follower.catch_up() == Caught(stored=3, deleted=1, unchanged=2, complete=True)
+    assert contents(writer) == {"0": "text 0", "1": "another text", "2": "text 2", "4": "text 4", "9": "text 9"}
+    assert _nearest(writer, UP, wanted=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
+
+
+def test_a_vector_that_changes_alone_is_taken_from_the_log_and_from_a_segment(
+    database: Database, writer: LiveWriter
+) -> None:
+    for key in range(40):
+        database.put(key, UP, text="text", n=key)
+    follower = Follower(database.source(), writer, Fields())
+    follower.catch_up()
+    writer.flush()
+    database.put(7, RIGHT, text="text", n=7)
+    database.put(40, UP, text="text", n=40)
+    assert follower.catch_up() == Caught(stored=2, unchanged=39, complete=True)
+    assert _nearest(writer, RIGHT)[0] == "7"
+    database.put(40, BACK, text="text", n=40)
+    assert follower.catch_up() == Caught(stored=1, unchanged=40, complete=True)
+    assert _nearest(writer, BACK)[0] == "40"
+
+
+def test_of_a_filter_what_does_not_pass_any_more_is_deleted(database: Database, writer: LiveWriter) -> None:
+    for key in range(4):
+        database.put(key, UP, text="text", n=key)
+    follower = Follower(database.source(least_n=2), writer, Fields())
+    assert follower.catch_up().stored == 2
+    database.put(2, UP, text="text", n=0)
+    assert follower.catch_up() == Caught(deleted=1, unchanged=1, complete=True)
+    assert list(contents(writer)) == ["3"]
+
+
+def test_by_a_version_only_what_changed_is_read(database: Database, writer: LiveWriter) -> None:
+    for key in range(4):
+        database.put(key, UP, text=f"text {key}", n=1, other="x")
+    follower = Follower(database.source(), writer, Fields(attributes=("other",)), version="n", batch=3)
+    assert follower.catch_up().stored == 4
+    if isinstance(database, Fake):
+        database.read.clear()
+    database.put(2, RIGHT, text="new", n=2, other="x")
+    database.remove(0)
+    assert follower.catch_up() == Caught(stored=1, deleted=1, unchanged=2, complete=True)
+    assert contents(writer) == {"1": "text 1", "2": "new", "3": "text 3"}
+    assert _nearest(writer, RIGHT)[0] == "2"
+    if isinstance(database, Fake):
+        assert database.read == [1, 1, 1, 3]
+
+
+def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_out_and_told(
+    database: Database, writer: LiveWriter
+) -> None:
+    told: list[str] = []
+    fields = Fields(text="meta.body", title="meta.head")
+    meta = {"body": "the text", "head": "the title", "year": 2024, "deep": {"er": ["a", "b"]}}
+    database.put(1, UP, text="-", meta=meta, mixed=[1, "a"], n=1)
+    database.put(2, UP, text="-", meta={"body": "two", "year": "unknown"}, n=2)
+    follower = Follower(database.source(), writer, fields, tell=told.append)
+    assert follower.catch_up().stored == 2
+    rows = writer.state.rows_of(["1", "2"])
+    one, two = (writer.state.documents([rows[name]])[0] for name in ("1", "2"))
+    assert one is not None
+    assert two is not None
+    assert (one.text, one.title) == ("the text", "the title")
+    assert one.attributes == {"text": "-", "meta.year": 2024, "meta.deep.er": ["a", "b"], "n": 1}
+    assert two.attributes == {"text": "-", "n": 2}
+    assert [("mixed" in words, "meta.year" in words) for words in told] == [(True, False), (False, True)]
+    follower.catch_up()
+    assert len(told) == 2
+
+
+def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Database, tmp_path: Path) -> None:
+    hashing = Hashing(64)
+    create(tmp_path / "made", 64, degree=8, embedder="hashing-64")
+    with LiveWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
+        database.put(1, UP, text="cats purr", n=1)
+        database.put(2, UP, text="dogs bark", n=2)
+        follower = Follower(database.source(), writer, Fields(), embeds=True)
+        assert follower.catch_up().stored == 2
+        assert follower.catch_up().unchanged == 2
+        assert _nearest(writer, hashing.embed(["dogs bark"], "query")[0])[0] == "2"
+
+
+# --- what goes wrong
+
+
+def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: LiveWriter) -> None:
+    fake, told, caught = Fake(), list[str](), list[Caught]()
+    for key in range(6):
+        fake.put(key, UP, text=f"text {key}")
+    follower = Follower(fake.source(), writer, Fields(), batch=2, tell=told.append)
+    looks = iter([True, True, False])
+
+    def look() -> bool:
+        if len(caught) == 1 and not told:
+            fake.put(0, UP, text="new")
+            fake.remove(5)
+            fake.failures = [Unavailable("gone for now")]
+        return next(looks)
+
+    follower.follow(look, caught.append)
+    assert told == ["gone for now; tried again at the next pass"]
+    assert caught == [
+        Caught(first=True, stored=6, complete=True),
+        Caught(stored=1, deleted=1, unchanged=4, complete=True),
+    ]
+
+
+def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_again(writer: LiveWriter) -> None:
+    fake = Fake()
+    for key in range(4):
+        fake.put(key, UP, text="text")
+    follower = Follower(fake.source(), writer, Fields(), batch=2)
+    pages = fake.pages
+
+    def broken(*shape: Any) -> Iterator[Any]:
+        yield next(pages(*shape))
+        raise Unavailable("gone")
+
+    fake.pages = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(Unavailable, match="gone"):
+        follower.follow(lambda: False, lambda caught: None)
+    fake.pages = pages  # type: ignore[method-assign]
+    assert follower.catch_up() == Caught(stored=2, unchanged=2, complete=True)
+
+
+def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
+    fake = Fake()
+    for key in range(6):
+        fake.put(key, UP, text="text")
+    stops = iter([False, False, False, True])
+    follower = Follower(fake.source(), writer, Fields(), batch=2, stopped=lambda: next(stops))
+    follower.catch_up()
+    fake.remove(5)
+    assert follower.catch_up() == Caught(unchanged=2)
+    assert len(contents(writer)) == 6
+
+
+def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: LiveWriter) -> None:
+    fake, told = Fake(), list[str]()
+    fake.put(1, UP, text="fine")
+    fake.put(2, (1.0, 2.0), text="two numbers")
+    fake.put(3, (1.0, float("nan"), 0.0), text="no number")
+    fake.put(4, UP, text=["no text"])
+    fake.put(5, RIGHT, text="fine too")
+    caught = Follower(fake.source(), writer, Fields(), tell=told.append).catch_up()
+    assert (caught.stored, caught.refused) == (2, 3)
+    assert sorted(contents(writer)) == ["1", "5"]
+    assert len(told) == 3
+
+
+def test_a_backlog_of_rows_to_seal_is_sealed_and_then_gone_on_with(tmp_path: Path) -> None:
+    create(tmp_path / "small", DIM, degree=8)
+    fake = Fake()
+    for key in range(80):
+        fake.put(key, (1.0, key, 0.0), text="text")
+    with LiveWriter(tmp_path / "small", background=False, seal_rows=2) as writer:
+        assert Follower(fake.source(), writer, Fields(), batch=16).catch_up().stored == 80
+        assert writer.state.count == 80
+
+
+def test_a_client_is_asked_again_until_it_answers_but_not_when_it_refuses() -> None:
+    slept: list[float] = []
+    answers: list[Any] = ["fine", OSError("reset"), OSError("reset")]
+
+    def call() -> str:
+        answer = answers.pop()
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    assert retried("it", call, sleep=slept.append) == "fine"
+    assert slept == [0.5, 1.0]
+
+    refusal = ValueError("bad filter")
+    refusal.status_code = 400  # type: ignore[attr-defined]
+    answers[:] = [refusal] * 9
+    with pytest.raises(Unavailable, match="it: ValueError: bad filter"):
+        retried("it", call, sleep=slept.append)
+    answers[:] = [OSError("reset")] * 9
+    with pytest.raises(Unavailable, match="it: OSError: reset"):
+        retried("it", call, sleep=slept.append)
+    assert slept == [0.5, 1.0, 0.5, 1.0, 2.0, 4.0]
+
+
+# --- each database's own
+
+
+@needs_qdrant
+def test_a_vector_of_several_in_qdrant_is_named(tmp_path: Path, writer: LiveWriter) -> None:
+    from qdrant_client.models import Distance, PointStruct, VectorParams
+
+    from runtime.integrations.follow.qdrant import Qdrant
+
+    database = QdrantDatabase(tmp_path)
+    two = {name: VectorParams(size=size, distance=Distance.DOT) for name, size in (("small", DIM), ("large", 9))}
+    database.client.create_collection("b", vectors_config=two)
+    vectors = {"small": list(RIGHT), "large": [1.0] * 9}
+    database.client.upsert("b", [PointStruct(id=1, vector=vectors, payload={"text": "one"})])
+    with pytest.raises(ConfigError, match="name one of large, small"):
+        Qdrant(database.client, "b")
+    with pytest.raises(ConfigError, match="none of Qdrant's"):
+        Qdrant(database.client, "a", '{"mast": 1}')
+    source = Qdrant(database.client, "b", vector="small")
+    assert (source.dim, source.metric) == (DIM, "ip")
+    assert Follower(source, writer, Fields()).catch_up().stored == 1
+    assert _nearest(writer, RIGHT) == ["1"]
+    database.close()
+
+
+@needs_milvus
+def test_a_field_that_milvus_does_not_have_or_that_holds_no_vectors_is_refused(tmp_path: Path) -> None:
+    from runtime.integrations.follow.milvus import Milvus
+
+    database = MilvusDatabase(tmp_path)
+    with pytest.raises(ConfigError, match="no field 'text' of float vectors: name one of vector"):
+        Milvus(database.client, "a", vector="text")
+    database.close()
+
+
+# --- the command
+
+
+@pytest.fixture
+def trinity(tmp_path: Path) -> Callable[..., Any]:
+    from typer.testing import CliRunner
+
+    from launchers.main import command_line
+
+    def run(*arguments: object) -> str:
+        done = CliRunner().invoke(command_line(), [str(one) for one in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    return run
+
+
+@needs_qdrant
+def test_the_command_follows_and_does_not_take_a_collection_that_has_other_documents(
+    tmp_path: Path, trinity: Callable[..., str]
+) -> None:
+    database = QdrantDatabase(tmp_path)
+    database.put(1, UP, text="one")
+    database.put(2, UP, text="two")
+    database.close()
+    follow = ("index", "follow", "qdrant", tmp_path / "docs", "--url", database.path, "--once", "--collection")
+    assert trinity(*follow, "a") == "2 stored, 0 deleted, 0 unchanged; 2 are there\n"
+    assert trinity(*follow, "a") == "0 stored, 0 deleted, 2 unchanged; 2 are there\n"
+    trinity("index", "verify", tmp_path / "docs")
+    with pytest.raises(ConfigError, match="has no embedder"):
+        trinity(*follow, "a", "--embed")
+
+    create(tmp_path / "notes", DIM)
+    with LiveWriter(tmp_path / "notes", background=False) as writer:
+        writer.upsert([Upserted("mine", "text", vector=UP)])
+    notes = ("index", "follow", "qdrant", tmp_path / "notes", *follow[4:], "a")
+    with pytest.raises(ConfigError, match="1 documents and follows nothing"):
+        trinity(*notes)
+    trinity("live", "delete", tmp_path / "notes", "mine")
+    assert trinity(*notes) == "2 stored, 0 deleted, 0 unchanged; 2 are there\n"
+
+    (tmp_path / "docs" / "followed.json").write_text("{}")
+    with pytest.raises(CollectionError, match="damaged"):
+        trinity(*follow, "a")
+    (tmp_path / "docs" / "followed.json").write_text(
+        '{"database": "qdrant", "url": "http://elsewhere", "collection": "a", "embeds": false}'
+    )
+    with pytest.raises(ConfigError, match="follows 'a' of qdrant at http://elsewhere, and not"):
+        trinity(*follow, "a")
+
+
+def test_a_database_whose_package_is_missing_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, trinity: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"missing: pymilvus\. Install with: python -m pip install pymilvus"):
+        trinity("index", "follow", "milvus", tmp_path / "docs", "--url", "x", "--collection", "a")
+    assert not (tmp_path / "docs").exists()
