@@ -4,7 +4,8 @@ Both run the same weights in the same process, turn by turn, with the same numbe
 prefill (tokens/s by prompt length, by chunk size, and of several prompts in one pass against a pass each), decode
 (ms a step by rows; also with rows of very different lengths, where `generate()` pads all to the longest), and the
 copy of a prompt's KV between two models against one plain copy of as many bytes. Greedy tokens of all runs are
-compared; a difference ends the benchmark with an error.
+compared; a difference ends the benchmark with an error. All that is float32; `weights` is bfloat16 against it: its
+speed, and how often it chooses the same token.
 """
 
 import argparse
@@ -22,11 +23,19 @@ from transformers.utils import logging
 from benchmarks.common.machine import machine, machine_load
 from runtime.node.config import ModelSection
 from runtime.serving.kv.transfer import Transfer, kv_array
+from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import model_directory
 
 Tokens = list[int]
 BLOCK_TOKENS = ModelSection(name="").kv_block_tokens
+ANSWER = 48  # tokens
+QUESTIONS = (
+    "What is the capital of France?", "Count to ten.", "Name three colours.", "What is a list in Python?",
+    "Why is the sky blue?", "Write a sentence about the sea.", "What does a compiler do?", "Who wrote Hamlet?",
+    "How do plants make sugar?", "What is 12 times 12?", "Explain what a closure is.", "Tell me a short story.",
+    "What is a prime number?", "Give me a recipe for bread.", "What is the largest planet?", "Translate 'good day'.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,39 @@ def measure_decode(
         )
 
 
+def measure_weights(
+    ours: Ours, rounded: Ours, rows: Sequence[int], random: np.random.Generator, rounds: int, steps: int
+) -> None:
+    """`rounded`: the same model with weights bfloat16."""
+    print(f"\n{'weights':24}{'float32 ms':>12}{'bfloat16 ms':>16}{'ratio':>8}")
+    for length in (128, 512):
+        prompts = random_prompts([length], ours.model, random)
+        one, two = paired([lambda: ours.prefill(prompts), lambda: rounded.prefill(prompts)], rounds)  # noqa: B023
+        print(f"{f'prefill of {length}':24}{one.best * 1e3:12.1f}{two.best * 1e3:16.1f}{one.best / two.best:8.2f}")
+    for count in rows:
+        prompts = random_prompts([128] * count, ours.model, random)
+        first = ours.prefill(prompts)
+        rounded.prefill(prompts)
+        one, two = paired(
+            [lambda: ours.decode(prompts, first, steps), lambda: rounded.decode(prompts, first, steps)],  # noqa: B023
+            rounds,
+        )
+        each = [times.best / steps * 1e3 for times in (one, two)]
+        print(f"{f'a step of {count} rows':24}{each[0]:12.2f}{each[1]:16.2f}{each[0] / each[1]:8.2f}")
+    chats = [ours.model.tokenizer.chat([Message("user", question)]) for question in QUESTIONS]
+    answers = ours.decode(chats, ours.prefill(chats), ANSWER)
+    same = [token == answer[0] for token, answer in zip(rounded.prefill(chats), answers, strict=True)]
+    for number in range(ANSWER):  # behind float32's own tokens, where one difference does not make others
+        chunks = [
+            Chunk(rounded.tables[row], len(chat) + number, [answers[row][number]]) for row, chat in enumerate(chats)
+        ]
+        chosen = rounded.model.forward(chunks).argmax(-1)
+        same += [int(token) == answer[number + 1] for token, answer in zip(chosen, answers, strict=True)]
+    free = rounded.decode(chats, rounded.prefill(chats), ANSWER)
+    print(f"the same greedy token behind float32's: {sum(same)} of {len(same)}")
+    print(f"the same answer of {ANSWER} tokens: {sum(map(list.__eq__, answers, free))} of {len(chats)}")
+
+
 def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[int], rounds: int) -> None:
     print(f"\n{'KV copy':24}{'ours ms':>12}{'plain copy ms':>16}{'ratio':>8}   MB")
     source = kv_array(model.kv.numpy().data.cast("B").toreadonly(), model.kv.shape)
@@ -203,7 +245,9 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--part", choices=["prefill", "chunks", "packing", "decode", "copy"], help="this table alone")
+    options.add_argument(
+        "--part", choices=["prefill", "chunks", "packing", "decode", "copy", "weights"], help="this table alone"
+    )
     given = options.parse_args()
 
     logging.disable_progress_bar()
@@ -219,6 +263,14 @@ def main() -> None:
         given.model, blocks=1024 // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, context_tokens=1024, threads=given.threads
     )
     ours, theirs = Ours(model), Theirs(model_directory(given.model))
+    rounded = LanguageModel.load(
+        given.model,
+        blocks=16 * 1024 // BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        context_tokens=1024,
+        threads=given.threads,
+        weights="bfloat16",
+    )
     print(
         f"{model.info.name}: {model.info.layers} layers, float32, {given.threads} thread(s), seed {given.seed}; "
         f"best of {given.rounds}, medians ours / generate\n"
@@ -228,13 +280,14 @@ def main() -> None:
     batches = {f"{rows} rows of 128": [128] * rows for rows in (1, 2, 4, 8, 16)}
     batches["8 rows of 20..700"] = [20, 700, 40, 200, 30, 100, 60, 80]
     rounds = given.rounds
-    parts: dict[str, Callable[[], None]] = {
+    tables: dict[str, Callable[[], None]] = {
         "prefill": lambda: measure_prefill(ours, theirs, [32, 128, 512, 1000], random, rounds),
         "chunks": lambda: measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, rounds),
         "packing": lambda: measure_packing(ours, 4, [16, 32, 64, 128, 256], random, rounds),
         "decode": lambda: measure_decode(ours, theirs, batches, random, rounds, given.steps),
+        "weights": lambda: measure_weights(ours, Ours(rounded), (1, 4, 8, 16), random, rounds, given.steps),
         "copy": lambda: measure_copy(model, target, [128, 512, 1000], rounds),
     }
-    for name, measure in parts.items():
+    for name, measure in tables.items():
         if given.part in (None, name):
             measure()

@@ -44,6 +44,7 @@ port = {port}
 [model]
 name = "{model}"
 context_tokens = 2048
+weights = "{weights}"
 
 [prefill]
 slots = 4
@@ -76,7 +77,10 @@ def demo(context: typer.Context) -> None:
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
-    config.write_text(CONFIG.format(name=NAME, port=options.port, model=smollm.NAME, collection=collection))
+    weights = "float32" if options.check else "auto"  # the type in which `generate()` computes
+    config.write_text(
+        CONFIG.format(name=NAME, port=options.port, model=smollm.NAME, weights=weights, collection=collection)
+    )
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [

@@ -38,7 +38,7 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
         help="A question of your own (may be given more than once).",
     )  # fmt: skip
     flag("--keep", "Leave the node up and print how to ask it.")
-    flag("--check", "Compare 50 greedy answers with transformers' generate() in one process.")
+    flag("--check", "Compare 50 greedy answers, with weights in float32, with transformers' generate() in one process.")
     return parser
 
 

@@ -18,7 +18,7 @@ from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import model_bytes, place_of
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.retrieval.live.collection import collection_info
-from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.model.model_info import ModelInfo, WeightsType, weights_type
 
 _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {
@@ -96,7 +96,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
     kv = info.kv_bytes(section.blocks(config.own_model), size)
-    return _Parts(process, _weights_bytes(info, on_host=worker.device == "cpu") + kv)
+    weights = weights_type(config.own_model.weights, worker.device)
+    return _Parts(process, _weights_bytes(info, weights, on_host=worker.device == "cpu") + kv)
 
 
 def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
@@ -126,7 +127,9 @@ def _index_bytes(collection: CollectionSection) -> int:
         return 0
 
 
-def _weights_bytes(info: ModelInfo, *, on_host: bool) -> int:
-    """float32, whatever the files have. On a host the embedding stays in its file: only rows that are used are read."""
-    tables = 1 if on_host or info.tied else 2
-    return 4 * (info.layer_weights + tables * info.vocabulary * info.hidden)
+def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:
+    """Of `weights`, whatever the files have, and the embedding as float32, which on a host stays in its file: only rows
+    that are used are read."""
+    each, table = 2 if weights == "bfloat16" else 4, info.vocabulary * info.hidden
+    shared = info.tied and weights == "float32"
+    return each * (info.layer_weights + table) + (0 if on_host or shared else 4 * table)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.model.reference import Reference
 from runtime.errors import ModelError
 from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.model_info import weights_type
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 transformers = pytest.importorskip("transformers", reason="the reference needs the extra [test]")
@@ -126,3 +127,32 @@ def test_a_damaged_index_is_a_model_error(tmp_path: Path, tiny_directory: Path, 
     (directory / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match=r"cannot load the model|lack"):
         LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
+
+
+def test_with_bfloat16_weights_logits_are_near_those_of_transformers(tmp_path: Path, tiny_directory: Path) -> None:
+    directory = llama(tmp_path / "model", tiny_directory, hidden_size=512, intermediate_size=1024)
+    model = LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128, weights="bfloat16")
+    logits, expected = model.forward([Chunk(range(8), 0, TOKENS)])[0], Reference(directory).logits(TOKENS)[-1]
+    error = float((logits - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.03
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "flags", "meant"),
+    [
+        ("auto", "cpu", "fpu avx512f avx512_bf16", "bfloat16"),
+        ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile", "bfloat16"),
+        ("auto", "cpu", "fp asimd bf16 i8mm", "bfloat16"),
+        ("auto", "cpu", "fpu avx2 avx512f avx512_fp16", "float32"),
+        ("auto", "cuda:0", "fpu avx512_bf16", "float32"),
+        ("float32", "cpu", "fpu avx512_bf16", "float32"),
+        ("bfloat16", "cpu", "fpu avx2", "bfloat16"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_processor_multiplies_it(
+    tmp_path: Path, asked: Any, device: str, flags: str, meant: str
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
+    assert weights_type(asked, device, cpuinfo) == meant
+    assert weights_type("auto", "cpu", tmp_path / "none") == "float32"

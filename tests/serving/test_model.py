@@ -302,6 +302,7 @@ def test_models_differ_in_their_identity_and_so_do_block_sizes(tiny_directory: P
     found = {model_identity(tiny_directory, 16), model_identity(tiny_directory, 32), model_identity(other, 16)}
     assert len(found) == 3
     assert model_identity(tiny_directory, 16) in found
+    assert model_identity(tiny_directory, 16, "bfloat16") not in found
 
 
 def test_the_number_of_threads_is_set(tiny_directory: Path) -> None:

@@ -31,8 +31,30 @@ def test_a_packed_layer_equals_the_plain_product_for_any_number_of_rows(rows: in
         torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-5)
 
 
-def test_small_layers_stay_as_they_are() -> None:
-    assert isinstance(linear_layer(torch.randn(SIZE // 2, SIZE), None), PlainLinear)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 16, 200])
+def test_a_bfloat16_layer_takes_and_gives_float32_and_computes_the_product_of_rounded_numbers(
+    rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed:
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+    weight, offset, x = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE), torch.randn(rows, SIZE)
+    rounded = [part.bfloat16().float() for part in (x, weight, offset)]
+    layer = linear_layer(weight, offset, torch.bfloat16)
+    assert isinstance(layer, PackedLinear) == packed
+    with torch.inference_mode():
+        y, expected = layer(x), torch.nn.functional.linear(*rounded)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-6)
+    assert not torch.allclose(y, torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_layers_stay_as_they_are(dtype: "torch.dtype") -> None:
+    small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
+    layer = linear_layer(small, None, dtype)
+    assert isinstance(layer, PlainLinear)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, small))
 
 
 def test_layers_stay_as_they_are_where_the_product_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

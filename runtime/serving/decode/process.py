@@ -28,6 +28,7 @@ from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.text import Sampler, TextStream
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class DecodeWorker:
             context_tokens=model.context_tokens,
             threads=config.decode.threads,
             device=transport.device,
+            weights=weights_type(model.weights, transport.device),
             kernels=transport.kernels,
             stamp=worker.start.part,
         )

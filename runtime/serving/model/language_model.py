@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ResourceBusy
 from runtime.node.start_times import beside
-from runtime.serving.model.model_info import ModelInfo, model_directory, model_identity, read_config
+from runtime.serving.model.model_info import ModelInfo, WeightsType, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -84,11 +84,13 @@ class LanguageModel:
         threads: int = 1,
         buffer: memoryview | CudaArray | None = None,
         device: str = "cpu",
+        weights: WeightsType = "float32",
         kernels: Kernels | None = None,
         stamp: Callable[[str], None] = lambda part: None,
     ) -> LanguageModel:
-        """Load a model in float32 on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
+        """Load a model on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
 
+        KV and all between the matrices are float32; `weights`: of what type the matrices are kept and multiplied.
         No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory
         (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it. `kernels`: how attention is
         computed, by default as suits the device. `stamp` is called with the name of each part of the loading at its
@@ -109,12 +111,12 @@ class LanguageModel:
         _check_device(device)
         tokenizer = beside(lambda: Tokenizer.load(directory))
         try:
-            network = Llama.load(read_config(directory), info, WeightFiles(directory), device)
+            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, weights)
             kv = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(shape, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
         stamp("weights")
-        identity = model_identity(directory, block_tokens)
+        identity = model_identity(directory, block_tokens, weights)
         kernels = kernels or ("cpu" if device == "cpu" else "torch")
         return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
 

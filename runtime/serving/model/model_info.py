@@ -1,10 +1,11 @@
 """What a model is, read from its `config.json` alone: no torch, no weights, cheap enough for any process."""
 
 import json
+import re
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from runtime.errors import ModelError
 from runtime.serving.model import smollm
@@ -14,6 +15,8 @@ from runtime.serving.model import smollm
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
 _KV_ITEM_BYTES = 4  # float32
+
+WeightsType = Literal["float32", "bfloat16"]
 
 
 def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = None) -> Path:
@@ -29,12 +32,26 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
     return directory
 
 
-def model_identity(directory: Path, block_tokens: int) -> bytes:
-    """A digest that differs between models, and block sizes, whose KV blocks may differ.
+def weights_type(
+    asked: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
+) -> WeightsType:
+    """What `model.weights` means on `device`: "auto" is bfloat16 on a processor with instructions for it (AVX-512's,
+    AMX's or ARM's), else float32."""
+    if asked != "auto":
+        return asked
+    try:
+        flags = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return "float32"
+    return "bfloat16" if device == "cpu" and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
+
+
+def model_identity(directory: Path, block_tokens: int, weights: WeightsType = "float32") -> bytes:
+    """A digest that differs between models, block sizes, and types of weights, whose KV blocks may differ.
 
     Weights count with their names, sizes and times of change: reading gigabytes at every start would take too long.
     """
-    digest = blake2b(f"kv float32 {block_tokens}".encode(), digest_size=16)
+    digest = blake2b(f"kv float32 {block_tokens} of {weights}".encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         found = path.stat()

@@ -26,7 +26,7 @@ from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.model.model_info import ModelInfo, weights_type
 from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
 from runtime.serving.model.text import Sampler
 from runtime.serving.prefill.chunk_size import chunk_tokens
@@ -74,6 +74,7 @@ class PrefillWorker:
             threads=config.prefill.threads,
             buffer=self._source.memory,
             device=transport.device,
+            weights=weights_type(config.own_model.weights, transport.device),
             kernels=transport.kernels,
             stamp=worker.start.part,
         )

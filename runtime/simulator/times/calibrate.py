@@ -128,6 +128,7 @@ def _starts(far: int) -> list[int]:
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
     from runtime.serving.kv.transfer import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
+    from runtime.serving.model.model_info import weights_type
 
     rows = config.decode.slots
     model = LanguageModel.load(
@@ -137,6 +138,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         context_tokens=section.context_tokens,
         threads=config.prefill.threads,
         device=config.decode.devices[0],
+        weights=weights_type(section.weights, config.decode.devices[0]),
     )
     tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
     longest = min(config.prefill.expected_chunk_tokens, section.context_tokens // 2)
