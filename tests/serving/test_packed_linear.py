@@ -1,6 +1,7 @@
 """Packed layers compute what torch's own product computes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_bfloat16_layer_takes_and_gives_float32_and_computes_the_product_of_ro
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_layers_stay_as_they_are(dtype: "torch.dtype") -> None:
+def test_small_layers_stay_as_they_are(dtype: Any) -> None:
     small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
     layer = linear_layer(small, None, dtype)
     assert isinstance(layer, PlainLinear)
