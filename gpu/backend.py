@@ -14,8 +14,7 @@ All arguments and results are int64; addresses are bytes.
         PAUSE, RESUME or RELEASE a slot, as `Engine` has it.
     restrict(handle, slot, allowed, passing)
         Let the query of a slot that was admitted since the last extend find only rows whose bits are set, uint64 words
-        at `allowed`, `passing` of them. They must stay until the slot is released. An engine that has no such function
-        (0) takes no filters.
+        at `allowed`, `passing` of them. They must stay until the slot is released.
 
 Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
 """
@@ -37,5 +36,5 @@ class Backend(NamedTuple):
     change: int
     handle: int
     number: Callable[[str], int]
+    restrict: int
     check: Callable[[], None] = lambda: None
-    restrict: int = 0

@@ -83,7 +83,7 @@ class CpuEngine:
         """See `Engine.backend`."""
         return Backend(
             backend.admit, backend.extend, backend.harvest, backend.change, self._handle.address,
-            self._collections.number, restrict=backend.restrict,
+            self._collections.number, backend.restrict,
         )  # fmt: skip
 
     def _point_handle(self) -> None:

@@ -10,25 +10,26 @@ them.
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import carray
 
 from gpu import slot_changes
-from gpu.backend import FAILED, INVALID, PAUSE, RESUME
+from gpu.backend import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.compiled import c_function, compiled
-from gpu.cpu.queries import Form, write_query
+from gpu.cpu.passing import compare, walk_length
+from gpu.cpu.queries import write_query
+from gpu.cpu.results import may_be_result
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import DIM, FORM_FIELDS
+from gpu.cpu.tables import ALLOWED, DEGREE, DIM, FACTOR, FORM_FIELDS, OFFSET, PASSING, SCANNING, SIZE
+from gpu.cpu.tables import EXTENDS as SPENT
+from gpu.cpu.tables import K as WANTED
 from gpu.cuda import layout
-from gpu.cuda.batch import BatchMemory
-from gpu.cuda.driver import NOT_READY, Driver
-from gpu.cuda.graphs import Kernels, LaunchGraphs
-from gpu.index_data import IndexData
+from gpu.cuda import passing as among
+from gpu.cuda.driver import NOT_READY
 from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
-from gpu.rows import metric_form
-from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES, SlotTable
+from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 
-# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, COLLECTIONS: addresses of tables by number.
+# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, IDS: addresses of tables by number, the latter
+# of the collections' ids (0: row numbers). COLLECTIONS, SEARCHES, KEYS: addresses of what `gpu.cuda.passing` has.
 # LINES: the staged lines, LINE_BYTES each, as the host and as the device address them. COMMANDS: int64 [slots, 2], of
 # which PENDING are for the next launch; PLACES, int64 [slots]: one more than the place of a slot's command, 0: none.
 # RESULTS, PROGRESS, DOORBELL: pinned memory. GRAPHS: address of `LaunchGraphs.table`. REPLAY, LAUNCH, QUERY: the
@@ -40,7 +41,10 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES, SlotTable
     ACTIVE,
     SLOTS,
     FORMS,
+    IDS,
     COLLECTIONS,
+    SEARCHES,
+    KEYS,
     LINES,
     DEVICE_LINES,
     LINE_BYTES,
@@ -73,16 +77,11 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES, SlotTable
     WAITED_NS,
     FAILURE,
     CODE,
-) = range(37)
-HANDLE_WORDS = 37
+) = range(40)
+HANDLE_WORDS = 40
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS = range(6)
 """What went wrong: a call of the driver; a launch that ended without a word; one that does not end."""
-
-# Columns of the table of collections, int64 [MAX_COLLECTIONS, 4]: the address of its ids, or 0 where row numbers are
-# the ids; the bits of float64 that turn a raw distance into the metric's.
-_DEGREE, _IDS, _FACTOR, _OFFSET = range(4)
-_COLLECTION_FIELDS = 4
 
 _WORD = 0xFFFFFFFF
 _HEAD_WORDS = layout.SLOT.itemsize // 4
@@ -108,8 +107,23 @@ def _result(own: Any, slot: int) -> Any:
 
 
 @compiled
+def _nodes(own: Any, slot: int) -> Any:
+    return carray(pointer(_result(own, slot) + _NODES_OFFSET), own[MAX_K], np.int32)
+
+
+@compiled
+def _raw(own: Any, slot: int) -> Any:
+    return carray(pointer(_result(own, slot) + _NODES_OFFSET + 4 * own[MAX_K]), own[MAX_K], np.float32)
+
+
+@compiled
 def _table(own: Any) -> Any:
     return words_at(own[TABLE], STATES + own[SLOTS])
+
+
+@compiled
+def _compared(own: Any) -> Any:
+    return among.compared_at(own[COLLECTIONS], own[SEARCHES], own[KEYS], own[SLOTS], own[MAX_K])
 
 
 @compiled
@@ -215,71 +229,127 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     line = carray(pointer(own[LINES] + slot * own[LINE_BYTES]), own[LINE_BYTES], np.uint8)
     if not write_query(query, form, line[4 * _HEAD_WORDS :]):
         return INVALID
-    degree = words_at(own[COLLECTIONS] + 8 * _COLLECTION_FIELDS * collection, _COLLECTION_FIELDS)[_DEGREE]
+    compared = _compared(own)
+    degree = compared.collections[collection, DEGREE]
+    among.begin(compared.slots[slot], collection, k, degree == 0)
     layout.write_head(_head(own, slot), own[NEXT_TICKET], collection, degree, k, top_m, width, patience)
     own[NEXT_TICKET] = own[NEXT_TICKET] % _WORD + 1
     store_release(_result(own, slot) + _EXTENDS_OFFSET, 0)  # no launch runs that could write it
-    _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
+    if degree:
+        _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
     slot_changes.take(table, _active(own), slot)
     return slot
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    compared, head = _compared(own), _head(own, slot)
+    search = compared.slots[slot]
+    search[ALLOWED], search[PASSING] = allowed, passing
+    if search[SCANNING]:
+        return 0
+    about = compared.collections[np.int64(head[layout.COLLECTION_NUMBER])]
+    length = walk_length(np.int64(head[layout.TOP_M]), passing, about[SIZE], own[MAX_K])
+    if length:
+        head[layout.K] = head[layout.TOP_M] = length
+        head[layout.VISITED_BITS] = layout.visited_bits(length, about[DEGREE])
+    else:
+        search[SCANNING] = 1
+        _command(own, slot, _FREE, 0)
+    return 0
+
+
+@compiled
+def _compare(own: Any, compared: Any, slot: int) -> Any:
+    """One extend of a slot whose rows are compared. Whether it is done."""
+    search = compared.slots[slot]
+    search[SPENT] += 1
+    store_release(_result(own, slot) + _EXTENDS_OFFSET, search[SPENT])
+    if not compare(compared, slot):
+        return False
+    among.write_compared(compared, slot, _nodes(own, slot), _raw(own, slot))
+    return True
+
+
+@compiled
+def _walked(own: Any, compared: Any, slot: int) -> Any:
+    """Whether a slot that the device searches is done: too little may have been found, and is compared then."""
+    result, search = _result(own, slot), compared.slots[slot]
+    if load_acquire(result + _TICKET_OFFSET) != _head(own, slot)[layout.TICKET]:
+        return False
+    if search[ALLOWED] == 0:
+        return True
+    walked = _nodes(own, slot)[: np.int64(_head(own, slot)[layout.K])]
+    if among.passed(search, walked) >= min(search[WANTED], search[PASSING]):
+        return True
+    search[SCANNING], search[SPENT] = 1, load_acquire(result + _EXTENDS_OFFSET)
+    return False
 
 
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    table, active, told = _table(own), _active(own), words_at(report, 2)
+    table, active, told, compared = _table(own), _active(own), words_at(report, 2), _compared(own)
     count = table[ACTIVE_COUNT]
     if own[PENDING] and not _write_slots(own):
         return FAILED
-    highest = 0
+    highest, walking = -1, 0
     for i in range(count):
-        highest = max(highest, active[i])
-    buckets = words_at(own[GRAPHS], 2 * own[BUCKETS])
-    bucket = 0
-    while buckets[2 * bucket] <= highest:
-        bucket += 1
-    if not _launch(own, buckets[2 * bucket + 1]):
-        return FAILED
+        if not compared.slots[active[i], SCANNING]:
+            highest = max(highest, active[i])
+            walking += 1
+    told[0], told[1] = 1, 0
+    if walking:
+        buckets = words_at(own[GRAPHS], 2 * own[BUCKETS])
+        bucket = 0
+        while buckets[2 * bucket] <= highest:
+            bucket += 1
+        if not _launch(own, buckets[2 * bucket + 1]):
+            return FAILED
+        told[0], told[1] = own[EXTENDS], buckets[2 * bucket] - walking
     kept = done = 0
     for i in range(count):
         slot = active[i]
-        result = _result(own, slot)
-        if load_acquire(result + _TICKET_OFFSET) != _head(own, slot)[layout.TICKET]:
+        scanning = compared.slots[slot, SCANNING]
+        if not (_compare(own, compared, slot) if scanning else _walked(own, compared, slot)):
             active[kept] = slot
             kept += 1
             continue
         slot_changes.finish(table, slot)
         finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, load_acquire(result + _EXTENDS_OFFSET)
+        finished[0], finished[1] = slot, load_acquire(_result(own, slot) + _EXTENDS_OFFSET)
         done += 1
     table[ACTIVE_COUNT] = kept
-    told[0], told[1] = own[EXTENDS], buckets[2 * bucket] - count
     return done
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    head, place = _head(own, slot), _result(own, slot) + _NODES_OFFSET
-    k = head[layout.K]
-    collection = own[COLLECTIONS] + 8 * _COLLECTION_FIELDS * np.int64(head[layout.COLLECTION_NUMBER])
-    fields = words_at(collection, _COLLECTION_FIELDS)
-    factor, offset = np.int64(fields[_FACTOR]).view(np.float64), np.int64(fields[_OFFSET]).view(np.float64)
-    nodes, raw = carray(pointer(place), k, np.int32), carray(pointer(place + 4 * own[MAX_K]), k, np.float32)
+    compared, number = _compared(own), np.int64(_head(own, slot)[layout.COLLECTION_NUMBER])
+    search, about = compared.slots[slot], compared.collections[number]
+    factor, offset = np.int64(about[FACTOR]).view(np.float64), np.int64(about[OFFSET]).view(np.float64)
+    k, nodes, raw, names = search[WANTED], _nodes(own, slot), _raw(own, slot), words_at(own[IDS], MAX_COLLECTIONS)
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
-    for i in range(k):
+    found = 0
+    for i in range(k if search[SCANNING] else np.int64(_head(own, slot)[layout.K])):
         node = np.int64(nodes[i])
-        if node < 0:
-            return i
-        to_ids[i] = node if fields[_IDS] == 0 else words_at(fields[_IDS] + 8 * node, 1)[0]
-        to_distances[i] = np.float64(raw[i]) * factor + offset
-    return np.int64(k)
+        if node < 0 or found == k:
+            break
+        if may_be_result(search[ALLOWED], node):
+            to_ids[found] = node if names[number] == 0 else words_at(names[number] + 8 * node, 1)[0]
+            to_distances[found] = np.float64(raw[i]) * factor + offset
+            found += 1
+    return found
 
 
 @c_function("int64(int64, int64, int64)")
 def change(handle: int, slot: int, what: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
     slot_changes.change(_table(own), _active(own), slot, what)
+    if _compared(own).slots[slot, SCANNING] and what != RELEASE:
+        return 0  # the device knows nothing of it
     _command(own, slot, _PAUSED if what == PAUSE else _ACTIVE if what == RESUME else _FREE, 0)
     return 0
 
@@ -288,87 +358,3 @@ def change(handle: int, slot: int, what: int) -> Any:
 def launch(handle: int, graph: int) -> Any:
     """Replay a graph, whichever slots are active, and wait for its end. 0, or FAILED."""
     return 0 if _launch(words_at(handle, HANDLE_WORDS), graph) else FAILED
-
-
-# ---- the handle
-
-
-class Handle:
-    """The handle's words, and what they point to."""
-
-    def __init__(
-        self, driver: Driver, stream: int, memory: BatchMemory, kernels: Kernels, graphs: LaunchGraphs, batch: Any
-    ) -> None:
-        """batch: the kernels' BATCH as an argument."""
-        slots, line_bytes = memory.lines.shape
-        self.words = np.zeros(HANDLE_WORDS, np.int64)
-        self.address = int(self.words.ctypes.data)
-        self.table = SlotTable(slots, np.zeros(slots, np.int32))
-        self._memory = memory
-        self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
-        self._forms = np.zeros((MAX_COLLECTIONS, FORM_FIELDS), np.int64)
-        self._collections = np.zeros((MAX_COLLECTIONS, _COLLECTION_FIELDS), np.int64)
-        self._graphs = graphs.table()
-        self._commands_address = np.array([memory.commands_address], np.uint64)
-        self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
-        self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
-        self._alive: dict[int, tuple[IndexData, Form]] = {}
-        arrays: dict[int, npt.NDArray[Any]] = {
-            TABLE: self.table.words,
-            ACTIVE: self.table.active,
-            FORMS: self._forms,
-            COLLECTIONS: self._collections,
-            LINES: memory.lines,
-            COMMANDS: memory.commands,
-            PLACES: self._places,
-            RESULTS: memory.results,
-            GRAPHS: self._graphs,
-            ARGUMENTS: self._arguments,
-            TIME: self._time,
-        }
-        for word, array in arrays.items():
-            self.words[word] = array.ctypes.data
-        entry = driver.entry_points()
-        values = {
-            SLOTS: slots,
-            DEVICE_LINES: memory.lines_address,
-            LINE_BYTES: line_bytes,
-            RESULT_BYTES: memory.result_bytes,
-            MAX_K: memory.nodes.shape[1],
-            PROGRESS: memory.progress.ctypes.data,
-            DOORBELL: memory.doorbell.ctypes.data,
-            BUCKETS: len(self._graphs),
-            LIMIT: graphs.limit,
-            STREAM: stream,
-            REPLAY: entry.replay,
-            LAUNCH: entry.launch,
-            QUERY: entry.query,
-            WRITE: kernels.write_slots,
-            NEXT_TICKET: 1,
-        }
-        for word, value in values.items():
-            self.words[word] = value
-
-    @property
-    def graphs(self) -> list[int]:
-        """Smallest bucket first."""
-        found: list[int] = self._graphs[:, 1].tolist()
-        return found
-
-    def load(self, number: int, data: IndexData) -> None:
-        """Queries may be admitted to this collection."""
-        form = Form(layout.without_sketch(data.rows))
-        self._alive[number] = (data, form)
-        ids = 0 if data.ids is None else data.ids.ctypes.data
-        scale = np.array(metric_form(data.rows), np.float64).view(np.int64)
-        self._collections[number] = (data.graph.shape[1], ids, *scale)
-        self._forms[number] = form.line
-
-    def unload(self, number: int) -> None:
-        """No query may be admitted to this collection any more; none has a slot."""
-        self._forms[number] = 0
-        del self._alive[number]
-
-    def searches(self, number: int) -> bool:
-        """Whether a slot's query is of this collection."""
-        return any(self._memory.head(slot)[layout.COLLECTION_NUMBER] == number for slot in self.table.taken)

@@ -93,7 +93,8 @@ class BatchMemory:
 
     def unload(self, number: int) -> None:
         """Give an index's memory back, while no launch runs. No slot may search it."""
-        self._uploaded.pop(number).close()
+        if number in self._uploaded:
+            self._uploaded.pop(number).close()
 
     def _allocate(self, stream: int, nbytes: int) -> int:
         """Zeroed device memory."""

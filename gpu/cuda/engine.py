@@ -13,6 +13,7 @@ from gpu.cuda import backend, layout
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
+from gpu.cuda.handle import Handle
 from gpu.cuda.upload import Progress
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index import GraphIndex
@@ -75,7 +76,8 @@ class CudaEngine:
         self._collections = Collections(collections)
         self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
         data = self._collections.loaded
-        self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, self.limits.max_k, max_search_width)
+        # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.passing`.
+        self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
         self._report = np.zeros(2 + 2 * slots, np.int64)
         self._own_driver = False
@@ -91,7 +93,7 @@ class CudaEngine:
             batch = layout.argument(memory.record)
             kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
             self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), form, extends_per_launch)
-            self.handle = own = backend.Handle(driver, self._stream, memory, kernels, self._graphs, batch)
+            self.handle = own = Handle(driver, self._stream, memory, kernels, self._graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
             self._slots = own.table
             for number, one in enumerate(data):
@@ -182,7 +184,10 @@ class CudaEngine:
     def backend(self) -> Backend:
         """See `Engine.backend`."""
         own, number = self.handle, self._collections.number
-        return Backend(backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, self._check)
+        return Backend(
+            backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, backend.restrict,
+            self._check,
+        )  # fmt: skip
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """See `Engine.load`. The loop stands still while it is copied to the device.
@@ -191,13 +196,14 @@ class CudaEngine:
         the engine was made with: sizes are captured in its graphs.
         """
         number, data, limits = self._collections.next_number(collection), index.data, self.limits
-        wanted = layout.BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_k, limits.max_search_width)
+        wanted = layout.BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width)
         if not self._shape.covers(wanted):
             raise InvalidParams(
                 f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine has "
                 f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
             )
-        self.batch_memory().load(number, collection, data)
+        if data.graph.shape[1]:  # rows without a graph are compared by the host
+            self.batch_memory().load(number, collection, data)
         self.handle.load(number, data)
         self._collections.add(collection, index)
 
@@ -245,7 +251,8 @@ class CudaEngine:
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
         self._slots.expect(slot, SlotState.FINISHED)
-        k = int(self.batch_memory().head(slot)[layout.K])
+        self.batch_memory()
+        k = self.handle.wanted(slot)
         ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
         _harvest(self.handle.address, slot, ids.ctypes.data, distances.ctypes.data)
         return ids, distances

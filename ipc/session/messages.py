@@ -39,8 +39,8 @@ class Served(msgspec.Struct, frozen=True):
     """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has.
 
     `identity` names its content: ids of an answer are those of this content and no other. `attributes`: what a filter
-    may name, and of which kind each is; `demanded`: the one that every filter must bind, or ""; `unfiltered`: why it
-    takes no filters, or "". Raises `InvalidArgument`.
+    may name, and of which kind each is; `demanded`: the one that every filter must bind, or "". Raises
+    `InvalidArgument`.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Served(msgspec.Struct, frozen=True):
     identity: str = ""
     attributes: dict[str, str] = {}
     demanded: str = ""
-    unfiltered: str = ""
 
     def __post_init__(self) -> None:
         if self.dim < 1:

@@ -319,7 +319,7 @@ class AnswerCacheSection(Section, frozen=True):
     """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
 
     Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
-    and at most `entries` are: in a live collection of the pools, which have to be on CPUs, in the node's run directory.
+    and at most `entries` are: in a live collection of the pools, in the node's run directory.
     """
 
     enabled: bool = False

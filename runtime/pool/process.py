@@ -1,7 +1,8 @@
 """A vector-pool worker's process: the compiled loop, and between its turns what only Python can do."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
@@ -12,10 +13,10 @@ from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
-from runtime.pool.collections.live import LiveCollections
+from runtime.pool.collections.live import LiveCollections, like_segments
 from runtime.pool.collections.replacing import Replacing
 from runtime.pool.collections.scopes import Scopes
-from runtime.pool.collections.shard import OpenShard, desk_number, key_of, open_shard, without_filters
+from runtime.pool.collections.shard import OpenShard, Shard, desk_number, key_of, open_shard
 from runtime.pool.loop_memory import CALLED, PoolLoop
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import Measured, fewest_slots, measure
@@ -66,19 +67,20 @@ class Pool:
             worker.log,
             strict=not worker.node_ready,
             suspicious=worker.faulted,
-            opener=opener if worker.place.device == "cpu" else without_filters(opener),
+            opener=opener,
             look_every_ns=self._timing.look_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served if shard.index is not None}
         worker.start.part("collections")
         most = limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.place.device, AUTO_GPU_SLOTS)
-        self.engine = _open(worker, indexes, min(2 * most, MAX_SLOTS))
+        self.engine = _open(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()
         self.live = LiveCollections(self.engine, self.scopes, worker.log)
-        for shard in catalogue.served:
-            if shard.live is not None:
-                self.live.begin(shard.key, shard.live, shard.served.demanded)
+        with _fits(worker):
+            for shard in catalogue.served:
+                if shard.live is not None:
+                    self.live.begin(shard.key, shard.live, shard.served.demanded)
         measured = self._measure(indexes | self.live.indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured))
         worker.start.part("first searches")
@@ -221,19 +223,32 @@ def _make_answers(worker: Worker) -> None:
         worker.log.warning("no answers are stored: %s", error.message)
 
 
-def _open(worker: Worker, indexes: Mapping[str, GraphIndex], slots: int) -> Engine:
+def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:
     """The engine on this worker's device. Raises ConfigError where it cannot be there, or not with these indexes."""
     limits, device = worker.plan.config.pool, worker.place.device
-    try:
-        return open_engine(
+    lives = {} if device == "cpu" else {shard.key: shard.live for shard in served if shard.live is not None}
+    samples = {f"{key}/sample": like_segments(live.description) for key, live in lives.items()}
+    with _fits(worker):
+        engine = open_engine(
             device,
-            indexes,
+            {**indexes, **samples},
             slots=slots,
             max_top_m=limits.max_top_m,
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
             extends_per_launch=limits.extends_per_launch,
         )
+    for name in samples:  # that there is room for the like of it is all that was wanted
+        engine.unload(name)
+    return engine
+
+
+@contextlib.contextmanager
+def _fits(worker: Worker) -> Iterator[None]:
+    """Raises ResourceBusy for what the worker's device has no room for, ConfigError where it cannot be used."""
+    device = worker.place.device
+    try:
+        yield
     except OutOfDeviceMemory as error:
         raise ResourceBusy(f"pool.devices: {worker.name} does not fit on {device!r}: {error}") from error
     except DeviceUnavailable as error:

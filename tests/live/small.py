@@ -29,7 +29,8 @@ def documents(names: range, **attributes: Any) -> list[Upserted]:
 
 def new_writer(directory: Path, **options: Any) -> LiveWriter:
     """A new collection, without a process beside it."""
-    create(directory, DIM, metric="l2", degree=8, shards=options.pop("shards", 1))
+    dim, shards = options.pop("dim", DIM), options.pop("shards", 1)
+    create(directory, dim, metric="l2", degree=8, shards=shards)
     return open_writer(directory, **options)
 
 

@@ -1,18 +1,27 @@
-"""A pool whose engine is the CUDA engine, over an emulated device: the same answers as on the CPU."""
+"""A pool whose engine is the CUDA engine, over an emulated device: the same answers as on the CPU, of live collections
+too."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool import process
+from runtime.retrieval.live.incoming import Upserted
+from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
 from tests.cuda.emulation import EmulatedDriver, emulator
-from tests.pool.conftest import MakePool
-from tests.pool.pools import Vectors
+from tests.gpu.cases import clustered
+from tests.live.small import new_writer
+from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.live_stand import DIM, SEALED, Served, Stand, of
+from tests.pool.pools import Vectors, attached
 from tests.pool.test_process import ask, collect
 
 
@@ -23,7 +32,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     engines: list[CudaEngine] = []
 
     def open_engine(device: str, collections: Any, *, extends_per_launch: int, **limits: Any) -> CudaEngine:
-        assert (device, extends_per_launch) == ("cpu", 1)
+        assert extends_per_launch == 1
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
         engines.append(CudaEngine(drivers[-1], b"", collections, extends_per_launch=request.param, **limits))
         return engines[-1]
@@ -65,3 +74,61 @@ def test_a_device_that_fails_ends_the_pool_with_its_own_error(
         monkeypatch.setattr(EmulatedDriver, "replay", fail)
         with pytest.raises(DeviceError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
             collect(pool, client, 1)
+
+
+LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "max_k": 32, "top_m": 32}
+
+
+@pytest.fixture
+def served(stand: Stand, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient) -> Served:
+    """The live collection of `stand`, on a device."""
+    plan = plan_of(stand.path, **LIVE)
+    pool = make_pool(plan, make_arena=lambda worker, dim: None).start()
+    return Served(plan, [pool], attached(make_client(plan)))
+
+
+def test_a_live_collection_on_a_device_is_searched_as_it_is_while_segments_come_and_go(
+    stand: Stand, served: Served, opened: list[CudaEngine]
+) -> None:
+    queries = clustered(np.random.default_rng(9), 3, DIM)
+    assert served.find(queries[0]) == []
+    for change in range(4):
+        stand.upsert(*(f"{change}-{n}" for n in range(SEALED)), tenant="acme" if change % 2 else "blue")
+        stand.delete(*(f"0-{n}" for n in range(change, SEALED, 7)))
+        if change == 2:
+            stand.writer.compact()
+        elif change != 3:
+            stand.writer.flush()
+        for query in queries:
+            served.until_found(query, stand.nearest(query, 10))
+            for tenant in ("acme", "blue") if change else ("blue",):
+                served.until_found(query, stand.nearest(query, 10, {"tenant": tenant}), filter=of(tenant))
+    until(lambda: len(opened[0].dims) == 2)  # one merged segment and the growing rows; the others have left the device
+
+
+def test_no_search_on_a_device_finds_a_row_whose_delete_was_acknowledged_before(stand: Stand, served: Served) -> None:
+    for sealed in (False, True):
+        stand.upsert(*(f"{sealed}-{n}" for n in range(SEALED)))
+        if sealed:
+            stand.writer.flush()
+        query = stand.held[f"{sealed}-0"][0]
+        served.until_found(query, stand.nearest(query, 10))
+        for name in stand.nearest(query, 5):
+            stand.delete(name)
+            assert name not in served.find(query)
+
+
+def test_longer_vectors_than_those_of_the_other_collections_are_sealed_to_a_device(
+    tmp_path: Path, collection: Path, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient
+) -> None:
+    with new_writer(tmp_path / "notes", dim=200) as writer:
+        notes = {"name": "notes", "path": str(tmp_path / "notes")}
+        plan = plan_of(collection, notes, **LIVE)
+        make_pool(plan, make_arena=lambda worker, dim: None).start()
+        client = attached(make_client(plan))
+        vectors = np.random.default_rng(0).standard_normal((SEALED, 200)).astype(np.float32)
+        writer.upsert([Upserted(str(row), vector=vector) for row, vector in enumerate(vectors)])
+        writer.flush()
+        until(lambda: client.search(vectors[7], 1, collection="notes").ids.tolist() == [7])
+        until(lambda: any(name.startswith("notes") and name.endswith("/0") for name in opened[0].dims))
+        assert client.search(vectors[7], 1, collection="notes").ids.tolist() == [7]

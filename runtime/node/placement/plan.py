@@ -249,11 +249,6 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
-    if config.stores_answers and (devices := [device for device in pool.devices if device != CPU]):
-        raise ConfigError(
-            f"answer_cache.enabled: stored answers are a live collection, which pools on CPUs search; pool.devices has "
-            f"{devices[0]!r}"
-        )
     if pool.extends_per_launch > 1 and "cpu" in pool.devices:
         raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):

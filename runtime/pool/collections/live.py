@@ -23,11 +23,13 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.applied import Applied
+from runtime.retrieval.live.storage.manifest import Description
 from runtime.retrieval.live.storage.segment import Segment
 
 POLL_NS = 20_000_000
 """How often it is looked whether something was written: as late it can be found, and as long a delete takes."""
 _NEVER_NS = 1 << 62
+_SEEDS = 128  # as many as searches of a large index begin at
 
 Forget = Callable[[Iterable[int]], None]
 
@@ -38,6 +40,12 @@ def index_of(growing: Growing) -> GraphIndex:
     room = len(rows.codes)
     ids = np.arange(growing.first, growing.first + room, dtype=np.int64)
     return GraphIndex(IndexData(rows, np.zeros((room, 0), np.uint32), np.zeros(0, np.uint32), ids))
+
+
+def like_segments(about: Description) -> GraphIndex:
+    """An index of the kind that a collection's segments are: what engines with fixed sizes have to have room for."""
+    vectors = np.random.default_rng(0).standard_normal((_SEEDS, about.dim)).astype(np.float32)
+    return GraphIndex.build(vectors, metric=about.metric, degree=about.degree, dtype=about.dtype)  # type: ignore[arg-type]
 
 
 class _Own:

@@ -106,9 +106,8 @@ class Replacing:
 
     def _take_filters(self, shard: Shard) -> None:
         """Filters of a collection are evaluated from now on."""
-        if not shard.served.unfiltered:
-            number = self._backend.number(shard.key)
-            self._scopes.serve(desk_number(shard.served, number), shard.filtered(number))
+        number = self._backend.number(shard.key)
+        self._scopes.serve(desk_number(shard.served, number), shard.filtered(number))
 
     @property
     def due_ns(self) -> int:

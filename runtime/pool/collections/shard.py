@@ -1,10 +1,9 @@
 """What a pool worker holds of a collection: one of its indexes, of one build."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from gpu import GraphIndex
@@ -22,7 +21,6 @@ from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
 
 _TOUCHES = 8
-NO_FILTERS = "a pool on a GPU takes no filters"
 
 
 @dataclass(frozen=True)
@@ -133,20 +131,6 @@ def _check_demand(section: CollectionSection, schema: Mapping[str, str]) -> None
         raise CollectionError(
             f"collection {section.name!r} demands {section.demand!r}, which no document has; attributes: {known}"
         )
-
-
-def without_filters(opener: OpenShard) -> OpenShard:
-    """For a pool on a GPU, which takes no filters. It serves no collection that demands one."""
-
-    def opened(section: CollectionSection, worker: int) -> Shard:
-        if section.demand:
-            raise CollectionError(f"collection {section.name!r} demands a filter on {section.demand!r}: {NO_FILTERS}")
-        if is_live(Path(section.path)):
-            raise CollectionError(f"collection {section.name!r} is a live one, which a pool on a GPU does not serve")
-        shard = opener(section, worker)
-        return replace(shard, served=msgspec.structs.replace(shard.served, unfiltered=NO_FILTERS))
-
-    return opened
 
 
 def _is_own(name: str, folder: str) -> bool:

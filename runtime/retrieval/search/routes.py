@@ -200,8 +200,6 @@ class Routes:
             raise InvalidRequest(
                 f"collection {collection!r} demands a filter that binds {served.demanded!r} by eq or in", "filter"
             )
-        if wanted is not None and served.unfiltered:
-            raise InvalidRequest(f"collection {collection!r}: {served.unfiltered}", "filter")
         if wanted is not None:
             check_filter(wanted, {name: Kind(kind) for name, kind in served.attributes.items()})
 

@@ -1,0 +1,108 @@
+"""The handle that the CUDA engine's compiled functions take: its words are those of `gpu.cuda.backend`."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.cpu.queries import Form
+from gpu.cpu.state import collection_table
+from gpu.cpu.tables import FORM_FIELDS, K
+from gpu.cuda import backend as of
+from gpu.cuda import layout
+from gpu.cuda import passing as among
+from gpu.cuda.batch import BatchMemory
+from gpu.cuda.driver import Driver
+from gpu.cuda.graphs import Kernels, LaunchGraphs
+from gpu.index_data import IndexData
+from gpu.slots import MAX_COLLECTIONS, SlotTable
+
+
+class Handle:
+    """The handle's words, and what they point to."""
+
+    def __init__(
+        self, driver: Driver, stream: int, memory: BatchMemory, kernels: Kernels, graphs: LaunchGraphs, batch: Any
+    ) -> None:
+        """batch: the kernels' BATCH as an argument."""
+        slots, line_bytes = memory.lines.shape
+        self.words = np.zeros(of.HANDLE_WORDS, np.int64)
+        self.address = int(self.words.ctypes.data)
+        self.table = SlotTable(slots, np.zeros(slots, np.int32))
+        self._memory = memory
+        self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
+        self._forms = np.zeros((MAX_COLLECTIONS, FORM_FIELDS), np.int64)
+        self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
+        self._compared = among.new_compared(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
+        self._graphs = graphs.table()
+        self._commands_address = np.array([memory.commands_address], np.uint64)
+        self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
+        self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
+        self._alive: dict[int, tuple[IndexData, Form]] = {}
+        arrays: dict[int, npt.NDArray[Any]] = {
+            of.TABLE: self.table.words,
+            of.ACTIVE: self.table.active,
+            of.FORMS: self._forms,
+            of.IDS: self._ids,
+            of.COLLECTIONS: self._compared.collections,
+            of.SEARCHES: self._compared.slots,
+            of.KEYS: self._compared.keys,
+            of.LINES: memory.lines,
+            of.COMMANDS: memory.commands,
+            of.PLACES: self._places,
+            of.RESULTS: memory.results,
+            of.GRAPHS: self._graphs,
+            of.ARGUMENTS: self._arguments,
+            of.TIME: self._time,
+        }
+        for word, array in arrays.items():
+            self.words[word] = array.ctypes.data
+        entry = driver.entry_points()
+        values = {
+            of.SLOTS: slots,
+            of.DEVICE_LINES: memory.lines_address,
+            of.LINE_BYTES: line_bytes,
+            of.RESULT_BYTES: memory.result_bytes,
+            of.MAX_K: memory.nodes.shape[1],
+            of.PROGRESS: memory.progress.ctypes.data,
+            of.DOORBELL: memory.doorbell.ctypes.data,
+            of.BUCKETS: len(self._graphs),
+            of.LIMIT: graphs.limit,
+            of.STREAM: stream,
+            of.REPLAY: entry.replay,
+            of.LAUNCH: entry.launch,
+            of.QUERY: entry.query,
+            of.WRITE: kernels.write_slots,
+            of.NEXT_TICKET: 1,
+        }
+        for word, value in values.items():
+            self.words[word] = value
+
+    @property
+    def graphs(self) -> list[int]:
+        """Smallest bucket first."""
+        found: list[int] = self._graphs[:, 1].tolist()
+        return found
+
+    def load(self, number: int, data: IndexData) -> None:
+        """Queries may be admitted to this collection."""
+        read = replace(data, rows=layout.without_sketch(data.rows), codes=None)
+        form = Form(read.rows)
+        self._alive[number] = (read, form)
+        self._ids[number] = 0 if data.ids is None else data.ids.ctypes.data
+        self._compared.collections[number] = collection_table([read])[0]
+        self._forms[number] = form.line
+
+    def unload(self, number: int) -> None:
+        """No query may be admitted to this collection any more; none has a slot."""
+        self._forms[number] = 0
+        del self._alive[number]
+
+    def wanted(self, slot: int) -> int:
+        """How many results a slot's query asks for."""
+        return int(self._compared.slots[slot, K])
+
+    def searches(self, number: int) -> bool:
+        """Whether a slot's query is of this collection."""
+        return any(self._memory.head(slot)[layout.COLLECTION_NUMBER] == number for slot in self.table.taken)
