@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.retrieval.search.async_client import AsyncSearchClient
     from runtime.retrieval.search.client import SearchClient
-    from runtime.retrieval.search.results import SearchBatch, SearchResult
+    from runtime.retrieval.search.query import SearchBatch, SearchResult
 
 _HOME = {
     "AsyncSearchClient": "async_client",
-    "SearchBatch": "results",
+    "SearchBatch": "query",
     "SearchClient": "client",
-    "SearchResult": "results",
+    "SearchResult": "query",
 }
 
 __all__ = ["AsyncSearchClient", "SearchBatch", "SearchClient", "SearchResult"]

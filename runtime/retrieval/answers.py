@@ -26,7 +26,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 
 KEY, STORED_MS, NUMBER = "key", "stored_ms", "number"
 _LEAST_SEALED = 256  # rows: a segment is built by a process of its own

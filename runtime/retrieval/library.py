@@ -31,8 +31,7 @@ from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, name_of
 from runtime.retrieval.embedding.loading import EmbedderPlace, LazyEmbedder, load_embedder, place_of
 from runtime.retrieval.live.reader import LiveDocuments
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.question import Accept
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import Accept, SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
 _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now

@@ -14,7 +14,7 @@ from runtime.retrieval.answers import StoredAnswers
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.answer_cache import Asked, Hit, PromptAnswers, Vector
 from runtime.serving.frontend.requests import Piece
 from runtime.testing.waiting import until

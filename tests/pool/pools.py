@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from gpu import GraphIndex
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
 Vectors = npt.NDArray[np.float32]

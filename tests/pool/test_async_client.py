@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval.search.question import Limits
+from runtime.retrieval.search.query import Limits
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.conftest import MakePool
 from tests.pool.pools import Vectors

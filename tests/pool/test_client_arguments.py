@@ -8,7 +8,7 @@ import pytest
 
 from runtime import SearchClient
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval.search.question import Limits
+from runtime.retrieval.search.query import Limits
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from gpu import GraphIndex
 from ipc import SearchSpec
 from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.retrieval.search.batch import BatchRun
-from runtime.retrieval.search.question import Question
+from runtime.retrieval.search.query import Question
 from runtime.testing.pool import plan_of
 from tests.pool.conftest import PATIENT, MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect

@@ -18,7 +18,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.library import Follower, Library
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
 

@@ -14,7 +14,7 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloa
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Embedded, EmbedThreads, Found, Retriever
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 
 SOON_S = 60.0
 

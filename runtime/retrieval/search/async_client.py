@@ -13,11 +13,9 @@ from typing import Any, Self
 from ipc import Stage
 from runtime.errors import TrinityError, Unavailable
 from runtime.retrieval.attributes.filters import Wanted
-from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.question import Accept
-from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+from runtime.retrieval.search.query import Accept, SearchBatch, SearchResult, SearchStatistics, deadline_of
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
 _IDLE_S = 0.25  # lost pools are attached again even when nobody asks

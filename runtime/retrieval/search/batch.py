@@ -2,8 +2,7 @@
 
 from runtime.errors import TrinityError
 from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
-from runtime.retrieval.search.question import Question
-from runtime.retrieval.search.results import SearchBatch, SearchResult, failed
+from runtime.retrieval.search.query import Question, SearchBatch, SearchResult, failed
 from runtime.retrieval.vectors.vectors import Vectors
 
 

@@ -21,11 +21,20 @@ from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import find_node
 from runtime.retrieval.attributes.filters import Wanted, filter_bytes
-from runtime.retrieval.search.arguments import check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
-from runtime.retrieval.search.question import Accept, Limits, Question
-from runtime.retrieval.search.results import SearchBatch, SearchResult, SearchStatistics
+from runtime.retrieval.search.query import (
+    Accept,
+    Limits,
+    Question,
+    SearchBatch,
+    SearchResult,
+    SearchStatistics,
+    check_finite,
+    deadline_at,
+    deadline_of,
+    spec_of,
+)
 from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.retrieval.search.writes import Writes
 from runtime.retrieval.vectors.vectors import as_vectors

@@ -19,8 +19,7 @@ from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFul
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.config import PoolSection
 from runtime.retrieval.search.pool_session import PoolSession
-from runtime.retrieval.search.question import Limits, Question, error_of
-from runtime.retrieval.search.results import Gather, SearchResult, SearchStatistics, failed
+from runtime.retrieval.search.query import Gather, Limits, Question, SearchResult, SearchStatistics, error_of, failed
 from runtime.retrieval.search.routes import ReplicaPolicy, Replicas, Routes
 from runtime.retrieval.vectors.vectors import Vectors
 

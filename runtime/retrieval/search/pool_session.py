@@ -26,8 +26,7 @@ from ipc import (
 )
 from runtime.errors import TrinityError
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.question import Question
-from runtime.retrieval.search.results import PoolState, PoolStatistics
+from runtime.retrieval.search.query import PoolState, PoolStatistics, Question
 from runtime.retrieval.vectors.vectors import DeviceVectors, Vectors, on_host
 
 _RETRY_MS = (400.0, 1600.0)  # an attempt's, at first and at most; a pool whose loop runs answers in about one

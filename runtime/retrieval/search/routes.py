@@ -7,7 +7,7 @@ from ipc import Catalogue, Served
 from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
 from runtime.retrieval.attributes.filters import binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Kind
-from runtime.retrieval.search.question import Accept
+from runtime.retrieval.search.query import Accept
 
 # ---- which of several pools a query goes to: the replicas in turn, those that are slow or crowded passed over
 # Pure code: the clock is handed in, so that the simulator can run it too.

@@ -25,7 +25,7 @@ from runtime.errors import TrinityError
 from runtime.node.placement.plan import ANSWERS
 from runtime.retrieval.answers import Answer, StoredAnswers
 from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.search.results import SearchResult
+from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.requests import Piece, Relayed
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 
