@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from benchmarks.common.machine import machine, machine_load
 from runtime.node.config import ModelSection
-from runtime.serving.kv.transfer import Transfer, kv_array
+from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import model_directory

@@ -7,14 +7,13 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ipc.client.session import ClientSession
+from ipc.client.session import ClientSession, rehearse
 from ipc.errors import Draining, InvalidArgument, MemoryRefused, PeerLost, ProtocolViolation, RingFull
 from ipc.memory.device import DeviceSpan
-from ipc.ring.descriptors import Float32s, Result, SearchSpec
-from ipc.ring.payloads import FLOAT32, as_float32, rehearse
+from ipc.ring.descriptors import MAX_I64, Float32s, Result, SearchSpec
 from ipc.session.messages import ClientStatistics
-from ipc.session.parameters import check_deadline
 
+FLOAT32 = np.dtype(np.float32)
 PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
 COLD_NS = 1_000_000  # a pause after which caches may be empty
 
@@ -231,3 +230,16 @@ class RingClient(ClientSession):
             "rung": self._counts["rung"] + (0 if self._lost is not None else self.attachment.requests.rung),
         }  # fmt: skip
         return ClientStatistics(**{**self._counts, **changing})
+
+
+def as_float32(vectors: npt.ArrayLike) -> Float32s:
+    """As a ring takes them: float32, C-contiguous, aligned; a copy only if they are not so already."""
+    if type(vectors) is np.ndarray and vectors.dtype is FLOAT32 and vectors.flags.carray:
+        return vectors
+    return np.require(vectors, FLOAT32, ["C", "A"])
+
+
+def check_deadline(deadline_ns: int) -> None:
+    """Raises `InvalidArgument` for what does not fit a request's header."""
+    if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
+        raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")

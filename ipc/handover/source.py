@@ -101,7 +101,7 @@ class HandoverSource:
         if not 0 < lease_ms < 1e9:
             raise InvalidArgument(f"lease_ms must be within 0..1e9, got {lease_ms}")
         self.name = name
-        self._arena = arena
+        self._arena, self._reference = arena, arena.memory.reference
         self._lease_ns, self._clock = int(lease_ms * 1e6), clock
         self.endpoint = private_endpoint(new_token(), "outcomes")
         self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
@@ -130,7 +130,7 @@ class HandoverSource:
             self._arena.epoch,
             slot,
             self._arena.generation(slot),
-            self._arena.memory.reference,
+            self._reference,
             payload,
             self._arena.device_reference,
             watched=target.watched,

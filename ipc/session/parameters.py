@@ -9,7 +9,6 @@ from typing import NamedTuple
 from ipc.errors import InvalidArgument
 from ipc.ring.descriptors import (
     CANCEL,
-    MAX_I64,
     MAX_U16,
     PARAMETERS,
     SEARCH,
@@ -76,12 +75,6 @@ def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kin
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
     dim, stage = limits.catalogue.served[code].dim, STAGE_CODES[spec.stage]
     return Packed(_words(epoch, kind, stage, code, k, 0, top_m, spec.search_width, spec.patience or 0, dim), dim)
-
-
-def check_deadline(deadline_ns: int) -> None:
-    """Raises `InvalidArgument` for what does not fit a request's header."""
-    if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
-        raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")
 
 
 def pack_cancel(epoch: int) -> bytes:

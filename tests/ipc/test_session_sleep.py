@@ -8,7 +8,7 @@ import pytest
 from ipc import Result, RingClient, RingFull, RingServer
 from ipc.client import client as client_module
 from ipc.client.client import COLD_NS
-from ipc.ring.payloads import rehearse
+from ipc.client.session import rehearse
 from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 

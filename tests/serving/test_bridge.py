@@ -11,7 +11,7 @@ from ipc import MemoryRefused, Offer
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
-from runtime.serving.kv.transfer import KvArray, Transfer
+from runtime.serving.kv.transport import KvArray, Transfer
 from runtime.serving.messages import Decode, Reserve, Sampling, encode
 
 EPOCH, MODEL, B = 5, b"model", 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.serving.kv.transfer import Transfer
+from runtime.serving.kv.transport import Transfer
 
 SHAPE = (3, 2, 12, 2, 4, 8)
 

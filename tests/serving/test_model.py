@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
-from runtime.serving.kv.transfer import Transfer, kv_array
+from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo, model_identity
 from runtime.testing.tiny_model import make_tiny_llama

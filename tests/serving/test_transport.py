@@ -9,8 +9,7 @@ import pytest
 
 from ipc import Offer, new_token, private_endpoint
 from runtime.errors import ConfigError
-from runtime.serving.kv.transfer import KvArray
-from runtime.serving.kv.transport import CudaTransport, HostTransport, KvSink, KvSource, transport_of
+from runtime.serving.kv.transport import CudaTransport, HostTransport, KvArray, KvSink, KvSource, transport_of
 from tests.ipc.fake_cuda import FakeCuda
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")

@@ -16,8 +16,7 @@ from ipc.errors import MALFORMED
 from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import Load, Tiers
-from runtime.serving.kv.transfer import KvArray, Transfer
-from runtime.serving.kv.transport import KvSink
+from runtime.serving.kv.transport import KvArray, KvSink, Transfer
 from runtime.serving.messages import Decode, Reserve, decode_handover
 
 _REMEMBERED = 4096  # ids of cancelled requests

@@ -31,7 +31,7 @@ from runtime.node.metrics.columns import DecodeMetrics, KvMetrics, PrefillMetric
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.transfer import KvArray, Transfer
+from runtime.serving.kv.transport import KvArray, Transfer
 
 _HEADER = struct.Struct("<8s16sQI4x")  # what it is, the block's hash, bytes that follow, their CRC-32
 _MAGIC = b"TRKVBLK1"

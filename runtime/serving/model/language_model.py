@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ipc.memory.device import CudaArray
-    from runtime.serving.kv.transfer import KvArray
+    from runtime.serving.kv.transport import KvArray
     from runtime.serving.network.llama import Llama
     from runtime.serving.network.paged_cache import Kernels
 

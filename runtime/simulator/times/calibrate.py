@@ -126,7 +126,7 @@ def _starts(far: int) -> list[int]:
 
 
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
-    from runtime.serving.kv.transfer import Transfer
+    from runtime.serving.kv.transport import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
     from runtime.serving.model.model_info import weights_type
 
