@@ -33,7 +33,7 @@ from benchmarks.live_kills import kill  # noqa: E402
 from benchmarks.live_kills import report as report_of_kills  # noqa: E402
 from benchmarks.live_node import beside, report_beside  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
-from gpu.cpu.passing import ROWS_A_STEP  # noqa: E402
+from gpu.cpu.extend.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
 from runtime.retrieval.live.incoming import Upserted  # noqa: E402
 from runtime.retrieval.live.search import search_segment  # noqa: E402

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.common.report import table
 from gpu import GraphIndex
-from gpu.backend import RELEASE
 from gpu.compiled import compiled
 from gpu.cuda import layout
+from gpu.engine import RELEASE
 from ipc.memory.instructions import call
 
 STUB = Path(__file__).parent.parent / "tests" / "cuda"

@@ -26,11 +26,12 @@ import numpy as np  # noqa: E402
 from benchmarks.common.data import Array, DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.report import table  # noqa: E402
 from gpu import CpuEngine, GraphIndex, SearchParams  # noqa: E402
-from gpu.cpu import running, stages  # noqa: E402
+from gpu.cpu import running  # noqa: E402
+from gpu.cpu.extend import stages  # noqa: E402
 from gpu.cpu.queries import Form, prepare, prepared_bytes  # noqa: E402
 from gpu.cpu.state import BatchState  # noqa: E402
 from gpu.cpu.tables import EXTENDS, TASK_BEGIN, TASK_END  # noqa: E402
-from gpu.rows import aligned_empty  # noqa: E402
+from gpu.index.rows import aligned_empty  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

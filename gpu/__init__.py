@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from gpu.backends import open_engine
     from gpu.cpu.engine import CpuEngine
     from gpu.engine import Engine
-    from gpu.index import GraphIndex
+    from gpu.index.graph_index import GraphIndex
 
 # Loaded on first use: an engine is compiled code, which only a pool worker runs.
-_HOME = {"CpuEngine": "cpu.engine", "Engine": "engine", "GraphIndex": "index", "open_engine": "backends"}
+_HOME = {"CpuEngine": "cpu.engine", "Engine": "engine", "GraphIndex": "index.graph_index", "open_engine": "backends"}
 
 __all__ = [
     "CpuEngine",

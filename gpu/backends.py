@@ -6,7 +6,7 @@ from gpu.cpu.engine import CpuEngine
 from gpu.devices import CPU, check_device
 from gpu.engine import Engine
 from gpu.errors import InvalidParams
-from gpu.index import GraphIndex
+from gpu.index.graph_index import GraphIndex
 from gpu.roofline import host_copy_bytes_s
 
 Progress = Callable[[str, float], None]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.index_data import FACTOR_BYTES, GROUP, ROUNDS, IndexData, NeighborCodes, window
+from gpu.index.data import FACTOR_BYTES, GROUP, ROUNDS, IndexData, NeighborCodes, window
+from gpu.index.rows import Rows, true_distances
+from gpu.index.sketch import TAIL, decoded
 from gpu.params import SearchParams
-from gpu.rows import Rows, true_distances
-from gpu.sketch import TAIL, decoded
 
 SEEDS_KEPT = 16
 RESCORED_AT_LEAST = 8

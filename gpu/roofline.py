@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpu.engine import Engine
 from gpu.errors import InvalidParams
-from gpu.index import GraphIndex
+from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gpu.backend import PAUSE, RESUME
 from gpu.compiled import compiled
+from gpu.engine import PAUSE, RESUME
 from gpu.slots import ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES, SlotState
 
 _FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
-from gpu.index import GraphIndex
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.graph_index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
 
 MAX_SLOTS = 4096

@@ -11,7 +11,7 @@ import numpy as np
 import gpu.cuda.backend  # each of these compiles as it is imported
 import runtime.serving.network.paged_cache
 from gpu import GraphIndex
-from gpu.rows import DTYPES, METRICS
+from gpu.index.rows import DTYPES, METRICS
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.node import Simulation
 from runtime.testing.pool import InProcessPool, plan_of

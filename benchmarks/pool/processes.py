@@ -26,8 +26,8 @@ from numba import njit
 from benchmarks.common.cores import go_first, undisturbed
 from benchmarks.pool.clients import Kind, Load, Outcome, Vectors, client_main
 from benchmarks.pool.wake import wake_main
-from gpu.backend import RELEASE
 from gpu.cpu.engine import CpuEngine
+from gpu.engine import RELEASE
 from ipc import MemoryReference
 from ipc.memory.instructions import call
 from runtime.node.config import parse_config

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu.build.optimize import Graph
 from gpu.errors import DeviceError, DeviceUnavailable
-from gpu.rows import FloatArray
+from gpu.index.rows import FloatArray
 
 
 def cuvs_graph(space: FloatArray, degree: int) -> Graph:

@@ -9,9 +9,9 @@ from gpu.build.cuvs_graph import cuvs_graph
 from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
 from gpu.build.optimize import Graph, optimize
 from gpu.cpu.search import search
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import FloatArray, encode
 from gpu.params import SearchParams
-from gpu.rows import FloatArray, encode
 
 Progress = Callable[[str, float], None]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.rows import FloatArray
+from gpu.index.rows import FloatArray
 
 Neighbors = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]

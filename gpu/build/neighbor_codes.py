@@ -1,4 +1,4 @@
-"""Makes the RaBitQ codes of a graph's neighbours; see `gpu.index_data` for what they are."""
+"""Makes the RaBitQ codes of a graph's neighbours; see `gpu.index.data` for what they are."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.rotation import rotate
-from gpu.index_data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
-from gpu.rows import FloatArray, aligned_empty
+from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
+from gpu.index.rows import FloatArray, aligned_empty
 
 _AT_ONCE = 4096  # nodes between two words of progress
 _TINY = np.float32(1e-30)

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from gpu.errors import InvalidParams
-from gpu.rows import DTYPES, METRICS
-from gpu.storage import MAX_DEGREE
+from gpu.index.rows import DTYPES, METRICS
+from gpu.index.storage import MAX_DEGREE
 
 BuildDevice = Literal["cpu", "cuda"]
 MIN_DEGREE = 2

@@ -1,4 +1,4 @@
-"""The CPU engine's functions for compiled loops (`gpu.backend`), and the handle that they take."""
+"""The CPU engine's functions for compiled loops (`gpu.engine`), and the handle that they take."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu import slot_changes
-from gpu.backend import INVALID
 from gpu.compiled import c_function, compiled
-from gpu.cpu import passing as among
 from gpu.cpu import running
+from gpu.cpu.extend import passing as among
 from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
+from gpu.engine import INVALID
 from gpu.instructions import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import Backend
 from gpu.cpu import backend, running
 from gpu.cpu.queries import checked, refusal
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS
-from gpu.index import GraphIndex
-from gpu.index_data import IndexData, check_bitmap
+from gpu.engine import Backend
+from gpu.index.data import IndexData, check_bitmap
+from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState, SlotTable
 
@@ -124,7 +124,7 @@ class CpuEngine:
         collection: str,
         allowed: npt.NDArray[np.uint64] | None = None,
     ) -> int:
-        """See `Engine.admit`. allowed: a bit a node (`gpu.index_data`) of those that may be results."""
+        """See `Engine.admit`. allowed: a bit a node (`gpu.index.data`) of those that may be results."""
         asked = self._latest
         if asked is None or params is not asked.params or collection != asked.collection:
             asked = self._latest = self._kind(collection, params)

@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu.keys import distance_of, insert, key_of, node_of, row_distance
+from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.queries import Form, full_offset, prepare, prepared_bytes
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2
 from gpu.errors import InvalidParams, InvalidVector
-from gpu.rows import Rows, aligned_empty, metric_form
+from gpu.index.rows import Rows, aligned_empty, metric_form
 
 BLOCK = 256  # rows that all queries are compared with before the next ones are read
 MAX_K = 4096

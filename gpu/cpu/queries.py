@@ -34,8 +34,8 @@ from gpu.cpu.tables import (
     SQUARED,
 )
 from gpu.errors import InvalidVector
-from gpu.index_data import ROUNDS, NeighborCodes
-from gpu.rows import Rows, padded
+from gpu.index.data import ROUNDS, NeighborCodes
+from gpu.index.rows import Rows, padded
 
 SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
 QUERY_SKETCH = 64

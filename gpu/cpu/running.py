@@ -6,9 +6,9 @@
 import numpy as np
 
 from gpu.compiled import compiled
+from gpu.cpu.extend.results import write_result
+from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import write_query
-from gpu.cpu.results import write_result
-from gpu.cpu.stages import extend
 from gpu.cpu.tables import COLLECTION, FILLED, PATIENCE, START, TOP_M, VISITED_BITS, WIDTH, K, batch_at
 
 INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache

@@ -1,4 +1,4 @@
-"""Estimates of 32 neighbours at a time from their RaBitQ codes (`gpu.index_data`), written as LLVM IR.
+"""Estimates of 32 neighbours at a time from their RaBitQ codes (`gpu.index.data`), written as LLVM IR.
 
 A query's table has, for each group of four dimensions, the sixteen sums ±q₀±q₁±q₂±q₃ as bytes; a code's four bits look
 one up. Processors look up 16, 32 or 64 bytes in an instruction; where LLVM is told of none, bytes are taken one by one.

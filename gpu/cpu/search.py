@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
+from gpu.cpu.extend.results import write_result
+from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import Form, prepare, prepared_bytes
-from gpu.cpu.results import write_result
 from gpu.cpu.running import INTERLEAVED, reset_slot
-from gpu.cpu.stages import extend
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import ALLOWED, QUERY, START, batch_at
 from gpu.errors import InvalidVector
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import aligned_empty
 from gpu.params import SearchParams
-from gpu.rows import aligned_empty
 
 _BLOCK = 1024  # queries prepared at a time
 
@@ -76,7 +76,7 @@ def search(
     """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
 
     starts: the nodes where the searches begin, int64 [q], instead of the seeds.
-    allowed: a bit a node, as `gpu.index_data.bitmap` makes it, of those that may be results; the walk goes over all.
+    allowed: a bit a node, as `gpu.index.data.bitmap` makes it, of those that may be results; the walk goes over all.
     """
     array = np.asarray(queries)
     if array.ndim != 2:

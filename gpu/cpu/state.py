@@ -45,9 +45,9 @@ from gpu.cpu.tables import (
     Batch,
     handle_of,
 )
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import aligned_empty, metric_form
 from gpu.params import SearchParams
-from gpu.rows import aligned_empty, metric_form
 
 _KINDS = {
     ("float32", "l2"): F32_L2,

@@ -1,4 +1,4 @@
-"""The CUDA engine's functions for compiled loops (`gpu.backend`), and the handle that they take.
+"""The CUDA engine's functions for compiled loops (`gpu.engine`), and the handle that they take.
 
 A step is: the commands that admissions, pauses and releases have left in pinned memory, as one launch of `write_slots`;
 one replay of the graph of the smallest bucket that covers the active slots; looking at a pinned word until it has
@@ -13,11 +13,10 @@ import numpy as np
 from numba import carray
 
 from gpu import slot_changes
-from gpu.backend import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.compiled import c_function, compiled
-from gpu.cpu.passing import compare, walk_length
+from gpu.cpu.extend.passing import compare, walk_length
+from gpu.cpu.extend.results import may_be_result
 from gpu.cpu.queries import write_query
-from gpu.cpu.results import may_be_result
 from gpu.cpu.simd import pointer
 from gpu.cpu.tables import ALLOWED, DEGREE, DIM, FACTOR, FORM_FIELDS, OFFSET, PASSING, SCANNING, SIZE
 from gpu.cpu.tables import EXTENDS as SPENT
@@ -25,6 +24,7 @@ from gpu.cpu.tables import K as WANTED
 from gpu.cuda import layout
 from gpu.cuda import passing as among
 from gpu.cuda.driver import NOT_READY
+from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 

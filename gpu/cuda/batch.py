@@ -8,7 +8,7 @@ import numpy.typing as npt
 from gpu.cuda import layout
 from gpu.cuda.driver import Driver, PinnedMemory
 from gpu.cuda.upload import DeviceArrays, Progress, check_fits, device_arrays
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS
 
 _SHARED = ("results", "progress", "doorbell")  # in pinned memory; the rest is the device's alone

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import INVALID, PAUSE, RELEASE, RESUME, Backend
 from gpu.cpu.queries import checked, refusal
 from gpu.cuda import backend, layout
 from gpu.cuda.batch import BatchMemory
@@ -15,8 +14,9 @@ from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
 from gpu.cuda.handle import Handle
 from gpu.cuda.upload import Progress
+from gpu.engine import INVALID, PAUSE, RELEASE, RESUME, Backend
 from gpu.errors import DeviceError, InvalidParams
-from gpu.index import GraphIndex
+from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState
 

@@ -15,7 +15,7 @@ from gpu.cuda import passing as among
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS, SlotTable
 
 

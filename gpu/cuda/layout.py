@@ -36,9 +36,9 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.queries import CODE_STEP, code_offset, full_offset, prepared_bytes
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import Rows
 from gpu.params import MAX_SEARCH_WIDTH
-from gpu.rows import Rows
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)

@@ -1,9 +1,9 @@
 """Searches of which only some rows may be results, on a device: what the host does for them.
 
-The device walks over all rows, with a list that is longer by as much as fewer pass (`gpu.cpu.passing`), and hands over
-the whole list, of which the host takes what may be a result. Bits stay the host's, who may clear some at any time. Rows
-that are compared one by one (few pass, a walk found too few, or the index has no edges: growing rows) are compared by
-the host from its own copy, some of them in each extend, and the device never learns of them.
+The device walks over all rows, with a list that is longer by as much as fewer pass (`gpu.cpu.extend.passing`), and
+hands over the whole list, of which the host takes what may be a result. Bits stay the host's, who may clear some at any
+time. Rows that are compared one by one (few pass, a walk found too few, or the index has no edges: growing rows) are
+compared by the host from its own copy, some of them in each extend, and the device never learns of them.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
-from gpu.cpu.keys import distance_of, node_of
-from gpu.cpu.results import may_be_result
+from gpu.cpu.extend.keys import distance_of, node_of
+from gpu.cpu.extend.results import may_be_result
 from gpu.cpu.simd import pointer
 from gpu.cpu.tables import (
     ALLOWED,
@@ -33,7 +33,7 @@ from gpu.slots import MAX_COLLECTIONS
 
 
 class Compared(NamedTuple):
-    """What `gpu.cpu.passing.compare` works on, by the numbers that slots and collections have on the device."""
+    """What `gpu.cpu.extend.passing.compare` works on, by the numbers that slots and collections have on the device."""
 
     collections: npt.NDArray[np.int64]  # [MAX_COLLECTIONS, COLLECTION_FIELDS]
     slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from gpu.cuda.driver import Driver
 from gpu.errors import OutOfDeviceMemory
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
 
 Progress = Callable[[str, float], None]
 Arrays = Mapping[str, npt.NDArray[Any]]

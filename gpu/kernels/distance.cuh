@@ -99,7 +99,7 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
 }
 
 // Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the
-// constant |q - c|² or c · q (gpu/rows.py). In every member of the team.
+// constant |q - c|² or c · q (gpu/index/rows.py). In every member of the team.
 template <uint32 TEAM, uint32 AT_ONCE>
 __device__ inline float row_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.row_chunks;

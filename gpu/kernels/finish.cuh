@@ -14,7 +14,7 @@ __device__ inline uint64 exact_key(const Slot* slot, const Collection& collectio
 }
 
 // Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The
-// rule is the CPU's (gpu/cpu/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an
+// rule is the CPU's (gpu/cpu/extend/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an
 // entry behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
 __device__ inline void rescore(const Slot* slot, const Collection& collection, uint64* keys,
                                      MergeScratch* scratch) {

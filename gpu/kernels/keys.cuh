@@ -1,4 +1,4 @@
-// Entries of top_m, as on the CPU (gpu/cpu/stages.py): the distance's bits, mapped so that integers order as the floats
+// Entries of top_m, as on the CPU (gpu/cpu/extend/stages.py): the distance's bits, mapped so that integers order as the floats
 // do, then the node's 31 bits, then one bit, "has been a parent". All keys of a query differ, so what is sorted of them
 // does not depend on the order in which threads or blocks come by.
 #pragma once

@@ -197,7 +197,10 @@ def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[
         if any(gpu.called(name) for name in named):
             trouble = probe(gpu)
             yield Finding(
-                "error" if trouble else "ok", f"GPU {gpu.index} torch", trouble or "works", advice if trouble else ""
+                "error" if trouble else "ok",
+                f"GPU {gpu.index} torch",
+                trouble or "works",
+                advice if trouble else "",
             )
 
 

@@ -6,7 +6,7 @@ die, knobs turn, gauges and the heartbeat are written. What it works on, all of 
 
 - the policy's `Tables`; an entry's own columns are below;
 - the desk of a `SessionServer`, and behind it the clients' rings (`ipc.ring.exchange`);
-- the engine's functions, by address (`gpu.backend`);
+- the engine's functions, by address (`gpu.engine`);
 - `Loop`, int64 words: where all of this lies, the loop's scratch space, and the places of its metrics in the worker's
   table, float64.
 
@@ -16,7 +16,7 @@ again; from there the engine reads it. Results go from the engine into the clien
 
 from typing import Any
 
-from gpu.backend import INVALID, PAUSE, RELEASE, RESUME
+from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
 from ipc.memory import instructions
 from ipc.memory.instructions import call, words
 from ipc.ring import exchange

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import Backend
+from gpu.engine import Backend
 from ipc import SessionServer
 from ipc.memory import instructions
 from ipc.memory.instructions import words

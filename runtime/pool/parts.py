@@ -6,7 +6,7 @@ many extends that is. Their results are merged as the parts end.
 
 from typing import Any
 
-from gpu.backend import RELEASE
+from gpu.engine import RELEASE
 from ipc.memory import instructions
 from ipc.memory.instructions import call, floats, floats32, words
 from runtime.pool.collections import scopes

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import RELEASE, Backend
-from gpu.index_data import IndexData
+from gpu.engine import RELEASE, Backend
+from gpu.index.data import IndexData
 from ipc.memory import instructions
 from ipc.memory.instructions import call
 from runtime.pool.compiled import compiled

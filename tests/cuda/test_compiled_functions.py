@@ -21,7 +21,7 @@ OPEN = """
 import ctypes
 import numpy as np
 from gpu import DeviceError, GraphIndex
-from gpu.backend import FAILED, INVALID, PAUSE, RELEASE, RESUME
+from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.cuda.cuda_driver import CudaDriver
 from gpu.cuda.engine import CudaEngine
 

@@ -10,9 +10,9 @@ import pytest
 
 from gpu import GraphIndex, SearchParams
 from gpu.cuda import layout
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import checked_vectors, encode
 from gpu.reference import ReferenceSearch, fitted_query, search_reference
-from gpu.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index

@@ -8,7 +8,7 @@ import pytest
 from gpu import GraphIndex, SearchParams
 from gpu.cuda import layout
 from gpu.cuda.graphs import Form
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
 from gpu.reference import search_reference
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench

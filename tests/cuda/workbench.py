@@ -11,9 +11,9 @@ from gpu.cpu.queries import Form, prepare, prepared_bytes
 from gpu.cuda import layout
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
 from gpu.cuda.layout import BatchShape, KernelSpec
-from gpu.index_data import IndexData
+from gpu.index.data import IndexData
+from gpu.index.rows import aligned_empty, true_distances
 from gpu.params import SearchParams
-from gpu.rows import aligned_empty, true_distances
 
 
 @dataclass(frozen=True)

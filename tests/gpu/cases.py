@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.index_data import IndexData
-from gpu.rows import Dtype, FloatArray, Metric, checked_vectors, encode
+from gpu.index.data import IndexData
+from gpu.index.rows import Dtype, FloatArray, Metric, checked_vectors, encode
 
 METRICS: tuple[Metric, ...] = ("cosine", "l2", "ip")
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8")

@@ -9,11 +9,11 @@ from typing import Any
 
 import gpu
 from gpu.compiled import c_function, compiled
-from gpu.cpu import keys
+from gpu.cpu.extend import keys
 
 _PROGRAM = """
 import numpy as np
-from gpu.cpu import keys
+from gpu.cpu.extend import keys
 print(keys.key_of(np.float32(1), 2), len(keys.key_of.stats.cache_hits))
 """
 

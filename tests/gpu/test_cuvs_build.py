@@ -17,7 +17,7 @@ from gpu import DeviceError, DeviceUnavailable, GraphIndex, InvalidParams
 from gpu.build.graph import neighbor_space
 from gpu.build.knn import nearest_neighbors
 from gpu.build.optimize import optimize
-from gpu.rows import checked_vectors
+from gpu.index.rows import checked_vectors
 from tests.gpu.cases import clustered, exact_neighbors, recall
 
 DEGREE = 12

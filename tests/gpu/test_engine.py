@@ -16,7 +16,7 @@ from gpu import (
     SearchParams,
     UnknownCollection,
 )
-from gpu.rows import FloatArray
+from gpu.index.rows import FloatArray
 from tests.gpu.cases import clustered
 from tests.gpu.engines import BACKENDS, Backend
 

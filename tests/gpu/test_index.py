@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex, InvalidParams, InvalidVector, SearchParams
-from gpu.rows import Dtype, Metric
+from gpu.index.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, recall
 
 

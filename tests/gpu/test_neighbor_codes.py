@@ -12,9 +12,9 @@ from gpu.build.neighbor_codes import make_codes, rotate_all
 from gpu.compiled import compiled
 from gpu.cpu import scan
 from gpu.errors import IndexFormatError, InvalidParams
-from gpu.index_data import GROUP, IndexData, block_bytes, make_signs
+from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
+from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode
 from gpu.reference import Table, raw_distances, rotated, search_reference
-from gpu.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode
 from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall
 
 CODED: tuple[Dtype, ...] = ("float32", "float16")

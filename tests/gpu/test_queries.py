@@ -6,7 +6,7 @@ import pytest
 from gpu import GraphIndex
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
 from gpu.cpu.tables import SKETCH_LANES
-from gpu.rows import Metric, aligned_empty
+from gpu.index.rows import Metric, aligned_empty
 from tests.gpu.cases import METRICS
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
+from gpu.index.rows import Dtype, Metric
 from gpu.reference import ReferenceSearch, search_reference
-from gpu.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
 from tests.gpu.engines import BACKENDS, Backend
 

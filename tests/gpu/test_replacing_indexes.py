@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpu import Engine, GraphIndex, InvalidParams, SearchParams, UnknownCollection
-from gpu.rows import FloatArray
+from gpu.index.rows import FloatArray
 from gpu.slots import MAX_COLLECTIONS
 from tests.gpu.cases import clustered
 from tests.gpu.engines import BACKENDS, Backend

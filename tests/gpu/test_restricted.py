@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 
 from gpu import Engine, GraphIndex
-from gpu.backend import INVALID, PAUSE, RELEASE, RESUME
-from gpu.cpu.passing import ROWS_A_STEP, ROWS_AN_EXTEND, walk_length
-from gpu.index_data import IndexData, bitmap
-from gpu.rows import Dtype, Metric
+from gpu.cpu.extend.passing import ROWS_A_STEP, ROWS_AN_EXTEND, walk_length
+from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
+from gpu.index.data import IndexData, bitmap
+from gpu.index.rows import Dtype, Metric
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, recall
 from tests.gpu.engines import BACKENDS, Backend
 

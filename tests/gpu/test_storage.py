@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex, IndexFormatError, InvalidParams
-from gpu.rows import Dtype
-from gpu.storage import MAX_SEEDS
+from gpu.index.rows import Dtype
+from gpu.index.storage import MAX_SEEDS
 from tests.gpu.cases import clustered
 
 

@@ -50,7 +50,7 @@ def imported(errors: IO[str], module: str) -> None:
     raise AssertionError(f"{module} was not imported")
 
 
-@pytest.mark.parametrize("moment", ["signal", "typer", "numpy", "gpu.storage", "msgspec", "launchers.progress"])
+@pytest.mark.parametrize("moment", ["signal", "typer", "numpy", "gpu.index.storage", "msgspec", "launchers.progress"])
 def test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word(moment: str) -> None:
     with trinity("index", "--help", tells=True) as (process, errors):
         imported(errors, moment)

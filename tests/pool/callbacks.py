@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend import FAILED, INVALID, PAUSE, RESUME, Backend
-from gpu.engine import Engine
+from gpu.engine import FAILED, INVALID, PAUSE, RESUME, Backend, Engine
 from gpu.errors import InvalidParams, InvalidVector, UnknownCollection
 from gpu.params import SearchParams
 from gpu.slots import Collections

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.index_data import bitmap
+from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan

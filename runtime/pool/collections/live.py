@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import Engine, GpuError, GraphIndex
-from gpu.index_data import IndexData, bitmap
+from gpu.index.data import IndexData, bitmap
 from runtime.errors import CollectionError
 from runtime.pool.collections.scopes import LIVE, Filtered, InUse, Part, Parts, Scopes, part_of
 from runtime.retrieval.attributes.columns import Bits

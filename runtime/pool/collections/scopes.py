@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.index_data import bitmap
+from gpu.index.data import bitmap
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter

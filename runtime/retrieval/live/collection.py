@@ -9,7 +9,7 @@ import msgspec
 
 from gpu.build.params import BuildParams
 from gpu.errors import GpuError
-from gpu.rows import MAX_DIM
+from gpu.index.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.rows import Rows, aligned_empty, code_shape
+from gpu.index.rows import Rows, aligned_empty, code_shape
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter

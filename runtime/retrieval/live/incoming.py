@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gpu import GpuError
-from gpu.rows import checked_vectors
+from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import Bound
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text

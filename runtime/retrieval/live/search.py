@@ -2,7 +2,7 @@
 
 Where only a part of a segment's rows may be results (a filter, deletions), either each of them is compared with the
 query, or the graph is walked with a list that is longer by as much as the part is smaller, so that it holds as many
-rows that may be results as it would without: the engine's own rule, `gpu.cpu.passing`.
+rows that may be results as it would without: the engine's own rule, `gpu.cpu.extend.passing`.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def search_segment(
     top_m = max(k, top_m)
     if allowed is None:
         return index.search(queries, k, top_m, search_width, threads=threads)
-    from gpu.cpu.passing import walk_length
+    from gpu.cpu.extend.passing import walk_length
 
     rows = np.flatnonzero(allowed)
     longer = int(walk_length(top_m, len(rows), index.size, MAX_TOP_M))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gpu.rows import DTYPES, MAX_DIM, METRICS
+from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
 from runtime.retrieval.collections.manifest import LIVE_FORMAT, MAX_SHARDS, FileFacts, is_collection

@@ -1,7 +1,7 @@
 """A sealed segment: an index whose ids are row numbers, documents and attributes, in a directory that never changes.
 
 segment.json         its size, and the checksums of the others
-index/               see `gpu.storage`
+index/               see `gpu.index.storage`
 documents.sqlite     see `documents`
 attributes.msgpack   see `Columns.encode`
 """

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import InvalidParams, InvalidVector
-from gpu.sketch import TAIL, Sketch, projection_of, sketch_codes, slack_of
+from gpu.index.sketch import TAIL, Sketch, projection_of, sketch_codes, slack_of
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]

@@ -13,11 +13,11 @@ far for top_m and still is, because the worst distance in top_m only falls.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.estimated import extend_estimated
-from gpu.cpu.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.passing import compare_instead, extend_comparing
+from gpu.cpu.extend.estimated import extend_estimated
+from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
+from gpu.cpu.extend.passing import compare_instead, extend_comparing
+from gpu.cpu.extend.results import keep_allowed, rescore
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
-from gpu.cpu.results import keep_allowed, rescore
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
 from gpu.cpu.tables import (
     BLOCKS,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import InvalidParams
-from gpu.rows import Rows, padded
+from gpu.index.rows import Rows, padded
 
 # ---- RaBitQ codes of every node's neighbours, stored beside the graph: an extend estimates all of them in one pass
 # After SymphonyQG (arXiv 2411.12229) and RaBitQ (arXiv 2405.12497). With a random rotation P, a node c, a neighbour x

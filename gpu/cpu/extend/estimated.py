@@ -4,16 +4,16 @@
 
 top_m holds estimates. A node can be in it several times, once for each parent that led to it: the nearest estimate is
 expanded, the others are passed over then. `visited` has the nodes that were expanded, `exact` the nearest of these with
-their distances: the results. See `gpu.index_data` for the rule and its source.
+their distances: the results. See `gpu.index.data` for the rule and its source.
 """
 
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.keys import distance_of, insert, insert_at, key_of, node_of, row_distance
-from gpu.cpu.passing import compare_instead
+from gpu.cpu.extend.keys import distance_of, insert, insert_at, key_of, node_of, row_distance
+from gpu.cpu.extend.passing import compare_instead
+from gpu.cpu.extend.results import may_be_result
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
-from gpu.cpu.results import may_be_result
 from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
 from gpu.cpu.tables import (

@@ -2,15 +2,15 @@
 
     meta.json      {"format": "trinity-index", "version": 3, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "files": {"codes.npy": {"bytes", "sha256"}, …}}
-    codes.npy      encoded vectors as the search reads them      (see `gpu.rows`)
+    codes.npy      encoded vectors as the search reads them      (see `gpu.index.rows`)
     full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
-    sketch.npy     uint8 [N, 64·lines]                           (see `gpu.sketch`; where sketches pay)
+    sketch.npy     uint8 [N, 64·lines]                           (see `gpu.index.sketch`; where sketches pay)
     projection.npy float16 [components, d padded to 16]          (with sketch.npy)
     centre.npy     float32 [d]
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
     ids.npy        int64 [N]                                     (only if the caller gave ids)
-    neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.index_data`; only with neighbor_codes)
+    neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.index.data`; only with neighbor_codes)
     entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
 
@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
-from gpu.index_data import ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
-from gpu.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
-from gpu.sketch import LINE, MAX_LINES, Sketch, components
+from gpu.index.data import ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
+from gpu.index.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
+from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
 
 FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 3, 2
 MAX_DEGREE = 512

@@ -9,7 +9,7 @@ there are, the rows are compared after all.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.keys import insert, key_of, row_distance
+from gpu.cpu.extend.keys import insert, key_of, row_distance
 from gpu.cpu.scan import lowest_bit
 from gpu.cpu.simd import load_u64, prefetch
 from gpu.cpu.tables import (

@@ -3,7 +3,7 @@
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.keys import distance_of, key_of, node_of, row_distance
+from gpu.cpu.extend.keys import distance_of, key_of, node_of, row_distance
 from gpu.cpu.simd import load_u64, prefetch
 from gpu.cpu.tables import (
     ALLOWED,

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gpu import rows, storage
 from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, check_within
 from gpu.errors import InvalidParams, InvalidVector
-from gpu.index_data import IndexData, bitmap
+from gpu.index import rows, storage
+from gpu.index.data import IndexData, bitmap
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
@@ -46,7 +46,7 @@ class GraphIndex:
 
         degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
         the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
-        RaBitQ codes of every node's neighbours beside the graph (`gpu.index_data`; not with int8): searches on a
+        RaBitQ codes of every node's neighbours beside the graph (`gpu.index.data`; not with int8): searches on a
         CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices, 0 or more; on the
         CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has cuVS build
         the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
