@@ -12,7 +12,7 @@ WALL_CLOCK = {
     "date": {"today"},
 }
 ALLOWED = {
-    "runtime/serving/http/routes.py": "the time that an answer shows as `created`",
+    "runtime/serving/http/app.py": "the time that an answer shows as `created`",
     "launchers/commands/dashboards.py": "which times to ask Prometheus for",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",

@@ -11,7 +11,7 @@ import httpx
 
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.requests import Choices
-from runtime.serving.http.routes import create_app
+from runtime.serving.http.app import create_app
 from runtime.serving.http.service import Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.fake_openai import MODEL, Behaviour

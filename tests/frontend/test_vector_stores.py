@@ -13,8 +13,8 @@ from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.passages import Passage
+from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
-from runtime.serving.http.vector_stores import score_of
 from tests.frontend.fakes import Cluster
 
 FOUND = {

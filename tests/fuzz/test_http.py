@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalBody
-from runtime.serving.http.embeddings import EmbeddingsBody
+from runtime.serving.http.routes.embeddings import EmbeddingsBody
+from runtime.serving.http.routes.vector_stores import StoreSearchBody
 from runtime.serving.http.service import Settings
-from runtime.serving.http.vector_stores import StoreSearchBody
 from tests.frontend.fakes import WAIT, Cluster
 from tests.frontend.test_vector_stores import Stand
 from tests.fuzz.budget import fuzzed

@@ -33,12 +33,12 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
+from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import accesses, id_source
-from runtime.serving.http.routes import create_app
+from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import SearchSource, Service, Settings, missing_roles
-from runtime.serving.http.tokenize import Tokens
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:

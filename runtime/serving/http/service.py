@@ -24,7 +24,7 @@ from runtime.serving.frontend.traces import Traces
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
-from runtime.serving.http.tokenize import Tokens
+from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
 
 log = logging.getLogger(__name__)

@@ -45,9 +45,7 @@ from runtime.serving.http.api_types import (
     check_bytes,
     parse,
 )
-from runtime.serving.http.documents import DocumentRoutes
 from runtime.serving.http.draining import ClosesConnections, DrainRoute
-from runtime.serving.http.embeddings import EmbeddingsRoute
 from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.http.guard import (
     HEADER,
@@ -62,9 +60,11 @@ from runtime.serving.http.guard import (
     request_id,
     sent_id,
 )
+from runtime.serving.http.routes.documents import DocumentRoutes
+from runtime.serving.http.routes.embeddings import EmbeddingsRoute
+from runtime.serving.http.routes.tokenize import TokenizeRoute
+from runtime.serving.http.routes.vector_stores import StoreRoutes
 from runtime.serving.http.service import NoCatalogue, Searches, Service, Settings, missing_roles
-from runtime.serving.http.tokenize import TokenizeRoute
-from runtime.serving.http.vector_stores import StoreRoutes
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
