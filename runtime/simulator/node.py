@@ -18,10 +18,9 @@ from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.setup import Setup
-from runtime.simulator.stages.decode import SimDecode
+from runtime.simulator.stages.decode import KvRows, SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.kv_rows import KvRows
 from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.prefill import Ask, SimPrefill
 from runtime.simulator.stages.request import FINISHED, SimRequest
