@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import collections
+from benchmarks.collections import bench as collections
 from tests.gpu.cases import clustered
 
 

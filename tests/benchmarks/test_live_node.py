@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-from benchmarks.live_node import in_turns, report_beside, window
+from benchmarks.collections.node import in_turns, report_beside, window
 
 
 def test_a_search_is_timed_without_the_pause_behind_it() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.balancers import PRINTED, balancing, free_port
+from benchmarks.fleet.balancers import PRINTED, balancing, free_port
 from runtime.node.metrics.columns import FrontendMetrics
 from runtime.testing.node import Node
 from tests.e2e.conftest import CONFIG

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.live_kills import KILLS, kill
-from benchmarks.live_node import DIM, Live
+from benchmarks.collections.kills import KILLS, kill
+from benchmarks.collections.node import DIM, Live
 from runtime import SearchClient
 from runtime.testing.waiting import until
 

@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="pip install 'trinity-runtime[ray]'")
 import ray
 from ray import serve
 
-from benchmarks.balancers import free_port
+from benchmarks.fleet.balancers import free_port
 from launchers.fleet.ray_serve import Fleet, by_load, nodes
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement.plan import nodes_dir

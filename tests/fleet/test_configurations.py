@@ -14,7 +14,7 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from benchmarks.balancers import balancing
+from benchmarks.fleet.balancers import balancing
 from launchers.fleet.haproxy import Sticky
 from launchers.fleet.nodes import listen_address, node_addresses
 from runtime.errors import InvalidRequest

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 
+from benchmarks.collections.node import DOCUMENTS, FLUSH, Live
 from benchmarks.common.report import table
-from benchmarks.live_node import DOCUMENTS, FLUSH, Live
 
 Moment = Literal["any", "seal", "merge"]
 Victim = Literal["frontend-0", "pool-0", "supervisor", "builder"]

@@ -16,9 +16,9 @@ from statistics import median, quantiles
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.balancers import PRINTED, balancing, installed
 from benchmarks.common.machine import machine
 from benchmarks.common.report import table, write
+from benchmarks.fleet.balancers import PRINTED, balancing, installed
 
 _REQUESTS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "GET /v1/models": ("GET", "/v1/models", None),
@@ -76,7 +76,3 @@ def main() -> None:
         [f"{', '.join(machine().values())}; {options.count} pairs, seed {options.seed}", "", *table(head, rows)]
     )
     write([dict(zip(head, row, strict=True)) for row in rows], text, options.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The floor under the CPU engine: what a query must read, against what the machine can deliver.
 
-    python -m benchmarks.engine_floor --data DIR [--sets NAME …] [--top-m 28] [--dtype float32] [--clock wall|cpu]
+    python -m benchmarks.engine.floor --data DIR [--sets NAME …] [--top-m 28] [--dtype float32] [--clock wall|cpu]
 
 bytes per query = sketches · 64·lines + rows · row bytes + expanded nodes · degree · 4, counted by running the stages
 one by one. Two rates bound the time: reading memory in order, and gathering whole rows at random, one thread. A data
@@ -148,7 +148,7 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine_floor", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.engine.floor", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="*", default=None)

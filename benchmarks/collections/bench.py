@@ -25,13 +25,13 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from benchmarks.collections_peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
+from benchmarks.collections.kills import kill  # noqa: E402
+from benchmarks.collections.kills import report as report_of_kills  # noqa: E402
+from benchmarks.collections.node import beside, report_beside  # noqa: E402
+from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
-from benchmarks.live_kills import kill  # noqa: E402
-from benchmarks.live_kills import report as report_of_kills  # noqa: E402
-from benchmarks.live_node import beside, report_beside  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.cpu.extend.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
@@ -295,7 +295,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(name, results[name], flush=True)
     missing = [name for name in PARTS if name not in results]
     write(results, f"not measured yet: {', '.join(missing)}" if missing else report(results), options.out)
-
-
-if __name__ == "__main__":
-    main()
