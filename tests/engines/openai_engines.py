@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from msgspec import structs
 
 from runtime.engines.openai.abilities import ask
@@ -16,7 +17,9 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp, Http
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.errors import TrinityError
+from runtime.errors import (
+    TrinityError,
+)
 from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.requests import Ended, Request
@@ -202,3 +205,22 @@ def sequence(prompt: Sequence[int], told: Told) -> list[tuple[list[int], list[in
             stretches.append((before, written))
             before, written = [*before, *written, *piece.inserted], []
     return [*stretches, (before, written)]
+
+
+DOCS = Retrieval("docs", 2)
+
+
+PROBES = Retrieval("docs", 1, every_tokens=8)
+
+
+KINDS = {
+    "tokens": Behaviour(),
+    "chat": Behaviour(token_ids=False, goes_on=True),
+    "text": Behaviour(token_ids=False, renders=True),
+}
+
+
+async def refusal(request: Request) -> TrinityError:
+    with pytest.raises(TrinityError) as caught:
+        await whole(request)
+    return caught.value

@@ -17,7 +17,8 @@ from runtime.testing.waiting import until
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.engines.openai_engines import Stand, stand
 from tests.frontend import stored
-from tests.frontend.fakes import Metrics, run
+from tests.frontend.cluster import Metrics
+from tests.frontend.fakes import run
 
 Json = dict[str, Any]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a decorator?"}], "max_tokens": 6}

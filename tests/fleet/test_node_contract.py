@@ -12,7 +12,8 @@ from runtime.serving.http.service import Settings
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL
 from tests.engines.test_routes import CHAT, client
-from tests.frontend.fakes import Cluster, run
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import run
 
 COMPLETION = {"model": "tiny", "prompt": "say=3", "max_tokens": 3}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

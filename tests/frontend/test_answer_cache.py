@@ -24,7 +24,7 @@ from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.waiting import until
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 from tests.frontend.stored import Letters, Stand
 
 GREEDY = Sampling(8)

@@ -1,10 +1,8 @@
-"""Whatever comes in, the answer is OpenAI's error object that says what is wrong and where, and the node serves on."""
+"""Malformed and unsuitable requests: each a typed error that names what is wrong."""
 
 import contextlib
 import json
-import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,12 +14,13 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.openai_fields import REFUSED
-from runtime.serving.http.service import Settings
-from tests.frontend.fakes import PASSAGES, WAIT, Cluster
+from tests.frontend.bad import COMPLETION, SETTINGS, problem
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import PASSAGES
 
-SETTINGS = Settings(model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
-COMPLETION = {"model": "tiny", "prompt": "say=1"}
+
+
 SEARCH = {"collection": "docs", "query": "with"}
 
 
@@ -35,16 +34,6 @@ def cluster() -> Iterator[Cluster]:
 def http(cluster: Cluster) -> Iterator[httpx.Client]:
     with cluster.http() as http:
         yield http
-
-
-def problem(answer: httpx.Response, status: int, code: str, param: str | None = None, says: str = "") -> None:
-    """The answer is this error, in the full format."""
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
-    assert says in error["message"]
-    assert "Traceback" not in answer.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/retrieval"])
@@ -332,49 +321,6 @@ def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http:
     assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
 
 
-# ---- bodies that are too large, too slow, or never end
-
-
-def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) -> None:
-    body = json.dumps(COMPLETION | {"user": "x" * 20_000}).encode()
-    answer = http.post("/v1/completions", content=body)
-    problem(answer, 413, "request_too_large", says=f"{len(body)} bytes or more, the limit is 10000")
-
-    def chunks() -> Iterator[bytes]:
-        yield from (body[at : at + 1000] for at in range(0, len(body), 1000))
-
-    answer = http.post("/v1/completions", content=chunks())
-    problem(answer, 413, "request_too_large", says="the limit is 10000")
-
-
-def raw(cluster: Cluster, data: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes or the answer is whole."""
-    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
-        connection.sendall(data)
-        answer = b""
-        while b"\r\n\r\n" not in answer or b"}" not in answer:
-            part = connection.recv(65536)
-            if not part:
-                break
-            answer += part
-        return answer
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.mark.parametrize(
-    ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 400 ")]
-)
-def test_a_body_that_claims_to_be_huge_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
-    assert status in raw(cluster, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
-
-
-def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
-    answer = raw(cluster, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + (b"2710\r\n" + b"x" * 10_000 + b"\r\n") * 9)
-    assert b" 413 " in answer
-
-
 @pytest.mark.parametrize(
     ("param", "value"),
     [
@@ -392,34 +338,16 @@ def test_what_is_tokenized_has_a_prompts_limit(http: httpx.Client, param: str, v
     )
 
 
-def test_a_body_that_does_not_arrive_is_given_up() -> None:
-    with Cluster(settings=replace(SETTINGS, body_timeout_s=0.3)) as cluster:
-        answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
-    assert b" 408 " in answer
-    assert b"the body did not arrive within 0.3 s; 1 bytes did" in answer
-    assert b"connection: close" in answer.lower()
-
-
-def test_a_client_that_goes_away_within_its_body_leaves_nothing(cluster: Cluster, http: httpx.Client) -> None:
-    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
-        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
-    assert http.post("/v1/completions", json=COMPLETION).status_code == 200
-    cluster.wait(lambda: not cluster.held())
-
-
-@pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", HEAD + b"Content-Length: -5\r\n\r\n"])
-def test_what_is_not_http_is_refused(cluster: Cluster, http: httpx.Client, data: bytes) -> None:
-    assert b" 400 " in raw(cluster, data)
-    assert http.get("/health").status_code == 200
-
-
 # ---- any JSON at all
+
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
+
+
 FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *RetrievalBody.model_fields, "n", "logprobs"})
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from runtime.serving.http.connections import ConnectionLimits, peer_of
 from runtime.testing.waiting import eventually
-from tests.frontend.fakes import WAIT, Cluster
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import WAIT
 
 LIMITS = ConnectionLimits(header_s=1.0, idle_s=2.0, send_s=0.5, connections=400, connections_per_peer=300)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -16,7 +16,7 @@ from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.live.writing import MOST_AT_ONCE, LiveWrites
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 DIM = 16
 HASHING = Hashing(DIM)

@@ -16,7 +16,8 @@ import pytest
 from runtime.errors import ConfigError, TrinityError
 from runtime.serving.http.answers import ChatAnswer
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import WAIT, Cluster, run
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import WAIT, run
 
 SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=WAIT, max_searches=2)
 

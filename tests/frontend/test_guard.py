@@ -10,7 +10,7 @@ from dashboards.top import fetch_metrics
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import parse_config
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 PAGE = "https://app.example"
 COMPLETION = {"model": "tiny", "prompt": "say=1"}

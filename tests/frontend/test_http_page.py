@@ -94,7 +94,7 @@ async def _drain(wanted: bool) -> None:
 def test_every_endpoint_is_on_the_page() -> None:
     from runtime.serving.http.app import create_app
     from runtime.serving.http.service import Service, Settings
-    from tests.frontend.fakes import Metrics, Search
+    from tests.frontend.cluster import Metrics, Search
     from tests.frontend.links import Stand
 
     stand, writes = Stand(), cast(LiveWrites, object())  # of which only the routes' existence is asked

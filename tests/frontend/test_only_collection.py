@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
 COMPLETION = {"model": "tiny", "prompt": "say=1"}

@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.frontend.fakes import Cluster, run
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import run
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 KEY = {"Authorization": "Bearer secret"}
 JSON = {"Content-Type": "application/json"}

@@ -15,7 +15,7 @@ from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.writes import Writes
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds
 
 

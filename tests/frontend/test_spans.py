@@ -25,7 +25,7 @@ from runtime.serving.frontend.traces import Traces, trace_context
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from runtime.testing.waiting import until
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 MS = 1_000_000
 WALL = 1_800_000_000 * 10**9

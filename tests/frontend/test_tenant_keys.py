@@ -14,7 +14,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.http.guard import Access
 from runtime.serving.http.service import NoCatalogue, Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held
 
 ACME, BLUE, ALL = "key-of-acme", "key-of-blue", "key-of-all"

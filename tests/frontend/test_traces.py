@@ -12,7 +12,7 @@ from runtime.serving.frontend.traces import MAX_PROBES, Traces
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 MS = 1_000_000
 

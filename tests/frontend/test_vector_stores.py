@@ -15,7 +15,7 @@ from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Ve
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 FOUND = {
     "leave": [

@@ -23,7 +23,7 @@ from runtime.serving.messages import (
 from tests.frontend.fakes import endpoint, run
 from tests.frontend.links import standing
 from tests.fuzz.budget import fuzzed
-from tests.fuzz.test_rings import VALUES, WORDS, fits
+from tests.fuzz.peers import VALUES, WORDS, fits
 
 Link = tuple[FrontendLink, Any, bytes]
 ME = Hello("prefill", "prefill-0", 1, 4711, 4, 2048, "")

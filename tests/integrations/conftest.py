@@ -14,7 +14,7 @@ from runtime.retrieval.live.reader import LiveReader, attributes_of
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.service import Settings
-from tests.frontend.fakes import Cluster
+from tests.frontend.cluster import Cluster
 
 HASHING = Hashing(64)
 KEY = "a-key"

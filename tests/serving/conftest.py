@@ -1,10 +1,15 @@
 """Fixtures of the serving tests: tiny models on disk and a way to run prompts through one as a worker would."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.model.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
+from tests.ipc.fake_cuda import FakeCuda
+from tests.serving.workers import Start, Workers
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +17,28 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny random Llama."""
     pytest.importorskip("torch", reason="the model needs the extra [llm]")
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_directory: Path) -> Reference:
+    return Reference(tiny_directory)
+
+
+@pytest.fixture
+def start(tiny_directory: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Workers on CPUs, or, where a test says "GPU", on emulated GPUs whose copies take their time."""
+    started: list[Workers] = []
+    transport = None
+    if getattr(request, "param", "CPU") == "GPU":
+        pytest.importorskip("cuda.bindings.driver")
+        from tests.serving.emulated_gpu import EmulatedTransport
+
+        transport = EmulatedTransport(FakeCuda(lazy=True, copies_per_query=2))
+
+    def starting(**options: Any) -> Workers:
+        started.append(Workers(tiny_directory, transport=transport, **options))
+        return started[-1]
+
+    yield starting
+    for workers in started:
+        workers.close()

@@ -25,11 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 VOCABULARY = 259
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_directory: Path) -> Reference:
-    return Reference(tiny_directory)
-
-
 @pytest.fixture(params=["cpu", "torch"])
 def model(tiny_directory: Path, request: pytest.FixtureRequest) -> LanguageModel:
     """With attention as on a CPU, and as on other devices: the latter is the same code on a CPU's tensors."""

@@ -1,6 +1,5 @@
 """Prefill and decode together give what `generate()` gives, whatever happens to the KV on the way."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,10 @@ from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
 from runtime.serving.model.model_info import ModelInfo
-from tests.ipc.fake_cuda import FakeCuda
-from tests.serving.workers import FakePool, Workers
+from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259
-Start = Callable[..., Workers]
 PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_directory: Path) -> Reference:
-    return Reference(tiny_directory)
-
-
-@pytest.fixture
-def start(tiny_directory: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Workers on CPUs, or, where a test says "GPU", on emulated GPUs whose copies take their time."""
-    started: list[Workers] = []
-    transport = None
-    if getattr(request, "param", "CPU") == "GPU":
-        pytest.importorskip("cuda.bindings.driver")
-        from tests.serving.emulated_gpu import EmulatedTransport
-
-        transport = EmulatedTransport(FakeCuda(lazy=True, copies_per_query=2))
-
-    def starting(**options: Any) -> Workers:
-        started.append(Workers(tiny_directory, transport=transport, **options))
-        return started[-1]
-
-    yield starting
-    for workers in started:
-        workers.close()
 
 
 def ragged(count: int, seed: int, longest: int = 150) -> list[list[int]]:

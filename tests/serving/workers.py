@@ -5,7 +5,7 @@ is played by `FakePool`: it answers after as many polls as the test says.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,3 +200,7 @@ class Workers(SteppedWorkers):
         elif request is not None and not isinstance(message, Failed):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)
+
+
+Start = Callable[..., Workers]
+"""Starts workers with these options; they end with the test."""

@@ -1,0 +1,20 @@
+"""What the tests of bad_requests share."""
+
+import httpx
+
+from runtime.serving.http.service import Settings
+
+SETTINGS = Settings(model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8)
+
+
+COMPLETION = {"model": "tiny", "prompt": "say=1"}
+
+
+def problem(answer: httpx.Response, status: int, code: str, param: str | None = None, says: str = "") -> None:
+    """The answer is this error, in the full format."""
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert says in error["message"]
+    assert "Traceback" not in answer.text

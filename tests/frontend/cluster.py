@@ -1,0 +1,237 @@
+"""A frontend over fake workers (`fakes.py`): link, routes, uvicorn on a loopback port, in a thread of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import openai
+import uvicorn
+import uvloop
+
+from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.passages import Passage
+from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.requests import Ended
+from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.http.app import create_app
+from runtime.serving.http.connections import ConnectionLimits, HttpConfig
+from runtime.serving.http.draining import Readiness
+from runtime.serving.http.guard import id_source
+from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
+from runtime.serving.messages import (
+    Role,
+)
+from runtime.testing.clock import Clock
+from tests.frontend.fakes import PASSAGES, WAIT, Player, endpoint
+
+
+class Search:
+    """A search that answers with the same passages, or raises what the test put into `error`."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        self.lacking: list[str] = []
+        self.unserved: dict[str, str] = {}
+        self.hangs = False
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        self.calls.append(call)
+        while self.hangs:
+            await asyncio.sleep(0.005)
+        if self.error is not None:
+            raise self.error
+        return list(PASSAGES[: call["k"]])
+
+    def missing(self) -> list[str]:
+        return self.lacking
+
+    def unavailable(self) -> dict[str, str]:
+        return self.unserved
+
+
+class Metrics:
+    """A metrics source with one line."""
+
+    async def metrics_text(self) -> str:
+        return "# HELP trinity_up one\ntrinity_up 1\n"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which ends at once when it is told to; its own loop looks ten times a second."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._stop.wait()
+
+
+class Cluster:
+    """A frontend on a loopback port with `prefills` and `decodes` playing workers, in a thread. Use as a context."""
+
+    def __init__(
+        self,
+        *,
+        prefills: int = 1,
+        decodes: int = 1,
+        max_in_flight: int = 64,
+        settings: Settings | None = None,
+        answers: PromptAnswers | None = None,
+        search: SearchSource | None = None,
+        catalogue: Catalogue | None = None,
+        writes: LiveWrites | None = None,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        readiness: Readiness | None = None,
+        send_buffer: int = 0,
+    ) -> None:
+        self._answers = answers
+        self._catalogue, self._writes = catalogue, writes
+        self.limits = limits
+        self.readiness = readiness or Readiness()
+        self.told_to_drain: list[bool] = []  # what the supervisor would keep
+        self.settings = settings or Settings(model="tiny", collections={"docs": 4})
+        self.clock = Clock()
+        self.search: Any = search or Search()
+        self.players: dict[str, Player] = {}
+        self.ended: list[Ended] = []
+        self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
+        self._max_in_flight = max_in_flight
+        self._changed = threading.Condition()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ready = threading.Event()
+        self._stop: asyncio.Event
+        self._failure: BaseException | None = None
+        self.link: WorkerLink
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        if send_buffer:  # of the kernel, for each connection
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name="cluster")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(WAIT)
+        if self._failure is not None:
+            raise self._failure
+        self.wait(lambda: not any(role in self.link.missing() for role, count in self._counts.items() if count))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    # ---- for tests
+
+    def http(self, **options: Any) -> httpx.Client:
+        headers = {"content-type": "application/json"}
+        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, headers=headers, **options)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; it is looked at whenever a worker or a request changes."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT), "the condition never came true"
+
+    def changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def restart(self, name: str) -> None:
+        """A worker's process dies without a word, and another one of the same name says Hello."""
+
+        def restarting() -> None:
+            old = self.players[name]
+            self._tasks[name].cancel()
+            self.players[name] = Player(self, old.me.role, name, epoch=old.me.epoch + 1)
+            self._tasks[name] = asyncio.create_task(self.players[name].live())
+
+        self.on_loop(restarting)
+
+    def on_loop(self, act: Callable[[], Any]) -> Any:
+        """Do something in the frontend's thread."""
+
+        async def acting() -> Any:
+            return act()
+
+        return asyncio.run_coroutine_threadsafe(acting(), self._loop).result(WAIT)
+
+    @property
+    def connections(self) -> int:
+        """HTTP connections that are open."""
+        return self._http.peers.total()
+
+    def held(self) -> list[str]:
+        """Requests that any worker, the link or the router still has."""
+        held = [f"{player.me.worker}:{request}" for player in self.players.values() for request in player.held]
+        return held + ["link"] * len(self.link.requests) + ["router"] * self.link.router.in_flight
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            uvloop.run(self._main())  # the loop of the frontend's process
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        router = Router(max_in_flight=self._max_in_flight)
+        self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
+        new_id = id_source(77)
+        service = Service(
+            self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue, writes=self._writes,
+            readiness=self.readiness, drain=self._drain,
+        )  # fmt: skip
+        app = create_app(service, self.settings, new_id)
+        self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
+        server = _Server(self._http, self._stop)
+        for role, name in self._cast():
+            self.players[name] = Player(self, role, name)
+            self._tasks[name] = asyncio.create_task(self.players[name].live())
+        link = asyncio.create_task(self.link.run())
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        noticing = asyncio.create_task(self._notice())
+        self._ready.set()
+        await serving
+        others = [noticing, link, *self._tasks.values()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self.link.close()
+
+    async def _drain(self, wanted: bool) -> None:
+        self.told_to_drain.append(wanted)
+
+    def _cast(self) -> Iterator[tuple[Role, str]]:
+        for role, count in self._counts.items():
+            for number in range(count):
+                yield role, f"{role}-{number}"
+
+    async def _notice(self) -> None:
+        # What the frontend learns by itself (a worker that is lost, a Hello) notifies nobody: look now and then.
+        while True:
+            self.changed()
+            await asyncio.sleep(0.02)
+
+    def _ended(self, ended: Ended) -> None:
+        self.ended.append(ended)
+        self.changed()

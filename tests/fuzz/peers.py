@@ -1,0 +1,99 @@
+"""What the tests of rings share."""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from ipc import (
+    RingClient,
+    RingServer,
+)
+from ipc.memory.device import HostMemory
+from ipc.session.device_arena import DeviceArena, arena_bytes
+from tests.ipc.processes import endpoint
+from tests.ipc.sessions import DIM, SLOTS, ask
+
+WORDS = st.sampled_from(
+    [0, 1, 2, 3, 5, -1, 7, SLOTS, SLOTS + 1, 64, 512, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, (1 << 62) - 1, 1 << 62,
+     (1 << 63) - 1, -(1 << 63)]
+) | st.integers(-(1 << 63), (1 << 63) - 1)  # fmt: skip
+
+
+SMALL = st.integers(-1, 9)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | WORDS | SMALL | st.floats() | st.text(max_size=9) | st.binary(max_size=70),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def scribbles(draw: st.DrawFn) -> list[Callable[[memoryview], None]]:
+    """Writes into a memory: words where words are, bytes anywhere."""
+
+    def word(place: int, value: int) -> Callable[[memoryview], None]:
+        return lambda view: struct.pack_into("<q", view, place * 8 % (len(view) - 8), value)
+
+    def some(place: int, content: bytes) -> Callable[[memoryview], None]:
+        def write(view: memoryview) -> None:
+            begin = place % (len(view) - len(content))
+            view[begin : begin + len(content)] = content
+
+        return write
+
+    # Words of the ring's header, or of any slot's; the second ring begins at the first page that the first leaves free.
+    places = st.integers(0, 80) | st.integers(512, 592) | st.integers(0, 2000)
+    kinds = st.builds(word, places, WORDS) | st.builds(some, st.integers(0, 8000), st.binary(min_size=1, max_size=56))
+    return draw(st.lists(kinds, min_size=1, max_size=5))
+
+
+@contextlib.contextmanager
+def pool() -> Iterator[RingServer]:
+    arena = DeviceArena(HostMemory.create(arena_bytes(8 * SLOTS, 4 * DIM)), 8 * SLOTS, 4 * DIM, epoch=5)
+    options: dict[str, Any] = {"epoch": 5, "ring_slots": SLOTS, "max_k": 6, "max_clients": 8}
+    with RingServer(endpoint(), {"docs": DIM, "code": 3}, arena=arena, **options) as made:
+        yield made
+    arena.close()
+
+
+def answer(server: RingServer) -> None:
+    """Answer what waits."""
+    for request in server.receive():
+        k = request.spec.k
+        server.publish(request.client, request.request_id, "ok", np.arange(k), np.zeros(k, np.float32))
+
+
+def expect_served(server: RingServer, honest: RingClient) -> None:
+    """The honest client's request is answered, whatever else waits."""
+    asked = ask(honest)
+    found = []
+    for _ in range(100):
+        server.wait(0)
+        answer(server)
+        found += honest.poll()
+        if found:
+            break
+    assert [(result.request_id, result.status) for result in found] == [(asked, "ok")]
+
+
+OWN = os.getpid()
+
+
+def fits(value: Any) -> bool:
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def packed(fields: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode({name: value for name, value in fields.items() if fits(value)})

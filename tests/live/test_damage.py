@@ -1,0 +1,165 @@
+"""Files of a live collection that are torn or damaged at any byte: cut, said, or an error."""
+
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import (
+    CollectionError,
+)
+from runtime.retrieval.live.collection import verify
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.log import HEADER, RECORD, header_of, log_path
+from tests.live.small import contents, document, documents, new_writer, open_writer, vector_of
+
+
+def _records(path: Path) -> list[int]:
+    """Where the records of a log file end."""
+    content, ends = path.read_bytes(), [HEADER.size]
+    while ends[-1] < len(content):
+        ends.append(ends[-1] + RECORD.size + struct.unpack_from("<I", content, ends[-1] + 4)[0])
+    return ends
+
+
+def test_a_log_that_is_torn_at_any_byte_is_cut_at_the_last_whole_record_and_says_so(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "whole") as writer:
+        for number in range(2):
+            writer.upsert([document(str(number), number)])
+    ends = _records(log_path(tmp_path / "whole", 0))
+    for size in range(ends[-1]):
+        torn = tmp_path / "torn"
+        shutil.copytree(tmp_path / "whole", torn)
+        with log_path(torn, 0).open("r+b") as file:
+            file.truncate(size)
+        kept = max([number for number, end in enumerate(ends) if end <= size], default=0)
+        whole = size == 0 or size in ends
+        assert (verify(torn) == "") == whole
+        with open_writer(torn) as writer:
+            assert (writer.repaired == "") == whole
+            assert len(contents(writer)) == kept
+            writer.upsert([document("more", 99)])
+        with open_writer(torn) as writer:
+            assert writer.repaired == ""
+            assert len(contents(writer)) == kept + 1
+        shutil.rmtree(torn)
+
+
+def test_a_log_that_is_damaged_before_whole_records_is_an_error_and_nothing_is_cut(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "whole") as writer:
+        for number in range(3):
+            writer.upsert([document(str(number), number)])
+    path = log_path(tmp_path / "whole", 0)
+    content = path.read_bytes()
+    for place in range(0, _records(path)[2], 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+        with pytest.raises(CollectionError, match="damaged"):
+            open_writer(tmp_path / "whole")
+        assert len(path.read_bytes()) == len(content)
+
+
+def test_a_reader_says_that_a_log_is_damaged_and_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
+    with new_writer(whole) as writer, LiveReader(whole) as reader:
+        for number in range(3):
+            writer.upsert([document(str(number), number)])
+            if number == 0:
+                reader.poll()
+        content = path.read_bytes()
+        ends = _records(path)
+        for place in range(ends[1], ends[2], 3):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+            for _ in range(2):
+                with pytest.raises(CollectionError, match="damaged"):
+                    reader.poll()
+            assert set(contents(reader)) == {"0"}
+        path.write_bytes(content)
+        reader.poll()
+        assert set(contents(reader)) == {"0", "1", "2"}
+    for place in range(0, ends[2], 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+        with pytest.raises(CollectionError, match="damaged"):
+            LiveReader(whole)
+
+
+def test_a_reader_waits_for_the_rest_of_a_last_record_unless_another_file_came_behind(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
+    with new_writer(whole) as writer:
+        for number in range(2):
+            writer.upsert([document(str(number), number)])
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    with LiveReader(whole) as reader:
+        assert set(contents(reader)) == {"0"}
+        assert not reader.poll()
+        log_path(whole, 2).write_bytes(header_of(reader.description.identity, 2))
+        with pytest.raises(CollectionError, match="not the last file of the log"):
+            reader.poll()
+        path.write_bytes(content)
+        assert reader.poll()
+        assert set(contents(reader)) == {"0", "1"}
+
+
+def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert([document("0", 0)])
+    stolen = log_path(tmp_path / "a", 0).read_bytes()[HEADER.size :]
+    with new_writer(tmp_path / "b") as writer:
+        writer.upsert([document("0", 0)])
+        writer.upsert([Upserted("1", stolen.decode("latin-1"), vector=vector_of(1))])
+    path = log_path(tmp_path / "b", 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    with open_writer(tmp_path / "b") as writer:
+        assert "were cut" in writer.repaired
+        assert contents(writer) == {"0": "text 0"}
+
+
+def test_any_damaged_file_is_an_error_and_nothing_worse(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    whole = tmp_path / "whole"
+    with new_writer(whole) as writer:
+        writer.upsert(documents(range(20), tags=["a", "b"], year=3))
+        writer.flush()
+        writer.delete(["3", "4"])
+        writer.upsert(documents(range(20, 25)))
+        writer.flush()
+        writer.upsert(documents(range(25, 28)))
+        expected = contents(writer)
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file() and path.name != "writer.lock"]
+    assert len(files) > 15
+    for name in files:
+        content = (whole / name).read_bytes()
+        hostile = [b"", chance.randbytes(len(content)), content[: len(content) // 2], content * 2]
+        for _ in range(2):
+            place = chance.randrange(len(content))
+            hostile.append(content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :])
+        for bad in hostile:
+            if bad == content:
+                continue
+            damaged = tmp_path / "damaged"
+            shutil.copytree(whole, damaged)
+            (damaged / name).write_bytes(bad)
+            for use in (verify, _opened_and_searched, _read):
+                try:
+                    use(damaged)
+                except CollectionError:
+                    continue
+                if use is verify and name.parts[0] != "log":
+                    pytest.fail(f"{name} was damaged, and nobody said so")
+            shutil.rmtree(damaged)
+    with open_writer(whole) as writer:
+        assert contents(writer) == expected
+
+
+def _opened_and_searched(directory: Path) -> None:
+    with open_writer(directory) as writer:
+        writer.search(vector_of(1)[None], k=5)
+        contents(writer)
+
+
+def _read(directory: Path) -> None:
+    with LiveReader(directory) as reader:
+        reader.search(vector_of(1)[None], k=5)
