@@ -20,8 +20,17 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "4")
 
 from benchmarks.common.report import keep  # noqa: E402
-from benchmarks.gpu_check import correctness, exchange, handover, load, model, peers, sanitizer, steps  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
+from benchmarks.gpu_check.sections import (  # noqa: E402
+    correctness,
+    exchange,
+    handover,
+    load,
+    model,
+    peers,
+    sanitizer,
+    steps,
+)
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
 

@@ -16,9 +16,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.serve import agreement, changes, control, disaggregation, goodput, handover, probes, step, tpot, ttft
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Section, about, markdown, write
+from benchmarks.serve.sections import (
+    agreement,
+    changes,
+    control,
+    disaggregation,
+    goodput,
+    handover,
+    probes,
+    step,
+    tpot,
+    ttft,
+)
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "tpot": tpot.run,

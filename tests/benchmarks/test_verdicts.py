@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.policy.bench import Job
 from benchmarks.policy.control import Pair, markdown
-from benchmarks.serve.agreement import Play, Told
+from benchmarks.serve.sections.agreement import Play, Told
 
 
 @pytest.mark.parametrize(

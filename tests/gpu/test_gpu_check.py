@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import bench as gpu_check
-from benchmarks.gpu_check import peers
-from benchmarks.gpu_check.correctness import poison
 from benchmarks.gpu_check.drive import drive, poisson
 from benchmarks.gpu_check.report import Outcome, Skipped
+from benchmarks.gpu_check.sections import peers
+from benchmarks.gpu_check.sections.correctness import poison
 from gpu import CpuEngine, GraphIndex, SearchParams
 from tests.gpu.cases import clustered
 

@@ -1,6 +1,6 @@
 """A few queries over a small index, watched by compute-sanitizer.
 
-python -m benchmarks.gpu_check.small_run DEVICE plain|fused
+python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused
 """
 
 import sys

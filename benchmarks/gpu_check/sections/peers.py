@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check.drive import Driven, drive, poisson
-from benchmarks.gpu_check.load import figures, recall_of, repeated, summary
 from benchmarks.gpu_check.report import Outcome, Skipped, micros, rate
+from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
 from benchmarks.gpu_check.setup import Setup
 
 _TOP_MS = (16, 32, 48, 64, 96, 128, 192, 256)

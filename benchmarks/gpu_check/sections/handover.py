@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.model import torch_device
 from benchmarks.gpu_check.report import Outcome, micros
+from benchmarks.gpu_check.sections.model import torch_device
 from benchmarks.gpu_check.setup import Setup
 from ipc import new_token, private_endpoint
 

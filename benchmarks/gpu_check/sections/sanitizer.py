@@ -16,7 +16,7 @@ _TOOLKIT = "/usr/local/cuda/bin"
 
 def check(setup: Setup) -> Outcome:
     """The small run: alone in a dry run, under each tool on a GPU. A complaint is a line; the other tools go on."""
-    small = [sys.executable, "-m", "benchmarks.gpu_check.small_run", setup.device]
+    small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         text = _run([*small, "plain"])
         return Outcome([("small run", text.splitlines()[-1]), *((tool, "skipped: no GPU") for tool in _TOOLS)])
@@ -40,7 +40,7 @@ def check(setup: Setup) -> Outcome:
 
 
 def _run(command: list[str]) -> str:
-    root = Path(__file__).parent.parent.parent
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command[:3])} ended with {done.returncode}: {text[-1500:]}"

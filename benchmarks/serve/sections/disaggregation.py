@@ -3,8 +3,8 @@
 import os
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.goodput import ATTAINMENT, Curve, Kind, goodput
 from benchmarks.serve.report import Measure, Section
+from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
 
 _LOADS = (0.55, 0.8, 0.95, 1.1, 1.25)
 

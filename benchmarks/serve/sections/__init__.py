@@ -1,0 +1,1 @@
+"""The comparisons of `benchmarks.serve`, each with what it is meant to beat."""
