@@ -302,7 +302,7 @@ class GenerateBody(StrictModel):
             options.every_tokens,
             options.probe_mode,
             options.probe_tokens or 0,
-            filter_bytes(options.filter),
+            filter_bytes(options.filter) if options.filter else b"",
         )
 
 
