@@ -37,7 +37,7 @@ from launchers.progress import BuildProgress
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, load_embedder
-from runtime.retrieval.recall import recall
+from runtime.retrieval.nearest import recall
 from runtime.testing.node import running
 
 PASSAGES, QUESTIONS = "squad11_passages.jsonl.gz", "squad11_questions_dev.jsonl.gz"

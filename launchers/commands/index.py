@@ -29,7 +29,7 @@ from runtime.retrieval.ingestion.ingest import Ingested, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES
 from runtime.retrieval.live.storage.manifest import is_live
-from runtime.retrieval.recall import recall
+from runtime.retrieval.nearest import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
 index_app.command()(follow)

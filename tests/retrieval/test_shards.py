@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.search.query import merge_nearest
+from runtime.retrieval.nearest import merge_nearest
 
 VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
 

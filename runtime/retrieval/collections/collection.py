@@ -44,7 +44,7 @@ from runtime.retrieval.collections.sources import (
 )
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text, name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
-from runtime.retrieval.search.query import merge_nearest
+from runtime.retrieval.nearest import merge_nearest
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]

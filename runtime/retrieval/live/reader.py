@@ -29,8 +29,8 @@ from runtime.retrieval.live.storage.manifest import (
 )
 from runtime.retrieval.live.storage.operations import decode
 from runtime.retrieval.live.storage.segment import DOCUMENTS
+from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Attributes
-from runtime.retrieval.search.query import Nearest
 
 _ATTEMPTS = 5
 

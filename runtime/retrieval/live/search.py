@@ -17,7 +17,7 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.live.state import State
-from runtime.retrieval.search.query import Nearest, merge_nearest
+from runtime.retrieval.nearest import Nearest, merge_nearest
 
 
 def search(

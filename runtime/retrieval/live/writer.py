@@ -29,7 +29,7 @@ from runtime.retrieval.live.storage.log import LogWriter, log_files, log_path
 from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
 from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
 from runtime.retrieval.live.storage.segment import segment_path
-from runtime.retrieval.search.query import Nearest
+from runtime.retrieval.nearest import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
 MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds

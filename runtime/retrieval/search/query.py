@@ -6,7 +6,7 @@ arguments ── `spec_of` ──▶ `Question`, one for each shard, kept until 
 import numbers
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ipc import STAGES, SearchSpec
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.retrieval.attributes.filters import Wanted, filter_bytes
+from runtime.retrieval.nearest import merge_nearest
 from runtime.retrieval.vectors.vectors import Vectors, on_host
 
 # ---- what a caller asks, checked where it enters, before any pool is known; a pool has limits of its own
@@ -199,19 +200,6 @@ class SearchStatistics:
 
 
 Q = TypeVar("Q")
-
-Nearest = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-
-
-def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
-    """The `k` nearest of all parts: ids and distances, each [≤ k] or [q, ≤ k], of different vectors, -1 for none.
-
-    Nearest first; among equally near ones the smaller id; what is missing (id -1, distance +inf) comes last.
-    """
-    ids = np.concatenate([ids for ids, _ in parts], axis=-1)
-    distances = np.concatenate([distances for _, distances in parts], axis=-1)
-    order = np.lexsort((ids, distances), axis=-1)[..., :k]
-    return np.take_along_axis(ids, order, -1), np.take_along_axis(distances, order, -1)
 
 
 class Gather(Generic[Q]):
