@@ -27,7 +27,7 @@ from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
-from runtime.engines.vllm.ask import get
+from runtime.engines.vllm.instance import get
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling

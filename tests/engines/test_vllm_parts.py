@@ -15,9 +15,8 @@ from runtime.checks.diagnosis import diagnose
 from runtime.checks.needs import needed_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
-from runtime.engines.vllm.ask import unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
-from runtime.engines.vllm.instance import Lines
+from runtime.engines.vllm.instance import Lines, unfinished
 from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig

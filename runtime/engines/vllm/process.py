@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.engines.vllm.ask import get, unfinished
 from runtime.engines.vllm.command import check_arguments, command, environment, installed
-from runtime.engines.vllm.instance import Instance, Lines
+from runtime.engines.vllm.instance import Instance, Lines, get, unfinished
 from runtime.engines.vllm.transfer import check_transfer, remove_files
 from runtime.errors import EngineFailed
 from runtime.node.engine_config import VllmSection
