@@ -214,9 +214,9 @@ class Bench:
 
         return self._undisturbed(run, "engine")
 
-    def _undisturbed(self, run: Callable[[], T], *processes: str) -> T:
+    def _undisturbed(self, run: Callable[[], T], *processes: str, most: float = _MOST_LOST, tries: int = _TRIES) -> T:
         """What `run` finds in the try in which the processes lost least of their time to others."""
-        tried = undisturbed(run, [self._pids[name] for name in processes], most=_MOST_LOST, tries=_TRIES)
+        tried = undisturbed(run, [self._pids[name] for name in processes], most=most, tries=tries)
         self.again, self.lost = self.again + tried.tries - 1, max(self.lost, tried.lost)
         return tried.found
 
@@ -225,9 +225,11 @@ class Bench:
         table = self._tables[pool]
         return {metric: table.value(metric) for metric in table.metrics if isinstance(metric, Counter)}
 
-    def ask(self, pool: str, *loads: Load) -> list[Outcome]:
+    def ask(self, pool: str, *loads: Load, most: float = _MOST_LOST, tries: int = _TRIES) -> list[Outcome]:
         """Clients ask a pool at the same time, one for each load."""
-        outcomes, self.cpu, self.counted = self._undisturbed(lambda: self._ask(pool, loads), pool, "clients")
+        outcomes, self.cpu, self.counted = self._undisturbed(
+            lambda: self._ask(pool, loads), pool, "clients", most=most, tries=tries
+        )
         return outcomes
 
     def _ask(self, pool: str, loads: Sequence[Load]) -> tuple[list[Outcome], float, dict[Counter, float]]:
