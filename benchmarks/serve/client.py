@@ -110,20 +110,23 @@ def offer(
 def at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
     """All of them, each as soon as fewer than `outstanding` are under way."""
 
-    async def run() -> list[Outcome]:
-        room = asyncio.Semaphore(outstanding)
-
-        async def one(body: Body) -> Outcome:
-            async with room:
-                return await ask(url, body)
-
-        return await asyncio.gather(*(one(body) for body in bodies))
-
-    return asyncio.run(run())
+    return asyncio.run(_at_once(url, bodies, outstanding))
 
 
-def beside(url: str, bodies: Sequence[Body], others: Sequence[Body]) -> tuple[list[Outcome], list[Outcome]]:
-    """One after the other, while others are sent in turn too, over and over; the outcomes of both."""
+async def _at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
+    room = asyncio.Semaphore(outstanding)
+
+    async def one(body: Body) -> Outcome:
+        async with room:
+            return await ask(url, body)
+
+    return await asyncio.gather(*(one(body) for body in bodies))
+
+
+def beside(
+    url: str, bodies: Sequence[Body], outstanding: int, others: Sequence[Body]
+) -> tuple[list[Outcome], list[Outcome]]:
+    """As `at_once`, while others are sent one after the other too, over and over; the outcomes of both."""
 
     async def run() -> tuple[list[Outcome], list[Outcome]]:
         sent: list[Outcome] = []
@@ -135,7 +138,7 @@ def beside(url: str, bodies: Sequence[Body], others: Sequence[Body]) -> tuple[li
 
         over = False
         busy = asyncio.create_task(keep_on())
-        found = [await ask(url, body) for body in bodies]
+        found = await _at_once(url, bodies, outstanding)
         over = True
         await busy
         return found, sent

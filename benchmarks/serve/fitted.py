@@ -2,13 +2,12 @@
 
 A node's processes, clients and cores are what they are, while `trinity calibrate` measures a model and an index alone.
 Prefill and decode share a machine's memory, caches and whatever else runs on it: how much longer one takes beside the
-other is measured too, with one of each under way. Queueing and batching is nothing that these times know of.
+other is measured too, with some of each under way. Queueing and batching is nothing that these times know of.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, at_once, beside, in_turn
 from benchmarks.serve.stand import Stand
-from runtime.node.control.law import quantile
+from ipc import STAGES
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
@@ -29,6 +28,7 @@ EVERY = 8  # tokens between probes
 _RETRIEVAL = {"collection": "docs", "k": 4, "every_tokens": EVERY}
 _ALONE_TOKENS = (32, 96, 224, 448, 896)  # of questions that are asked one at a time
 _PROBING = (96, 3 * EVERY + 5)  # tokens of a question and its answer, during which it probes
+_TOGETHER = 4  # such at once
 _SHORT_TOKENS = (16, 120)  # of questions without passages: prompts of one pass
 _BATCHES = ((1, 32), (4, 32), (8, 32), (16, 32), (1, 448), (4, 448), (8, 448))  # rows decoded together, their questions
 _STEPS = 40  # of each of these batches
@@ -45,27 +45,35 @@ def asked(bench: Bench, random: np.random.Generator, tokens: int, answer: int, *
     return bench.of_chat([system, {"role": "user", "content": words}], answer, **more)
 
 
-def waits(stand: Stand) -> list[float]:
-    """Prefill queries' waits for a slot so far, by bucket."""
-    tables = [table for table in stand.tables.values() if table.role == "pool"]
-    return [
-        sum(bucket) for bucket in zip(*(table.read(PoolMetrics.WAIT["prefill"])[:-1] for table in tables), strict=True)
-    ]
+class Waits(NamedTuple):
+    """Of the pools' queries for a slot: how many, and how long together."""
+
+    queries: float
+    seconds: float
+
+    @classmethod
+    def so_far(cls, stand: Stand) -> "Waits":
+        tables = [table for table in stand.tables.values() if table.role == "pool"]
+        found = [table.read(PoolMetrics.WAIT[stage]) for table in tables for stage in STAGES]
+        return cls(sum(sum(counts) for *counts, _ in found), sum(seconds for *_, seconds in found))
+
+    def mean_s(self, before: "Waits") -> float:
+        """Of those since."""
+        return (self.seconds - before.seconds) / max(self.queries - before.queries, 1.0)
 
 
 def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
     """From some single requests, and some that are decoded together; what else is needed is `base`'s."""
     random = np.random.default_rng(bench.seed + 3)
     repeats = bench.count(8, least=4)
-    before = waits(stand)
+    before = Waits.so_far(stand)
     bodies = [asked(bench, random, tokens, 2) for _ in range(repeats) for tokens in _ALONE_TOKENS]
     alone = [outcome for outcome in in_turn(stand.url, bodies) if outcome.whole]
     short = [asked(bench, random, tokens, 2, retrieval=False) for _ in range(repeats) for tokens in _SHORT_TOKENS]
-    waited = [new - old for new, old in zip(waits(stand), before, strict=True)]
+    wait_s = Waits.so_far(stand).mean_s(before)
     shorter = [outcome for outcome in in_turn(stand.url, short) if outcome.whole]
     times = _passes([*alone, *shorter], stand.plan.config.prefill.expected_chunk_tokens, base)
     times = _steps(bench, stand, random, times)
-    wait_s = quantile(0.5, PoolMetrics.WAIT["prefill"].buckets, waited)
     embed_s = _median(alone, "embed")
     times = replace(
         times,
@@ -76,76 +84,113 @@ def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
         prompt_s=0.0,
         link_s=0.0,
     )
-    simulated = _one(stand, times, round(fmean(len(outcome.prompt) for outcome in alone)))
+    retrieval_s, pull_s = _one(stand, times, round(fmean(len(outcome.prompt) for outcome in alone)))
     times = replace(
         times,
         source=f"single requests on the running node; the rest: {base.source}",
-        prompt_s=max(_median(alone, "admission") + _median(alone, "retrieval") - simulated.retrieval_s, 0.0),
-        link_s=max(_median(alone, "room") + _median(alone, "pull") - simulated.pull_s, 0.0),
+        prompt_s=max(_median(alone, "admission") + _median(alone, "retrieval") - retrieval_s, 0.0),
+        link_s=max(_median(alone, "room") + _median(alone, "pull") - pull_s, 0.0),
     )
     return _beside(bench, stand, random, times)
 
 
 def _beside(bench: Bench, stand: Stand, random: np.random.Generator, times: ServiceTimes) -> ServiceTimes:
-    """What a probe costs decode's loop, and how much longer prefill and decode take while the other one is at work."""
-    count = bench.count(12, least=6)
+    """What a probe costs, and how much longer prefill and decode take while the other one is at work.
+
+    The same requests go through the simulated node: what is not known yet is what the real one takes longer. A row
+    alone cannot tell what its probe takes decode's loop from what it waits for itself; of some at once each waits for
+    the former, and only its own row for the latter.
+    """
     tokens, answer = _PROBING
-    probing = [asked(bench, random, tokens, answer) for _ in range(count)]
-    alone = [outcome for outcome in in_turn(stand.url, probing) if outcome.whole]
-    probing = [asked(bench, random, tokens, answer) for _ in range(count)]
-    prompts = [asked(bench, random, tokens, 2, retrieval=False) for _ in range(20 * count) for tokens in (448, 120)]
-    theirs, ours = beside(stand.url, probing, prompts)
-    hits = sum(len(outcome.probed) for outcome in alone) / (len(alone) * ((answer - 1) // EVERY))
-    simulated = _one(stand, times, round(fmean(len(one.prompt) for one in alone)), answer, min(hits, 1.0))
-    unknown_s = fmean(map(_decoding_s, alone)) - simulated.decode_s
-    chunk = stand.plan.config.prefill.expected_chunk_tokens
-    clear = [one for one in ours if one.whole and not any(_both_prefill(one, other) for other in theirs)]
-    expected_s = sum(_prefill_s(times, len(one.prompt), chunk) for one in clear)
-    taken_s = sum(one.timings["prefill"] for one in clear)
-    slower = fmean(_decoding_s(one) for one in theirs if one.whole) / fmean(map(_decoding_s, alone))
-    return replace(
-        times,
-        probe_s=max(unknown_s / ((answer - 1) // EVERY), 0.0),
-        prefill_beside=max(taken_s / expected_s, 1.0),
-        decode_beside=max(slower, 1.0),
-    )
+    waves = bench.count(6, least=3)
+
+    def probing(many: int) -> list[Body]:
+        return [asked(bench, random, tokens, answer) for _ in range(many)]
+
+    alone = _whole(in_turn(stand.url, probing(2 * waves)))
+    together = _whole(at_once(stand.url, probing(waves * _TOGETHER), _TOGETHER))
+    prompts = [asked(bench, random, 448, 2) for _ in range(100)]
+    theirs, ours = map(_whole, beside(stand.url, probing(waves * _TOGETHER), _TOGETHER, prompts))
+    unknown_s = max(_decoding_s(alone) - _replayed(stand, times, alone)[0], 0.0) / ((answer - 1) // EVERY)
+
+    def with_rest(times: ServiceTimes) -> ServiceTimes:
+        return replace(times, probe_wait_s=unknown_s - times.probe_s)
+
+    times = with_rest(
+        _solved(
+            times, "probe_s", (0.0, unknown_s), _decoding_s(together),
+            lambda tried: _replayed(stand, with_rest(tried), together)[0],
+        )
+    )  # fmt: skip
+    for _ in range(2):  # each depends a little on the other
+        times = _solved(
+            times, "decode_beside", (1.0, 2.0), _decoding_s(theirs),
+            lambda tried: _replayed(stand, tried, theirs, ours)[0],
+        )  # fmt: skip
+        times = _solved(
+            times, "prefill_beside", (1.0, 2.0), median(one.timings["prefill"] for one in ours),
+            lambda tried: _replayed(stand, tried, theirs, ours)[1],
+        )  # fmt: skip
+    return times
 
 
-def _both_prefill(one: Outcome, other: Outcome) -> bool:
-    """Whether both may have been in prefill at a time."""
-    ends = [each.sent_s + each.timings.get("ttft", 0.0) for each in (one, other)]
-    return one.sent_s < ends[1] and other.sent_s < ends[0]
+def _whole(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.whole]
 
 
-def _decoding_s(outcome: Outcome) -> float:
-    return outcome.timings["tpot"] * (outcome.tokens - 1)
+def _decoding_s(outcomes: Sequence[Outcome]) -> float:
+    return median(outcome.timings["tpot"] * (outcome.tokens - 1) for outcome in outcomes)
 
 
-def _prefill_s(times: ServiceTimes, tokens: int, chunk: int) -> float:
-    """Of a prompt's passes, one after the other."""
-    starts = range(0, tokens, chunk)
-    return sum(times.prefill_pass_s + times.prefill_s(start, min(chunk, tokens - start)) for start in starts)
+def _solved(
+    times: ServiceTimes,
+    name: str,
+    between: tuple[float, float],
+    real_s: float,
+    simulated_s: Callable[[ServiceTimes], float],
+) -> ServiceTimes:
+    """`times` with the value of `name` for which what is simulated, which rises with it, takes as long as the real."""
+    low, high = between
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if simulated_s(replace(times, **{name: middle})) < real_s else (low, middle)
+    return replace(times, **{name: (low + high) / 2})
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    retrieval_s: float
-    pull_s: float
-    decode_s: float
+def _replayed(
+    stand: Stand, times: ServiceTimes, probing: Sequence[Outcome], prompts: Sequence[Outcome] = ()
+) -> tuple[float, float]:
+    """On the simulated node: how long those that probe decode, and the prompts are in prefill; medians in s."""
+    both = sorted([*probing, *prompts], key=lambda one: one.sent_s)
+    asked_for = {one.id for one in prompts}
+    decoding, prefilling = [], [0.0] * (not prompts)
+    for one, request in zip(both, played(stand, times, both).requests, strict=True):
+        if one.id in asked_for:
+            prefilling.append((request.prefilled_ns - request.begun_ns) / 1e9)
+        else:
+            decoding.append((request.end_ns - request.first_token_ns) / 1e9)
+    return median(decoding), median(prefilling)
 
 
-def _one(stand: Stand, times: ServiceTimes, prompt_tokens: int, answer: int = 1, hits: float = 0.0) -> _Simulated:
-    """A request alone on the simulated node."""
-    workload = Workload(probe_every_tokens=EVERY, probe_hit=hits)
-    setup = Setup(config=stand.plan.config, times=times, workload=workload)
-    simulation = Simulation(setup, [Arrival(0.0, prompt_tokens, answer)])
+def played(stand: Stand, times: ServiceTimes, outcomes: Sequence[Outcome], seed: int = 0) -> Simulation:
+    """The same requests at the same times, with as many hits of their probes, through the simulated node."""
+    begin = min(outcome.sent_s for outcome in outcomes)
+    probes = sum((outcome.tokens - 1) // EVERY for outcome in outcomes)
+    hits = sum(len(outcome.probed) for outcome in outcomes) / max(probes, 1)
+    workload = Workload(probe_every_tokens=EVERY, probe_hit=min(hits, 1.0))
+    setup = Setup(config=stand.plan.config, times=times, workload=workload, seed=seed)
+    arrivals = [Arrival(one.sent_s - begin, max(len(one.prompt), 1), one.tokens) for one in outcomes]
+    simulation = Simulation(setup, arrivals)
+    simulation.run()
+    return simulation
+
+
+def _one(stand: Stand, times: ServiceTimes, prompt_tokens: int) -> tuple[float, float]:
+    """A request alone on the simulated node: how long until its passages are there, and until its KV is, in s."""
+    simulation = Simulation(Setup(config=stand.plan.config, times=times), [Arrival(0.0, prompt_tokens, 1)])
     simulation.run()
     (one,) = simulation.requests
-    return _Simulated(
-        (one.searched_ns - one.embedded_ns) / 1e9,
-        (one.first_token_ns - one.prefilled_ns) / 1e9,
-        (one.end_ns - one.first_token_ns) / 1e9,
-    )
+    return (one.searched_ns - one.embedded_ns) / 1e9, (one.first_token_ns - one.prefilled_ns) / 1e9
 
 
 def _passes(alone: Sequence[Outcome], chunk: int, base: ServiceTimes) -> ServiceTimes:

@@ -136,3 +136,11 @@ def test_a_probe_takes_decodes_loop_before_the_next_step() -> None:
     times = replace(TIMES, prefill_token_s=0.0)
     free, costly = (node(replace(times, probe_s=cost_s), Arrival(0.0, 10, 12), every=10) for cost_s in (0.0, 2e-3))
     assert costly.requests[0].end_ns - free.requests[0].end_ns == 2 * MS
+
+
+def test_what_a_probes_row_waits_for_by_itself_holds_up_no_other() -> None:
+    times = replace(TIMES, prefill_token_s=0.0)
+    arrivals = Arrival(0.0, 10, 200), Arrival(0.001, 10, 12)
+    free, waits = (node(replace(times, probe_wait_s=wait_s), *arrivals, every=100) for wait_s in (0.0, 8e-3))
+    assert waits.requests[1].end_ns == free.requests[1].end_ns
+    assert waits.requests[0].stalled_ns - free.requests[0].stalled_ns == 8 * MS

@@ -21,18 +21,12 @@ import numpy as np
 from benchmarks.serve.arrivals import arrivals
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, at_once, offer
-from benchmarks.serve.fitted import EVERY, asked, fitted, waits
+from benchmarks.serve.fitted import Waits, asked, fitted, played
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
-from runtime.node.control.law import quantile
-from runtime.node.metrics.columns import PoolMetrics
-from runtime.simulator.node import Simulation
-from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.service import ServiceTimes
-from runtime.simulator.traces import Arrival
-from runtime.simulator.workload import Workload
 
 T = TypeVar("T")
 _LOADS = (0.4, 0.6, 0.8)  # of what the node answers when it always has enough to do
@@ -53,11 +47,11 @@ _STAGES = ("queue", "embed", "retrieval", "admission", "prefill", "handover")
 
 @dataclass
 class Told:
-    """What requests took, in s; their queries' waits by bucket; and when they ended, from the first one's sending."""
+    """What requests took, in s; their queries' mean wait; and when they ended, from the first one's sending."""
 
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
     rate: float = 0.0  # answers/s
     stages: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*_STAGES, "probe_stall")})
 
@@ -67,14 +61,12 @@ class Told:
             self.rate = (len(ends) - 1) / (ends[-1] - ends[0])
 
     def figures(self) -> dict[str, float]:
-        edges = PoolMetrics.WAIT["prefill"].buckets
         return {
             "TTFT p50 (ms)": percentile(self.ttft, 50) * 1e3,
             "TTFT p95 (ms)": percentile(self.ttft, 95) * 1e3,
             "TPOT p50 (ms)": percentile(self.tpot, 50) * 1e3,
             "TPOT p95 (ms)": percentile(self.tpot, 95) * 1e3,
-            "prefill queries' wait p50 (µs)": quantile(0.5, edges, self.waits) * 1e6,
-            "prefill queries' wait p95 (µs)": quantile(0.95, edges, self.waits) * 1e6,
+            "queries' mean wait (µs)": self.wait_s * 1e6,
             "answers/s": self.rate,
         }
 
@@ -175,12 +167,12 @@ def _play(
     """A round's requests at one load (0: one after the other)."""
     count = bench.seconds(_SECONDS) if load else bench.count(_ALONE)
     timed = _load(bench, load * capacity or 1.0, count, bench.seed + 100 + number)
-    before = waits(stand)
+    before = Waits.so_far(stand)
     outcomes, cores = _watched(
         stand,
         lambda: offer(stand.url, timed) if load else at_once(stand.url, [body for _, body in timed], 1),
     )
-    real = _real(outcomes, [new - old for new, old in zip(waits(stand), before, strict=True)])
+    real = _real(outcomes, Waits.so_far(stand).mean_s(before))
     return Play(real, _simulated(stand, times, outcomes, bench.seed + number), cores, beside_fit)
 
 
@@ -190,9 +182,9 @@ def _load(bench: Bench, rate: float, seconds: float, seed: int) -> list[tuple[fl
     return [(a.at_s, asked(bench, random, a.prompt_tokens, a.output_tokens)) for a in found]
 
 
-def _real(outcomes: Sequence[Outcome], waited: list[float]) -> Told:
+def _real(outcomes: Sequence[Outcome], wait_s: float) -> Told:
     whole = [outcome for outcome in outcomes if outcome.whole]
-    told = Told([outcome.timings["ttft"] for outcome in whole], [outcome.timings["tpot"] for outcome in whole], waited)
+    told = Told([outcome.timings["ttft"] for outcome in whole], [outcome.timings["tpot"] for outcome in whole], wait_s)
     told.set_rate([outcome.ended_s for outcome in whole])
     for name, values in told.stages.items():
         values += [outcome.timings.get(name, 0.0) for outcome in whole]
@@ -200,21 +192,11 @@ def _real(outcomes: Sequence[Outcome], waited: list[float]) -> Told:
 
 
 def _simulated(stand: Stand, times: ServiceTimes, outcomes: Sequence[Outcome], seed: int) -> Told:
-    begin = min(outcome.sent_s for outcome in outcomes)
-    whole = [outcome for outcome in outcomes if outcome.whole]
-    probes = sum((outcome.tokens - 1) // EVERY for outcome in whole)
-    hits = sum(len(outcome.probed) for outcome in whole) / max(probes, 1)
-    setup = Setup(
-        config=stand.plan.config,
-        times=times,
-        workload=Workload(probe_every_tokens=EVERY, probe_hit=min(hits, 1.0)),
-        seed=seed,
-    )
-    simulation = Simulation(setup, [Arrival(o.sent_s - begin, max(len(o.prompt), 1), o.tokens) for o in whole])
-    simulation.run()
+    simulation = played(stand, times, [outcome for outcome in outcomes if outcome.whole], seed)
     done = [request for request in simulation.requests if request.outcome == FINISHED]
-    waited = [sum(bucket) for bucket in zip(*(pool.wait_counts for pool in simulation.pools), strict=True)]
-    told = Told([request.ttft_s for request in done], [request.tpot_s for request in done], waited)
+    pools = simulation.pools
+    wait_s = sum(pool.wait_ns for pool in pools) / max(sum(pool.served for pool in pools), 1) / 1e9
+    told = Told([request.ttft_s for request in done], [request.tpot_s for request in done], wait_s)
     told.set_rate([request.end_ns / 1e9 for request in done])
     for request in done:
         for name, value in _stages(request).items():

@@ -69,6 +69,7 @@ class Batches:
             at.PROBE_TOKENS: limits.probe_tokens,
             at.TOP_M: pools.top_m,
             at.EMBED_NS: ns(times.embed_s),
+            at.WAIT_NS: ns(times.probe_wait_s),
             at.TIMEOUT_NS: _PROBE_TIMEOUT_NS,
         }.items():
             self._state.words[column] = value

@@ -222,7 +222,7 @@ def _embed(s: Any, pools: Any, d: int, now: int, boundary: int) -> None:
 def _send(s: Any, pools: Any, row: int, when: int) -> None:
     one = s.rows[row]
     group = s.workers[one[at.WORKER], at.GROUP]
-    when += pool.state_at(pools).words[pool.RING_NS]
+    when += s.words[at.WAIT_NS] + pool.state_at(pools).words[pool.RING_NS]
     one[at.QUERY] = pool.ask(pools, 1, group, when, one[at.DEADLINE], 0, s.words[at.TOP_M], row)
     s.clock[at.CLOCK_NEXT] = min(s.clock[at.CLOCK_NEXT], when)
 

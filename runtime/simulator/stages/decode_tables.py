@@ -10,8 +10,22 @@ from ipc.memory.instructions import floats, floats2, words, words2
 from runtime.simulator.stages.pool_core import compiled
 
 # Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run. PREFILLS: prefill workers at work.
-(EVENTS, FREE_ROWS, ASKED, EVERY, ASKS, MOST_STEPS, PROBE_TOKENS, TOP_M, EMBED_NS, TIMEOUT_NS, PREFILLS) = range(11)
-WORDS = 11
+# WAIT_NS: of a probe's row alone.
+(
+    EVENTS,
+    FREE_ROWS,
+    ASKED,
+    EVERY,
+    ASKS,
+    MOST_STEPS,
+    PROBE_TOKENS,
+    TOP_M,
+    EMBED_NS,
+    TIMEOUT_NS,
+    PREFILLS,
+    WAIT_NS,
+) = range(12)
+WORDS = 12
 # Costs in ns; of a chunk, a text beside a step and a probe in s; BESIDE is a factor.
 (STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT, EMBED_CORE, A_PROBE, BESIDE) = range(10)
 COSTS = 10

@@ -20,6 +20,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `prefill_beside` | 1 | a pass while decode is at work too, over one while it is not; measured by `benchmarks.serve` |
 | `decode_beside` | 1 | the same of a step while prefill is at work; measured by `benchmarks.serve` |
 | `probe_s` | 0 | decode's loop, for a probe and its answer; measured by `benchmarks.serve` |
+| `probe_wait_s` | 0 | what a probe's row waits beside that, while others go on; measured by `benchmarks.serve` |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
 | `embed_core_s` | 0 | of that on the core that the worker's passes or steps need, too; measured by `benchmarks.serve` |
 | `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
@@ -71,6 +72,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_beside: _Factor = 1.0
     decode_beside: _Factor = 1.0
     probe_s: _Cost = 0.0
+    probe_wait_s: _Cost = 0.0
     embed_s: _Cost = 2e-3
     embed_core_s: _Cost = 0.0
     ring_s: _Cost = 10e-6
