@@ -67,10 +67,10 @@ def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
     random = np.random.default_rng(bench.seed + 3)
     repeats = bench.count(8, least=4)
     before = Waits.so_far(stand)
-    bodies = [asked(bench, random, tokens, 2) for _ in range(repeats) for tokens in _ALONE_TOKENS]
+    answer = bench.shape.output_tokens  # prefill rests meanwhile, and is slower after it
+    bodies = [asked(bench, random, tokens, answer) for _ in range(repeats) for tokens in _ALONE_TOKENS]
     alone = [outcome for outcome in in_turn(stand.url, bodies) if outcome.whole]
-    short = [asked(bench, random, tokens, 2, retrieval=False) for _ in range(repeats) for tokens in _SHORT_TOKENS]
-    wait_s = Waits.so_far(stand).mean_s(before)
+    short = [asked(bench, random, tokens, answer, retrieval=False) for _ in range(repeats) for tokens in _SHORT_TOKENS]
     shorter = [outcome for outcome in in_turn(stand.url, short) if outcome.whole]
     times = _passes([*alone, *shorter], stand.plan.config.prefill.expected_chunk_tokens, base)
     times = _steps(bench, stand, random, times)
@@ -80,7 +80,6 @@ def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
         embed_s=embed_s,
         embed_core_s=embed_s,  # each worker has one core
         frontend_s=_median(alone, "queue"),
-        wake_s=max(wait_s - times.ring_s, 0.0),
         prompt_s=0.0,
         link_s=0.0,
     )
@@ -91,7 +90,8 @@ def fitted(bench: Bench, stand: Stand, base: ServiceTimes) -> ServiceTimes:
         prompt_s=max(_median(alone, "admission") + _median(alone, "retrieval") - retrieval_s, 0.0),
         link_s=max(_median(alone, "room") + _median(alone, "pull") - pull_s, 0.0),
     )
-    return _beside(bench, stand, random, times)
+    times = _beside(bench, stand, random, times)
+    return replace(times, wake_s=max(Waits.so_far(stand).mean_s(before) - times.ring_s, 0.0))
 
 
 def _beside(bench: Bench, stand: Stand, random: np.random.Generator, times: ServiceTimes) -> ServiceTimes:
