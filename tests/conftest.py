@@ -6,9 +6,14 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
+
+# How long an example takes says more of the machine than of the code: pytest's own limit ends what hangs.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -205,7 +205,7 @@ def test_a_client_that_goes_away_ends_the_work_at_vllm(node: VllmNode) -> None:
     asked = {"model": NAME, "prompt": "Count:", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{node.info.url}/v1/completions", json=asked, timeout=600) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data: {"))
-        assert total("vllm:num_requests_running") == 1
+        eventually(lambda: total("vllm:num_requests_running") == 1, 60, "the instance that writes to count it")
     eventually(lambda: total("vllm:num_requests_running") == 0, 600, "vLLM to have nothing to do")
     assert total("vllm:generation_tokens_total") - before < tokens / 2
 

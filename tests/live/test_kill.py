@@ -28,9 +28,8 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_
     expected: dict[str, str] = {}
     sealed = 0
     for life in range(kills):
-        lines = _run_and_kill(
-            directory, life, writes=chance.choice([5, 50, 150, 2000 if kills > 4 else 80]), chance=chance
-        )
+        writes = [5, 50, 150, 2000] if kills > 4 else [5, 15, 30, 40]  # each fourth one starts a process that seals
+        lines = _run_and_kill(directory, life, writes=chance.choice(writes), chance=chance)
         held: dict[str, str] = {}
         possible = _after(expected, lines)
         with open_writer(directory, seal_rows=16) as writer:
