@@ -35,7 +35,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {error}") from error
     keys: dict[str, ApiKey] = {}
-    known = {collection.name for collection in config.collections}
+    known = {found.name for found in config.collections} | {found.name for found in config.remote}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue

@@ -12,9 +12,9 @@ from msgspec import Meta
 from runtime.errors import ConfigError
 from runtime.node.engine_config import OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.expected import explained
+from runtime.node.remote_config import Name, RemoteSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Workers = Annotated[int, Meta(ge=0, le=8)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
@@ -371,6 +371,7 @@ class NodeConfig(Section, frozen=True):
     tracing: TracingSection = TracingSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()
+    remote: tuple[RemoteSection, ...] = ()
 
     @property
     def stores_answers(self) -> bool:

@@ -70,6 +70,10 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         )
         for index, found in enumerate(config.collections)
     )
+    remote = tuple(
+        replace(found, api_key_file=under(f"remote[{index}].api_key_file", found.api_key_file))
+        for index, found in enumerate(config.remote)
+    )
     model = config.model
     if isinstance(model, ModelSection) and _is_path(model.name):
         model = replace(model, name=under("model.name", model.name))
@@ -82,7 +86,7 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
     kv = replace(config.kv, disk_path=under("kv.disk_path", config.kv.disk_path))
     log = replace(config.log, directory=under("log.directory", config.log.directory))
-    return replace(config, node=node, log=log, kv=kv, http=http, model=model, collections=collections)
+    return replace(config, node=node, log=log, kv=kv, http=http, model=model, collections=collections, remote=remote)
 
 
 def _is_relative(path: str) -> bool:

@@ -18,3 +18,7 @@ class Passage(msgspec.Struct, frozen=True):
     distance: float
     text: str = ""
     attributes: Attributes = {}
+
+
+class Partial(list[Passage]):
+    """Passages that were found without some of the nodes that a collection is on."""

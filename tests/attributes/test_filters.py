@@ -12,6 +12,7 @@ from runtime.retrieval.attributes.filters import (
     MAX_COMPARISONS,
     MAX_DEPTH,
     MAX_VALUES,
+    as_json,
     binds,
     both,
     canonical,
@@ -99,6 +100,7 @@ def test_a_filter_passes_what_plain_python_says_that_it_passes(
     expected = [_passes(document, wanted) for document in seen]
 
     assert columns.passing(parsed).tolist() == expected
+    assert parse_filter(as_json(parsed)) == parsed
     assert Columns.decode(columns.encode(), SCHEMA).passing(parsed).tolist() == expected
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -77,6 +78,28 @@ def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
 
 def test_without_collections_a_node_has_no_pool(tmp_path: Path) -> None:
     assert names(plan(tmp_path, **MODEL, collections=[])) == ["prefill-0", "decode-0", "frontend-0"]
+
+
+def test_a_node_of_remote_collections_alone_has_a_frontend_alone(tmp_path: Path) -> None:
+    remote = [{"name": "far", "nodes": ["http://a:8080", "http://b:8080/v1"]}]
+    found = plan(tmp_path, collections=[], remote=remote)
+    assert names(found) == ["frontend-0"]
+    assert msgspec.json.decode(msgspec.json.encode(found), type=NodePlan) == found  # as workers are told of it
+
+
+@pytest.mark.parametrize(
+    ("names", "nodes", "more", "says"),
+    [
+        (["docs"], ["http://a"], {}, "remote: the name 'docs' is used twice"),
+        (["far", "far"], ["http://a"], {}, "remote: the name 'far' is used twice"),
+        (["far"], ["http://a", "http://a"], {}, "remote: 'far': a node is named twice"),
+        (["far"], ["http://a"], MODEL, "remote: 'far': workers of engine = \"trinity\" search the node's own pools"),
+    ],
+)
+def test_a_remote_collection_that_cannot_be_searched_is_refused(
+    names: list[str], nodes: list[str], more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    assert refusal(tmp_path, **more, remote=[{"name": name, "nodes": nodes} for name in names]).startswith(says)
 
 
 def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ class NodePlan(msgspec.Struct, frozen=True):
 def resolve(config: NodeConfig) -> NodePlan:
     """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
     _check_collections(config)
+    _check_remote(config)
     read_api_keys(config)
     _check_engine(config)
     workers = [
@@ -214,8 +215,8 @@ def _check_ways(workers: list[WorkerPlan]) -> None:
 
 
 def _check_counts(config: NodeConfig) -> None:
-    if config.model is None and not config.collections:
-        raise ConfigError("nothing to serve: give a [model], [[collections]], or both")
+    if config.model is None and not config.collections and not config.remote:
+        raise ConfigError("nothing to serve: give a [model], [[collections]], [[remote]], or several of them")
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.needs_pool:
         needed.append(("pool", config.pool.workers))
@@ -275,6 +276,21 @@ def _check_collections(config: NodeConfig) -> None:
                 f"pool.workers = {config.pool.workers} is no multiple of the {collection.shards} shards of "
                 f"collection {collection.name!r}: every shard needs as many workers as the others"
             )
+
+
+def _check_remote(config: NodeConfig) -> None:
+    seen = {collection.name for collection in config.collections}
+    for remote in config.remote:
+        if remote.name in seen:
+            raise ConfigError(f"remote: the name {remote.name!r} is used twice")
+        seen.add(remote.name)
+        if len(set(remote.nodes)) < len(remote.nodes):
+            raise ConfigError(f"remote: {remote.name!r}: a node is named twice")
+    if config.remote and config.own_model is not None:
+        raise ConfigError(
+            f'remote: {config.remote[0].name!r}: workers of engine = "trinity" search the node\'s own pools alone; '
+            "put remote collections on a node without a model, or in front of a server"
+        )
 
 
 def _check_engine(config: NodeConfig) -> None:

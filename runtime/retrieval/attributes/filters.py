@@ -71,6 +71,18 @@ def canonical(wanted: Filter) -> bytes:
     return msgspec.json.encode(wanted)
 
 
+def as_json(wanted: Filter) -> dict[str, Any]:
+    """What `parse_filter` would make this filter of."""
+    match wanted:
+        case Comparison(key, operator, values):
+            return {"type": operator, "key": key, "value": list(values) if operator == "in" else values[0]}
+        case Not(Comparison(_, "eq" | "in" as operator, _) as positive):
+            return as_json(positive) | {"type": "ne" if operator == "eq" else "nin"}
+        case Not(inner):
+            return {"type": "not", "filter": as_json(inner)}
+    return {"type": "and" if isinstance(wanted, AllOf) else "or", "filters": [as_json(one) for one in wanted.filters]}
+
+
 def decode_filter(content: bytes) -> Filter:
     """A filter that `canonical` wrote, as far as its reader can tell. Raises `InvalidFilter`."""
     try:

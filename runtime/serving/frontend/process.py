@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import time
+from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,13 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
+from runtime.serving.frontend.remote_collections import WithRemote
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig
 from runtime.serving.http.draining import Readiness
 from runtime.serving.http.guard import accesses, id_source
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.service import SearchSource, Service, Settings, missing_roles
+from runtime.serving.http.service import NoCatalogue, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     library = Library(plan)
     worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
-    link = await make_engine(worker, measures, search or NoSearch())
+    everywhere = WithRemote(search or NoSearch(), search or NoCatalogue(), config.remote) if config.remote else None
+    link = await make_engine(worker, measures, everywhere or search or NoSearch())
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
     spans = _spans(config.node.name, model) if config.tracing.enabled else None
@@ -119,7 +122,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     settings = Settings(
         model=model,
         context_tokens=served.context_tokens if served else 0,
-        collections=library.dims,
+        collections=library.dims if everywhere is None else ChainMap(dict(everywhere.dims), library.dims),  # type: ignore[arg-type]
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
         access=accesses(keys),
@@ -144,8 +147,9 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _answers(worker, client)
     service = Service(
-        link, search or NoSearch(), supervisor, answers, tokens, search, writes, readiness, supervisor.drain
-    )
+        link, everywhere or search or NoSearch(), supervisor, answers, tokens, everywhere or search, writes, readiness,
+        supervisor.drain,
+    )  # fmt: skip
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
@@ -176,6 +180,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         loops.append(asyncio.create_task(client.run()))
     if answers is not None:
         loops.append(asyncio.create_task(answers.run()))
+    if everywhere is not None:
+        loops.append(asyncio.create_task(everywhere.run()))
     try:
         # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)

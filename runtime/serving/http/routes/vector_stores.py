@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, UnknownCollection
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Partial, Passage
 from runtime.serving.http.answers import Json, to_json
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
@@ -124,22 +124,26 @@ class StoreRoutes:
         check_bytes(size, self._max_prompt_bytes, "query")
         metric = self._stores.about(name).metric
         best: dict[str, tuple[float, Passage]] = {}
+        partial = False
         for number, query in enumerate(body.query):
             asked = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=body.filters)
             own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
-            for passage in await self._searches.run(asked, name, access_of(http), *own):
+            passages = await self._searches.run(asked, name, access_of(http), *own)
+            partial |= isinstance(passages, Partial)
+            for passage in passages:
                 score = score_of(passage.distance, metric)
                 if passage.id not in best or score > best[passage.id][0]:
                     best[passage.id] = score, passage
         least = body.ranking_options.score_threshold if body.ranking_options else -math.inf
         found = sorted(best.values(), key=lambda scored: -scored[0])[: body.max_num_results]
-        return _json({
+        page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
             "data": [_result(score, passage) for score, passage in found if score >= least],
             "has_more": False,
             "next_page": None,
-        })  # fmt: skip
+        }
+        return _json(page | {"partial": True} if partial else page)
 
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])

@@ -1,0 +1,298 @@
+"""Collections whose shards are on other nodes: real frontends over HTTP, each with a part of the documents."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, TrinityError, Unavailable
+from runtime.node.remote_config import RemoteSection
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.builds import About
+from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.reader import LiveReader, attributes_of
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.passages import Partial, Passage
+from runtime.serving.frontend.process import NoSearch
+from runtime.serving.frontend.remote_collections import WithRemote
+from runtime.serving.http.service import NoCatalogue, Settings
+from tests.frontend.cluster import Cluster
+from tests.frontend.fakes import run
+
+HASHING = Hashing(64)
+KEY = "a-key"
+WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
+_COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
+DOCUMENTS = [
+    Upserted(
+        f"d{number}", " ".join(f"{word} " * int(n) for word, n in zip(WORDS, counts, strict=True)), "", {"n": number}
+    )
+    for number, counts in enumerate(_COUNTS)
+]
+
+
+class Part:
+    """The collection `docs` of a node, of some documents, embedded by hashing and searched without a pool."""
+
+    def __init__(self, directory: Path, documents: list[Upserted]) -> None:
+        create(directory, 64, degree=8)
+        with LiveWriter(directory, background=False, embedder=HASHING) as writer:
+            writer.upsert(documents)
+        self.told = About(True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64")
+        self._directory = directory
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        query = call["vector"] if call["query"] is None else HASHING.embed([call["query"]], "query")[0]
+        with LiveReader(self._directory) as reader:
+            rows, distances = reader.search(np.array([query], np.float32), call["k"], wanted=call["wanted"])
+            found = reader.documents(rows[0][rows[0] >= 0].tolist())
+        return [
+            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
+            for one, distance in zip(found, distances[0], strict=False)
+            if one is not None
+        ]
+
+    def about(self, collection: str) -> About:
+        return self.told
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Iterator[Callable[[list[Upserted]], tuple[Part, str]]]:
+    """Starts a node with a part of the documents: the part, and the node's URL."""
+    with contextlib.ExitStack() as nodes:
+
+        def start(documents: list[Upserted]) -> tuple[Part, str]:
+            made = Part(tmp_path / f"part-{documents[0].id}-{len(documents)}", documents)
+            settings = Settings(collections={"docs": 64}, api_keys=(KEY,))
+            node = Cluster(prefills=0, decodes=0, settings=settings, search=made, catalogue=made)  # type: ignore[arg-type]
+            nodes.enter_context(node)
+            return made, node.url
+
+        yield start
+
+
+@contextlib.asynccontextmanager
+async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[WithRemote]:
+    (tmp_path / "key").write_text(KEY)
+    section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
+    found = WithRemote(NoSearch(), NoCatalogue(), [section])
+    looking = asyncio.create_task(found.run())
+    try:
+        yield found
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+def ask(search: Any, query: str | None = "cats purr", **changed: Any) -> Awaitable[list[Passage]]:
+    asked = {"collection": "all", "k": 10, "query": query, "vector": None, "timeout_s": 60.0, "embedded": lambda: None}
+    found: Awaitable[list[Passage]] = search.search(**(asked | changed))
+    return found
+
+
+async def answer(content: bytes) -> asyncio.Server:
+    """A server that answers whatever comes with this, and keeps the connection; b"" is no answer."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(content)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+NOBODY = "http://127.0.0.1:1"
+SOME = parse_filter({
+    "type": "and",
+    "filters": [{"type": "gte", "key": "n", "value": 10}, {"type": "nin", "key": "n", "value": [11]}],
+})  # fmt: skip
+
+
+def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+
+    async def test() -> None:
+        async with remote(tmp_path, even, odd + "/v1") as found:
+            for changed in (
+                {},
+                {"query": "dogs bark", "k": 25},
+                {"wanted": SOME},
+                {"query": None, "vector": HASHING.embed(["birds sing"], "query")[0].tolist()},
+            ):
+                one = await ask(whole, **({"wanted": None} | changed))
+                assert len(one) == changed.get("k", 10)
+                assert await ask(found, **changed) == sorted(one, key=lambda passage: passage.distance)
+            assert found.unavailable() == {}
+            assert (found.about("all").metric, found.about("all").dim) == ("cosine", 64)
+
+    run(test())
+
+
+def test_without_a_node_a_search_is_refused_and_says_which_one_is_missing(part: Any, tmp_path: Path) -> None:
+    _, even = part(DOCUMENTS[::2])
+
+    async def test() -> None:
+        async with remote(tmp_path, even, NOBODY) as found:
+            with pytest.raises(Unavailable, match=NOBODY):
+                await ask(found)
+            assert list(found.unavailable()) == ["all"]
+
+    run(test())
+
+
+def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(part: Any, tmp_path: Path) -> None:
+    half, even = part(DOCUMENTS[::2])
+
+    async def test() -> None:
+        async with remote(tmp_path, NOBODY, even, missing="partial") as found:
+            answered = await ask(found)
+            assert isinstance(answered, Partial)
+            assert answered == await ask(half, wanted=None)
+            assert found.unavailable() == {}
+        async with remote(tmp_path, NOBODY, missing="partial") as found:
+            with pytest.raises(Unavailable, match=NOBODY):
+                await ask(found)
+
+    run(test())
+
+
+def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
+    half, even = part(DOCUMENTS[::2])
+    ready, half.told = half.told, About(dim=64, metric="cosine", embedder="hashing-64")
+
+    async def test() -> None:
+        async with remote(tmp_path, even) as found:
+            with pytest.raises(Unavailable, match="its documents cannot be used"):
+                await ask(found)
+            half.told = ready
+            await found.look()
+            assert len(await ask(found)) == 10
+
+    run(test())
+
+
+def test_parts_that_were_embedded_by_different_models_are_not_merged(part: Any, tmp_path: Path) -> None:
+    (_, even), (other, odd) = part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+    other.told = About(True, dim=64, metric="cosine", embedder="another")
+
+    async def test() -> None:
+        async with remote(tmp_path, even, odd) as found:
+            with pytest.raises(Unavailable, match=r"where the others have (hashing-64|another), 64 dimensions"):
+                await ask(found)
+
+    run(test())
+
+
+def test_a_node_that_is_silent_costs_its_time_once_and_a_hasty_search_costs_it_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = (
+            b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
+        )
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(store)
+        silent = await answer(head + store)  # and to what comes next on that connection nothing
+        async with silent, remote(tmp_path, url_of(silent), timeout_s=1.0) as found:
+            with pytest.raises(DeadlineExceeded, match=url_of(silent)):
+                await ask(found, timeout_s=0.01)
+            assert found.unavailable() == {}
+            with pytest.raises(DeadlineExceeded, match=url_of(silent)):
+                await ask(found)
+            with pytest.raises(Unavailable, match=url_of(silent)):
+                await ask(found)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"SSH-2.0\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 500 No\r\ncontent-length: 3\r\n\r\nno!",
+        b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 40000000\r\n\r\n" + b" " * 40_000_000,
+    ],
+    ids=["no http", "no store", "500", "redirect", "too long"],
+)
+def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, part: Any, tmp_path: Path) -> None:
+    _, even = part(DOCUMENTS[::2])
+
+    async def test() -> None:
+        server = await answer(content)
+        async with server, remote(tmp_path, even, url_of(server)) as found:
+            with pytest.raises(Unavailable, match=url_of(server)):
+                await ask(found)
+
+    run(test())
+
+
+def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(part: Any, tmp_path: Path) -> None:
+    (_, even), (_, odd) = part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+
+    async def test() -> None:
+        async with remote(tmp_path, even, odd) as found:
+            with pytest.raises(InvalidFilter, match="no attribute 'm'"):
+                await ask(found, wanted={"type": "eq", "key": "m", "value": 1})
+            assert len(await ask(found)) == 10
+
+    run(test())
+
+
+def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(part: Any, tmp_path: Path) -> None:
+    _, even = part(DOCUMENTS[::2])
+
+    async def test() -> None:
+        found = WithRemote(NoSearch(), NoCatalogue(), [RemoteSection("all", (even,), "docs")])
+        looking = asyncio.create_task(found.run())
+        with pytest.raises(TrinityError, match="API key"):
+            await ask(found)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+    run(test())
+    with pytest.raises(ConfigError, match="remote all: the key cannot be read"):
+        WithRemote(NoSearch(), NoCatalogue(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))])
+
+
+def test_over_http_an_answer_without_some_nodes_says_partial() -> None:
+    class Some:
+        async def search(self, **call: Any) -> list[Passage]:
+            return Partial([Passage("a", "A", 0.5, "text")]) if call["query"] == "some" else []
+
+        def about(self, collection: str) -> About:
+            return About(True, metric="cosine")
+
+        def missing(self) -> list[str]:
+            return []
+
+        def unavailable(self) -> dict[str, str]:
+            return {}
+
+    settings = Settings(collections={"all": 0})
+    search: Any = Some()
+    with (
+        Cluster(prefills=0, decodes=0, settings=settings, search=search, catalogue=search) as node,
+        node.http() as http,
+    ):
+        for path in ("/v1/retrieval", "/v1/vector_stores/all/search"):
+            assert http.post(path, json={"query": "some"}).json()["partial"] is True
+            assert "partial" not in http.post(path, json={"query": "every"}).json()
