@@ -18,9 +18,9 @@ What was measured while others had the processes' cores for more than .5% of the
 - overload: one client asks prefill queries at random times, 15% of what the pool can do; the other decode
   queries at twice what the pool can do (what its ring does not take is dropped).
 - mixed: both clients ask decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
-  65% of what *static batches* can do; both pools in turns of a quarter of a second, with the same times. A stall of the
-  core delays some times as many queries as come in it, so that a p99 is decided by stalls of .2% of the time: each turn
-  is tried until less than .1% of it is lost, five times at most.
+  65% of what *static batches* can do; both pools in turns of a quarter of a second, with the same times, after another
+  one that is not counted. A stall of the core delays some times as many queries as come in it, so that a p99 is decided
+  by stalls of .2% of the time: each turn is tried until less than .1% of it is lost, five times at most.
 - idle: one client asks one query at a time, from its own submit to its own poll, less the engine's time for it: 20 a
   second, so that the pool sleeps before each, and one right after the other, so that it spins. Under the former
   stands the floor: what waking any process takes here (`benchmarks/pool/wake.py`), measured in the same round.
@@ -53,7 +53,7 @@ from runtime.retrieval.collections.collection import Collection
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
 _WINDOW = 240  # of 256 places in a ring
 _TURNS, _MIXED_TURNS = 3, 12
-_MIXED_LOST, _MIXED_TRIES = 0.001, 5
+_MIXED_LOST, _MIXED_TRIES, _MIXED_BEFORE = 0.001, 5, 0.25
 _SECTIONS = ("throughput", "overload", "mixed", "idle")
 _SHORT = (1.0, 10, 32, 4)
 _SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
@@ -133,8 +133,10 @@ def _mixed(bench: Bench, seconds: float, seed: int) -> Found:
     found = {"mixed_per_s": rate}
     runs: dict[str, list[Outcome]] = {"trinity": [], "static": []}
     for turn in range(_MIXED_TURNS):
-        turns = seconds / _MIXED_TURNS
-        part = [load._replace(seconds=turns, rate=rate / 2, window=0, seed=2 * turn + load.seed) for load in both]
+        asks = Load(
+            "decode", _MIXED_BEFORE + seconds / _MIXED_TURNS, (_SMALL, _LARGE), rate / 2, uncounted=_MIXED_BEFORE
+        )
+        part = [asks._replace(seed=load.seed + 2 * turn) for load in both]
         for pool, run in runs.items():
             run += bench.ask(pool, *part, most=_MIXED_LOST, tries=_MIXED_TRIES)
     for pool, run in runs.items():

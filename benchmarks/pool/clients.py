@@ -19,7 +19,10 @@ Kind = tuple[float, int, int, int]  # part of the queries, k, top_m, search_widt
 
 
 class Load(NamedTuple):
-    """What one client asks for `seconds`: `rate` a second at random times, or as fast as `window` outstanding allow."""
+    """What one client asks for `seconds`: `rate` a second at random times, or as fast as `window` outstanding allow.
+
+    What it asks in the first `uncounted` seconds is not in the outcome: the pool learns how busy it is.
+    """
 
     stage: Stage
     seconds: float
@@ -27,6 +30,7 @@ class Load(NamedTuple):
     rate: float = 0.0
     window: int = 0
     seed: int = 0
+    uncounted: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -68,7 +72,7 @@ class Stream:
         self._kinds = random.choice(len(load.kinds), 1 << 16, p=[kind[0] for kind in load.kinds]).tolist()
         gaps = random.exponential(1e9 / load.rate, int(load.rate * load.seconds * 1.5) + 100) if load.rate else 0
         self._times = (begin_ns + np.cumsum(gaps)).astype(np.int64).tolist()
-        self._end = begin_ns + int(load.seconds * 1e9)
+        self._counted, self._end = begin_ns + int(load.uncounted * 1e9), begin_ns + int(load.seconds * 1e9)
         self._answers: list[list[tuple[int, int, int, int, int]]] = [[] for _ in load.kinds]
         self._count = self._dropped = self._failed = 0
         self.asked: dict[int, int] = {}
@@ -100,7 +104,7 @@ class Stream:
             kind = self.asked.pop(result.request_id)
             if result.status != "ok":
                 self._failed += 1
-            elif result.end_ns <= self._end:
+            elif result.enqueue_ns >= self._counted and result.end_ns <= self._end:
                 found = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, told)
                 self._answers[kind].append(found)
         return bool(news)
@@ -111,7 +115,7 @@ class Stream:
 
     def outcome(self) -> Outcome:
         answers = [np.array(kind, np.int64).reshape(-1, 5) for kind in self._answers]
-        return Outcome(answers, self._dropped, self._failed, self._load.seconds)
+        return Outcome(answers, self._dropped, self._failed, self._load.seconds - self._load.uncounted)
 
 
 def client_main(queries: Vectors, core: int, pipe: Connection) -> None:

@@ -27,11 +27,11 @@ Three rules are not the paper's (`trinity` has them, `paper` does not):
   less throughput, which an overloaded pool misses several times over; so only while a query of so small a batch takes
   no more than `_BURST_COST` times what it takes of a full one.
 - **Turns.** A decode query's turn is its arrival plus `_STRETCH`/(1 − ρ) times what a query of its size takes alone,
-  `_MOST_STRETCH` times at most. Its size is Ê rounded up to a power of two, ρ the part of the last second in which the
-  pool was busy: as queries wait longer in a busier pool, so shorter ones have to pass longer ones that came earlier.
-  Q_dec is in the order of turns: queries alike are first come, first served, and `p` above grows no more once a query
-  has waited for `_MOST_STRETCH` times what it takes. One that waits also takes the slot of an active one whose turn is
-  after its own and that has twice its extends left.
+  `_MOST_STRETCH` times at most. Its size is Ê rounded up to a power of two, ρ the part of the last `_WATCHED_NS` in
+  which the pool was busy: as queries wait longer in a busier pool, so shorter ones have to pass longer ones that came
+  earlier. Q_dec is in the order of turns: queries alike are first come, first served, and `p` above grows no more once
+  a query has waited for `_MOST_STRETCH` times what it takes. One that waits also takes the slot of an active one whose
+  turn is after its own and that has twice its extends left.
 
 What cannot make its deadline any more when its turn comes is late: it is refused, not run. `fifo` is one queue by
 arrival; `static` is that, and a batch begins when the last one is done.
@@ -60,7 +60,7 @@ from runtime.pool.tables import (
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH, _MOST_STRETCH = 1.2, 6.0
 _BURST_COST = 1.15
-_WATCHED_NS = 1_000_000_000
+_WATCHED_NS = 20_000_000
 
 
 # ---- queries come and go

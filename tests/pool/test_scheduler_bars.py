@@ -71,8 +71,8 @@ def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_
 ) -> None:
     seconds, end = 1.5, 1_500_000_000
     kinds, policy = {USUAL: 1.0}, shipped(costs)
-    crowd = serve(full(arrivals(4000, 0.5, "decode", kinds, 9)), costs, policy)
-    capacity = len(crowd) / crowd[-1].end_ns * 1e9
+    backlog = serve(full(arrivals(4000, 0.5, "decode", kinds, 9)), costs, policy)
+    capacity = len(backlog) / backlog[-1].end_ns * 1e9
     slower, share = [], []
     for seed in SEEDS:
         prefill = arrivals(0.15 * capacity, seconds, "prefill", kinds, seed)
@@ -106,10 +106,10 @@ def test_with_shipped_defaults_a_reserve_of_a_tenth_and_one_of_nine_tenths_diffe
 _MEAN_EXTENDS = 35.5
 
 
-def test_in_a_crowd_with_deadlines_nearly_all_answers_are_in_time_for_what_cannot_be_is_refused() -> None:
+def test_in_a_backlog_with_deadlines_nearly_all_answers_are_in_time_for_what_cannot_be_is_refused() -> None:
     limit_ns = 20_000_000
-    crowd = serve(full(arrivals(4000, 0.5, "decode", {USUAL: 1.0}, 9)), CPU, shipped())
-    capacity = len(crowd) / crowd[-1].end_ns * 1e9
+    backlog = serve(full(arrivals(4000, 0.5, "decode", {USUAL: 1.0}, 9)), CPU, shipped())
+    capacity = len(backlog) / backlog[-1].end_ns * 1e9
     flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity, 1.0, "decode", {USUAL: 1.0}, 1)]
     answers = serve(flood, CPU, shipped())
     in_time = sum(answer.latency_ns <= limit_ns for answer in answers)

@@ -26,7 +26,7 @@ from runtime.node.placement.plan import NodePlan, resolve
 from runtime.node.supervisor.child import COMMAND, kill_group, spawn
 from runtime.node.worker import WorkerSpec
 
-_ALONE, _FEW, _CROWD = 200, 1000, 4000  # queries: one at a time, three, and many
+_ALONE, _FEW, _MANY = 200, 1000, 4000  # queries: one at a time, three, and many
 _WINDOW = 256  # of these
 _START_S = 120.0
 _SILENT_S = 30.0
@@ -64,21 +64,21 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
             begin = _totals(table, plan)
             _ask(client, config, queries, 3, _FEW)
             middle = _totals(table, plan)
-            _ask(client, config, queries, _WINDOW, _CROWD)
+            _ask(client, config, queries, _WINDOW, _MANY)
             end = _totals(table, plan)
     round_s, query_s = solve(_between(begin, middle), _between(middle, end))
     return LoopTimes(round_s, query_s, statistics.median(waits_ns) / 1e9)
 
 
-def solve(few: Totals, crowd: Totals) -> tuple[float, float]:
+def solve(few: Totals, many: Totals) -> tuple[float, float]:
     """Both costs, from seconds = extends · a round + queries · a query in two measurements; neither is below 0."""
-    determinant = few.extends * crowd.queries - crowd.extends * few.queries
+    determinant = few.extends * many.queries - many.extends * few.queries
     if determinant:
-        a_round = (few.seconds * crowd.queries - crowd.seconds * few.queries) / determinant
-        a_query = (few.extends * crowd.seconds - crowd.extends * few.seconds) / determinant
+        a_round = (few.seconds * many.queries - many.seconds * few.queries) / determinant
+        a_query = (few.extends * many.seconds - many.extends * few.seconds) / determinant
         if a_round >= 0.0 and a_query >= 0.0:
             return a_round, a_query
-    return crowd.seconds / crowd.extends, 0.0  # too alike to be told apart
+    return many.seconds / many.extends, 0.0  # too alike to be told apart
 
 
 def _between(before: Totals, after: Totals) -> Totals:
