@@ -2,7 +2,8 @@
 
 Each balancer that is installed (haproxy, envoy, vllm-router) is started with what `trinity fleet` prints for it, the
 node behind it twice over (under two names of the loopback). One client, one kept connection a way, requests in pairs,
-direct and through the balancer, in a random order; the table has the medians, and that of the pairs' differences.
+direct and through the balancer, in a random order; the table has the medians, and that of the pairs' differences. With
+--front so are requests to a node that has the first one's collection by [[remote]].
 """
 
 import argparse
@@ -60,6 +61,7 @@ def _row(name: str, request: str, pairs: list[tuple[float, float]]) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--node", default="http://127.0.0.1:8080", help="the node's URL")
+    parser.add_argument("--front", default="", help="a node whose only collection is that node's, by [[remote]]")
     parser.add_argument("--count", type=int, default=500, help="pairs of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to keep the table: OUT.md and OUT.json")
@@ -71,6 +73,9 @@ def main() -> None:
             for request in _REQUESTS:
                 pairs = _pairs(options.node, url, request, options.count, order)
                 rows.append(_row(name, request, pairs))
+    if options.front:
+        request = "POST /v1/retrieval"
+        rows.append(_row("[[remote]]", request, _pairs(options.node, options.front, request, options.count, order)))
     head = ["balancer", "request", "direct p50 ms", "through it p50 ms", "added p50 ms", "added p99 ms"]
     text = "\n".join(
         [f"{', '.join(machine().values())}; {options.count} pairs, seed {options.seed}", "", *table(head, rows)]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from runtime.errors import ConfigError
 from runtime.node.config import Disaggregate
 from runtime.simulator.node import Simulation, simulate
-from runtime.simulator.plan import fitting_slots, plans
+from runtime.simulator.plan import fitting_slots, greatest_rate, plans
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.setup import PlacementKind
 from runtime.simulator.times.service import ServiceTimes
@@ -111,6 +111,11 @@ def test_a_plan_uses_every_gpu_and_puts_the_best_first() -> None:
     assert {plan.placement for plan in found} == {"pool", "with-prefill", "coupled"}
     assert all(plan.prefill + plan.decode + plan.pool == 4 for plan in found)
     assert [plan.rate for plan in found] == sorted((plan.rate for plan in found), reverse=True)
+
+
+def test_two_nodes_in_turn_bear_about_twice_as_much_as_one() -> None:
+    one, two = (greatest_rate(setup(), poisson(60 * nodes, 5.0), 0.9, nodes) for nodes in (1, 2))
+    assert 1.6 * one < two < 2.4 * one
 
 
 def test_an_index_beside_the_kv_takes_decode_slots_away() -> None:
