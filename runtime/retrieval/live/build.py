@@ -11,8 +11,7 @@ import numpy as np
 
 from runtime.errors import TrinityError
 from runtime.node.worker import die_with
-from runtime.retrieval.live.replay import replay
-from runtime.retrieval.live.state import State
+from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.storage.documents import StoredDocument

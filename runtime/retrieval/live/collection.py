@@ -15,7 +15,7 @@ from runtime.retrieval.attributes.schema import Kind, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.collections.manifest import MAX_SHARDS
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.live.replay import replay
+from runtime.retrieval.live.state import replay
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
 from runtime.retrieval.live.storage.manifest import (

@@ -19,9 +19,15 @@ from runtime.retrieval.attributes.schema import Schema, learn
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.log import log_files
-from runtime.retrieval.live.storage.manifest import Description, Manifest, SegmentFacts
-from runtime.retrieval.live.storage.operations import Operation, Upsert
+from runtime.retrieval.live.storage.log import log_files, read_log
+from runtime.retrieval.live.storage.manifest import (
+    Description,
+    Manifest,
+    SegmentFacts,
+    read_description,
+    read_manifest,
+)
+from runtime.retrieval.live.storage.operations import Operation, Upsert, decode
 from runtime.retrieval.live.storage.segment import Segment
 
 Rows = NDArray[np.int64]
@@ -262,3 +268,44 @@ def state_of(directory: Path, state: State, sealed: int, merged: int, building: 
         segments, growing, documents = len(state.segments), state.growing.count, state.count
     size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
     return WriterState(documents, segments, growing, deleted, size, sealed, merged, building)
+
+
+# ---- a state from a collection's files: what the manifest names, and the log behind it
+
+
+class Replayed(NamedTuple):
+    """first, end: the last file of the log, and where its last whole record ends. torn_bytes: what is behind that."""
+
+    state: State
+    manifest: Manifest
+    first: int
+    end: int
+    torn_bytes: int
+
+
+def replay(directory: Path, until: int | None = None) -> Replayed:
+    """Read a collection, up to the record `until`, with which a file of the log begins. Changes nothing.
+
+    Raises `CollectionError`.
+    """
+    description, manifest = read_description(directory), read_manifest(directory)
+    state = State(directory, description, manifest)
+    try:
+        files = [found for found in log_files(directory) if found[0] >= manifest.sequence]
+        files = [found for found in files if until is None or found[0] < until]
+        if until != manifest.sequence and (not files or files[0][0] != manifest.sequence):
+            raise CollectionError(f"{directory / 'log'} does not have the log from record {manifest.sequence} on")
+        first, end, torn_bytes = manifest.sequence, 0, 0
+        for first, path in files:
+            if first != state.sequence:
+                raise CollectionError(f"{path} begins behind record {state.sequence}: a file of the log is missing")
+            last = first == files[-1][0]
+            records, end, torn_bytes = read_log(path, description.identity, first, last=last and until is None)
+            for record in records:
+                state.apply(decode(record.payload, description.dim))
+        if until is not None and state.sequence != until:
+            raise CollectionError(f"{directory / 'log'} ends at record {state.sequence}, before {until}")
+    except BaseException:
+        state.close()
+        raise
+    return Replayed(state, manifest, first, end, torn_bytes)

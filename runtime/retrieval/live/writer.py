@@ -20,9 +20,8 @@ from runtime.retrieval.live import build as building
 from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
-from runtime.retrieval.live.replay import replay
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import WriterState, state_of, tombstones_content
+from runtime.retrieval.live.state import WriterState, replay, state_of, tombstones_content
 from runtime.retrieval.live.storage.applied import Serving
 from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_files, log_path
