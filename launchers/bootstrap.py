@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launchers import vllm_environment
 from launchers.commands import ELSEWHERE, OWN
-from launchers.commands.demo_options import demo_parser
+from launchers.demo_options import demo_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = Path(os.environ.get("TRINITY_VENV", ROOT / ".venv"))

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launchers.commands.demo_options import BUILT_IN_QUESTIONS, demo_parser
+from launchers.demo_options import BUILT_IN_QUESTIONS, demo_parser
 from launchers.http_client import post, stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, InternalError, Unavailable
