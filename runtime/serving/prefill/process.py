@@ -357,9 +357,8 @@ class PrefillWorker:
         self._link.send(Failed(job.id, known.code, known.message, known.param))
 
     def _drop(self, request_ids: set[str]) -> None:
-        for job in self._jobs():
-            if job.id in request_ids:
-                self._forget(job)
+        for job in (job for job in self._jobs() if job.id in request_ids):
+            self._forget(job)
 
     def _jobs(self) -> list[Job]:
         return [*self._waiting, *self._asking.values(), *self._running, *self._offered.values()]
