@@ -80,6 +80,7 @@ class Variant(NamedTuple):
 
 _POLICY, _TABLES, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "tables", "sizing"))
 _SETTINGS, _CONFIG = "runtime/pool/settings.py", "runtime/node/config.py"
+_LAW = "runtime/node/control/law.py"
 _RULES = 'policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"'
 
 
@@ -99,13 +100,14 @@ VARIANTS = (
     Variant("no L_pre,max", _CONFIG, 'slo.ttft_s / 20 if self.prefill_target_s == "auto"',
             'slo.ttft_s * 60 if self.prefill_target_s == "auto"'),
     Variant("no room kept in the queue", _SETTINGS, "self.queue - self.queue // 4", "self.queue"),
+    Variant("prefill never yields", _LAW, "elif way < 0:", "elif way > 1:"),
     Variant("no credit", _POLICY, "float(w[at.AGING_NS]))", "0.0)"),
     Variant("credit pauses nobody at once", _POLICY, "pressed = credit or ", "pressed = "),
     Variant("no bursts", _POLICY, "credit and cheap and (there > owed or", "w[at.RULES] < 0 and (there > owed or"),
     Variant("each prefill query a burst", _POLICY, "cheap and (there > owed or", "cheap and (there > 0 or"),
     Variant("no turns", _POLICY, "if decode and w[at.RULES] == at.TRINITY:", "if decode and w[at.RULES] < 0:"),
     Variant(
-        "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and not w[at.QUEUED]", "if not w[at.RULES] + 1"
+        "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and (yields", "if not w[at.RULES] + 1 and (yields"
     ),
     Variant("_STRETCH 1.2 → .4", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 0.4,"),
     Variant("turns as in a full pool", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 6.0,"),

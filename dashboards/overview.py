@@ -218,7 +218,7 @@ def _controller() -> Row:
         "What does the controller do?",
         [
             _lines("Reserve r", "Share of slots owed to prefill queries", reserve, "percentunit"),
-            _lines("Flush τ_pre", "Bound on a prefill query's wait for company", flush, "s"),
+            _lines("Flush τ_pre", "How long prefill leaves the slots to decode", flush, "s"),
             _lines("Decode stalled", "Share of the rows' time in which they wait for a probe", stall, "percentunit"),
             _lines("Events", "A second", events, "short"),
         ],

@@ -183,11 +183,11 @@ class PoolSection(Placed, frozen=True):
     who is active (docs/scheduler.md); "paper", "fifo" and "static" are there to compare with. `reserve` is r, the share
     of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be answered;
     "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them for
-    `aging_s`. `flush_prefill_s`, `flush_s`: τ_pre and τ, how long slots are held back while fewer queries wait than
-    slots are free. `extends_per_launch`: on a GPU, the most extends in one launch; it ends early when a query is
-    finished or arrives. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal
-    shares. `doorbell`: how the pool and its clients wake each other when they sleep, "eventfd" or, about 100 µs slower,
-    "zeromq", which needs no descriptors handed from process to process.
+    `aging_s`. `flush_s`: τ, how long slots are held back while fewer queries wait than are free. `flush_prefill_s`:
+    τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU, the most extends in one
+    launch; it ends early when a query is finished or arrives. `arena_slots`: query vectors that clients on GPUs may
+    have in this GPU's memory, in equal shares. `doorbell`: how the pool and its clients wake each other when they
+    sleep, "eventfd" or, about 100 µs slower, "zeromq", which needs no descriptors handed from process to process.
     """
 
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
@@ -262,8 +262,8 @@ class ControlSection(Section, frozen=True):
     `reserve_min` ("auto": `pool.reserve`) and `reserve_max`.
 
     Targets: prefill's P95 wait for a pool slot ("auto": what a prefill query ought to be answered within,
-    `pool.prefill_target_s`), the stalled share of decode rows' time, the KV link's use. When nobody waits any more the
-    reserve goes back to `pool.reserve`.
+    `pool.prefill_target_s`, and half of `slo.ttft_s` while decode stalls too much), the stalled share of decode rows'
+    time, the KV link's use. `pool.flush_prefill_s` grows then, to half of that target. When nobody waits, both go back.
     """
 
     enabled: bool = True

@@ -69,7 +69,7 @@ class ProcessMetrics:
 
 class ControlMetrics:
     RESERVE = Figure("trinity_control_reserve", "Share of pool slots owed to prefill queries")
-    FLUSH_PREFILL = Figure("trinity_control_flush_prefill_seconds", "Bound on a prefill query's wait for company")
+    FLUSH_PREFILL = Figure("trinity_control_flush_prefill_seconds", "How long prefill leaves the slots to decode")
     CHANGES = Figure("trinity_control_changes_total", "Changes made by the control loop")
     LINK_TARGET = Figure("trinity_control_link_target_ratio", "KV link use that is wanted at least")
     STALL_TARGET = Figure("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne")

@@ -5,10 +5,11 @@ Two queues. Q_pre has prefill queries by least slack = ddl − (now + Ê·T_ext)
 deadline if that is earlier. Q_dec has decode queries, first come first served. Of N slots, those that are free are
 given out before every extend:
 
-- **Hold.** While fewer queries wait than slots are free, no prefill query has waited for τ_pre and no decode query for
-  τ, none is given a slot. (0: never hold.)
-- **Reserve.** Prefill has ⌈rN⌉ of the N slots while its queries wait, decode the rest; what one cannot use is the
-  other's at once.
+- **Hold.** While fewer queries wait than slots are free, no prefill query has waited for τ_pre and none at all for τ,
+  none is given a slot. (0: never hold.)
+- **Yield.** Until its first query has waited for τ_pre, prefill has only what slots decode leaves free. (0: never.)
+- **Reserve.** From then on it has ⌈rN⌉ of the N slots while its queries wait, decode the rest; what one cannot use is
+  the other's at once.
 - **Preemption.** A prefill query without slack and without a free slot, while fewer than ⌈rN⌉ are prefill's, pauses the
   decode query with most extends left. That goes on where it stopped, before any decode query that came later; none is
   paused more than `max_pauses` times.
@@ -153,14 +154,15 @@ def schedule(t: Any, now: int) -> None:
     hold = held_until(t, now) > now
     if now - w[at.RAN_NS] >= w[at.AGING_NS] and _active(t) < slots and _may_start(t, at.DECODE, hold):
         t.entries[_start(t, at.DECODE), at.PAUSES] = w[at.MAX_PAUSES]
+    yields = _yields(t, now)
     owed, credit = reserved(t, slots), t.floats[at.CREDIT] > 0.0
     there = w[at.QUEUED] + w[at.LISTED + at.PREFILL]
     alone = min(there, slots)
     cheap = extend_ns(t, alone) * slots <= _BURST_COST * extend_ns(t, slots) * alone
-    w[at.BURST] = credit and cheap and (there > owed or (w[at.BURST] and there > 0))
+    w[at.BURST] = not yields and credit and cheap and (there > owed or (w[at.BURST] and there > 0))
     if credit:
         owed = slots
-    while _may_start(t, at.PREFILL, hold) and w[at.LISTED + at.PREFILL] < owed:
+    while not yields and _may_start(t, at.PREFILL, hold) and w[at.LISTED + at.PREFILL] < owed:
         if _active(t) >= slots:
             pressed = credit or t.entries[t.queues[at.PREFILL, 0], at.START_BY] <= now
             if not pressed or not _pause_one(t):
@@ -174,8 +176,19 @@ def schedule(t: Any, now: int) -> None:
             _start(t, at.DECODE)
     while _active(t) < slots and _may_start(t, at.PREFILL, hold):
         _start(t, at.PREFILL)
-    if w[at.RULES] == at.TRINITY and not w[at.QUEUED] and not hold:
+    if w[at.RULES] == at.TRINITY and (yields or not w[at.QUEUED]) and not hold:
         _let_shorter_run(t, slots)
+
+
+@compiled
+def _yields(t: Any, now: int) -> Any:
+    """Whether prefill leaves the slots to decode queries that want them: its first one has not waited for τ_pre yet,
+    and its caller's deadline is further away than that."""
+    w = t.words
+    if not w[at.QUEUED] or not (w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]):
+        return False
+    first, flush = t.entries[t.queues[at.PREFILL, 0]], w[at.FLUSH_PREFILL_NS]
+    return now < min(first[at.ARRIVAL] + flush, first[at.DEADLINE] - flush)
 
 
 @compiled
@@ -208,7 +221,8 @@ def held_until(t: Any, now: int) -> Any:
         return now if waiting else at.NEVER_NS
     if w[at.QUEUED]:
         first = t.queues[at.PREFILL, 0]
-        until = min(t.entries[first, at.ARRIVAL] + w[at.FLUSH_PREFILL_NS], t.entries[first, at.START_BY])
+        flush = min(w[at.FLUSH_PREFILL_NS], w[at.FLUSH_NS])
+        until = min(t.entries[first, at.ARRIVAL] + flush, t.entries[first, at.START_BY])
     if w[at.QUEUED + at.DECODE]:
         until = min(until, t.entries[t.queues[at.DECODE, 0], at.ARRIVAL] + w[at.FLUSH_NS])
     return until

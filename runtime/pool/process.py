@@ -163,7 +163,7 @@ class Pool:
     def _turn_knobs(self) -> None:
         """What the supervisor's control loop wants by now."""
         reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
-        flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 1.0)
+        flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 60.0)
         self.loop.set_knobs(reserve, int(flush_s * 1e9))
         self._table.set(PoolMetrics.RESERVE, reserve)
         self._table.set(PoolMetrics.FLUSH_PREFILL, flush_s)

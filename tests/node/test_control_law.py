@@ -57,6 +57,38 @@ def test_decode_that_stalls_gets_slots_back() -> None:
     assert made.reserve == pytest.approx(0.4)
 
 
+def test_prefill_yields_once_the_reserve_is_at_its_least_and_decode_stalls_and_no_more_when_nobody_waits() -> None:
+    made = law(reserve=RESERVE_MIN)
+    changes = [change for _, change in fed(made, *[DECODE_STALLS] * 40)]
+    assert {change.knob for change in changes} == {"flush_prefill_s"}
+    assert changes[0].after == pytest.approx(WAIT_TARGET_S / 4)
+    assert made.flush_prefill_s == pytest.approx(WAIT_TARGET_S / 2)
+    for i in range(100):
+        made.update(100 + i * 0.25, CALM)
+    assert made.flush_prefill_s == 0
+
+
+def test_prefill_that_waits_too_long_yields_less_before_it_gets_more_slots() -> None:
+    made = law(reserve=RESERVE_MIN)
+    fed(made, *[DECODE_STALLS] * 40)
+    ((_, change), *_) = fed(made, *[PREFILL_WAITS] * 6)
+    assert change.knob == "flush_prefill_s"
+    assert change.after == pytest.approx(WAIT_TARGET_S / 4)
+
+
+def test_prefill_may_wait_for_half_of_the_promised_time_to_the_first_token_while_decode_stalls() -> None:
+    node = NodeConfig(slo=SloSection(ttft_s=0.4))
+    stalls = ControlSection().decode_stall_target * 1.3
+    made = ControlLaw(node)
+    fed(made, *[Signals(0.5, 0.15, stalls)] * 40)
+    assert made.flush_prefill_s == pytest.approx(0.1)
+    fed(made, *[Signals(0.5, 0.4, stalls)] * 80)
+    assert (made.flush_prefill_s, made.reserve) == (0, 0.9)
+    made = ControlLaw(node)
+    fed(made, *[Signals(0.5, 0.15, 0.0)] * 40)
+    assert made.reserve == 0.9
+
+
 def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_when_nobody_is_pressed() -> None:
     made = law(flush_s=0.004)
     knobs = [change.knob for _, change in fed(made, *[PREFILL_WAITS] * 40)]
@@ -166,7 +198,8 @@ def test_signals_that_alternate_at_every_look_move_nothing(one: Signals, other: 
     pressures = [made.pressures(signals) for signals in (one, other)]
     if any(abs(a - b) > 0 for a, b in pressures) and fed(made, *[one, other] * 100):
         # only if both of them ask for the same is that one steady signal
-        assert len({change.after > change.before for _, change in fed(law(), *[one, other] * 100)}) == 1
+        changes = [change for _, change in fed(law(), *[one, other] * 100)]
+        assert len({(change.after > change.before) == (change.knob == "reserve") for change in changes}) == 1
 
 
 @settings(deadline=None)

@@ -138,12 +138,30 @@ def test_slots_are_held_while_fewer_wait_than_are_free_until_a_flush_timeout() -
 def test_as_many_as_there_are_slots_and_a_query_without_slack_are_not_held() -> None:
     made = filled(scheduler(2, 0.5, flush_ns=30), entry("decode", 1), entry("decode", 2))
     assert names(made.next(1).admitted) == [1, 2]
-    made = filled(scheduler(2, 0.5, flush_prefill_ns=30), entry("prefill", 1, deadline=5))
+    made = filled(scheduler(2, 0.5, flush_prefill_ns=30, flush_ns=30), entry("prefill", 1, deadline=5))
     assert made.held_until(1) == 5
 
 
+def test_prefill_leaves_the_slots_to_decode_until_it_has_waited_for_its_flush_timeout() -> None:
+    queries = entry("prefill", 1, arrival=0), entry("decode", 2, arrival=1), entry("decode", 3, arrival=1)
+    made = filled(scheduler(1, 1.0, flush_prefill_ns=10), *queries)
+    assert names(made.next(1).admitted) == [2]
+    made.finished(queries[1], 4)
+    assert names(made.next(10).admitted) == [1]
+
+
+def test_prefill_has_what_decode_leaves_free_before_its_flush_timeout() -> None:
+    made = filled(scheduler(2, 0.5, flush_prefill_ns=10), entry("prefill", 1), entry("decode", 2))
+    assert names(made.next(0).admitted) == [2, 1]
+
+
+def test_prefill_whose_deadline_is_as_near_as_its_flush_timeout_does_not_wait_for_it() -> None:
+    made = filled(scheduler(1, 1.0, flush_prefill_ns=10), entry("prefill", 1, deadline=9), entry("decode", 2))
+    assert names(made.next(0).admitted) == [1]
+
+
 def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:
-    made = filled(scheduler(4, 0.0, flush_prefill_ns=30), entry("prefill", 1))
+    made = filled(scheduler(4, 0.0, flush_prefill_ns=30, flush_ns=30), entry("prefill", 1))
     assert made.next(1).admitted == []
     made.flush_prefill_ns = 0
     assert names(made.next(1).admitted) == [1]

@@ -48,6 +48,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.paused: list[Entry[int]] = []
         self.pauses: dict[int, int] = {}
         self.now = self.names = 0
+        self.yields = False
         self.accepted: list[int] = []
         self.gone: list[int] = []
 
@@ -95,6 +96,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def next(self) -> None:
         waiting, was_active, was_paused = list(self.waiting), list(self.active), list(self.paused)
         held, credit = self.scheduler.held_until(self.now), self.scheduler.credit_ns
+        prefill = [one for one in self.waiting if one.stage == "prefill" and one.deadline_ns > self.now]
+        self.yields = any(one.arrival_ns + self.policy.flush_prefill_ns > self.now for one in prefill)
         changes = self.scheduler.next(self.now)
         for one in changes.late:
             assert one.deadline_ns < NEVER_NS
@@ -152,7 +155,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         room = len(self.active) + len(self.paused) < self.policy.engine_slots
         waits = any(one.stage == "prefill" for one in self.waiting)
         owed = self.policy.slots if credit > 0 else math.ceil(self.reserve * self.policy.slots)
-        if not self.naive and waits and prefill < owed and room:
+        if not self.naive and waits and prefill < owed and room and not self.yields:
             assert len(begun) <= 1
             assert not begun or not any(one.stage == "decode" for one in was_active)
         if self.policy.rules == "static":

@@ -84,12 +84,13 @@ def test_with_a_pool_that_is_never_full_all_policies_do_alike() -> None:
     assert all(result.ttft_s.p90 == pytest.approx(found[0].ttft_s.p90, rel=0.02) for result in found)
 
 
-def test_the_control_loop_moves_the_reserve_while_decode_starves() -> None:
+def test_the_control_loop_has_prefill_yield_while_decode_stalls_which_brings_tokens_sooner() -> None:
     result = simulate(setup("adaptive", slot_s=6e-4), poisson(300, 10.0))
     assert result.use["changes"] > 0
-    assert len({sample.reserve for sample in result.samples}) > 1
+    assert max(sample.flush_prefill_s for sample in result.samples) > 0
     fixed = simulate(setup("fixed:0.3", slot_s=6e-4), poisson(300, 10.0))
-    assert {sample.reserve for sample in fixed.samples} == {0.3}
+    assert {(sample.reserve, sample.flush_prefill_s) for sample in fixed.samples} == {(0.3, 0.0)}
+    assert result.tpot_s.p90 < fixed.tpot_s.p90
 
 
 @pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:1.5", "fixed:nan", "lifo", "fifo:1"])

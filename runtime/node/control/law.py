@@ -7,11 +7,14 @@ The supervisor and the simulator run this same class on clocks of their own. Its
 - **The KV link is used less than its target** while prefill queries wait: decode will soon have too little to do. The
   same is done, by this alone, unless decode stalls too much. (A link that idles while no prefill query waits for more
   than τ_pre says nothing about the pool: neither r nor τ_pre could fill it.)
-- **Decode stalls too much**: its rows spend a greater share of their time waiting for probes than its target. r falls.
+- **Decode stalls too much**: its rows spend a greater share of their time waiting for probes than its target. r falls,
+  and once that is where it was configured τ_pre grows, to half of what prefill may wait for.
 - **Nobody waits**: r goes back, step by step, to its configured value; and τ_pre to its own, or to half of the target
   if that is less, so that it cannot press prefill by itself.
 
-When prefill and decode are both over target, the one that is further over (signal ÷ target: its *pressure*) gets more.
+While decode stalls too much, prefill may wait for half of the promised TTFT: a prompt that is computed sooner would
+only wait among decode's rows, where it counts for TPOT. When prefill and decode are both over target, the one that is
+further over (signal ÷ target: its *pressure*) gets more.
 
 Against oscillation: pressures within a band of 1, or of each other, change nothing (hysteresis); a direction must hold
 without a break for the dwell before each step, so signals that alternate faster never act; a reversal halves the step,
@@ -62,6 +65,9 @@ class ControlLaw:
         settings, pool = config.control, config.pool
         self._settings = settings
         self._wait_target_s = settings.wait_target_s(pool, config.slo)
+        self._longest_wait_s = self._wait_target_s  # while decode stalls too much
+        if settings.prefill_wait_target_s == "auto":
+            self._longest_wait_s = max(self._wait_target_s, config.slo.ttft_s / 2)
         self._reserve_min = settings.least_reserve(pool)
         self.reserve = self._reserve_at_rest = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
         self.flush_prefill_s = self._flush_at_rest = pool.flush_prefill_s
@@ -88,10 +94,8 @@ class ControlLaw:
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
         """Prefill's wait and decode's stall, each over its target."""
-        return (
-            signals.prefill_wait_p95_s / self._wait_target_s,
-            signals.decode_stall / self._settings.decode_stall_target,
-        )
+        decode = signals.decode_stall / self._settings.decode_stall_target
+        return signals.prefill_wait_p95_s / (self._longest_wait_s if decode > 1 else self._wait_target_s), decode
 
     def _direction(self, signals: Signals) -> int:
         """1: more for prefill; -1: more for decode; 0: neither."""
@@ -116,6 +120,9 @@ class ControlLaw:
         self._step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
         if (change := self._set_reserve(self.reserve + way * self._step, cause)) is not None:
             self._last_way = way
+        elif way < 0:
+            most = max(self._flush_at_rest, self._longest_wait_s / 2)
+            change = self._set_flush(min(max(self.flush_prefill_s * 2, self._longest_wait_s / 4), most), cause)
         return change
 
     def _relax(self, signals: Signals, cause: str) -> Change | None:
@@ -126,6 +133,8 @@ class ControlLaw:
             towards = min(max(self._reserve_at_rest - self.reserve, -step), step)
             if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
                 return change
+            if self.flush_prefill_s > self._flush_at_rest:
+                return self._set_flush(max(self.flush_prefill_s / 2, self._flush_at_rest), cause)
         most = min(self._flush_at_rest, self._wait_target_s / 2)
         after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
         if prefill <= _MAY_WAIT and after > self.flush_prefill_s:
@@ -142,7 +151,8 @@ class ControlLaw:
 
     @property
     def _flush_step(self) -> float:
-        return min(self._flush_at_rest, self._wait_target_s) / 8
+        """What τ_pre is shortened to before it is nothing."""
+        return max(min(self._flush_at_rest, self._wait_target_s) / 8, self._longest_wait_s / 32)
 
     def _set_flush(self, value: float, cause: str) -> Change | None:
         after = 0.0 if value < self._flush_step else value  # what is left of a few halvings is nothing

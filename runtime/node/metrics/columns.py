@@ -130,7 +130,7 @@ class PoolMetrics(WorkerMetrics):
     PAUSED_SLOTS = Gauge("trinity_pool_paused_slots", "Slots of paused decode queries")
     SLOTS = Gauge("trinity_pool_slots", "Active slots at most")
     RESERVE = Gauge("trinity_pool_reserve_ratio", "Share of the slots owed to prefill queries now, 0 to 1")
-    FLUSH_PREFILL = Gauge("trinity_pool_flush_prefill_seconds", "How long a prefill query waits for company now")
+    FLUSH_PREFILL = Gauge("trinity_pool_flush_prefill_seconds", "How long prefill leaves the slots to decode now")
     CLIENTS = Gauge("trinity_pool_clients", "Attached clients")
     UNAVAILABLE = Gauge("trinity_pool_collections_unavailable", "Collections that this worker cannot serve")
     CHECKSUMS = Gauge("trinity_pool_checksums_compared_ratio", "Share of the bytes to be checked that were, 0 to 1")
@@ -358,7 +358,7 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
 
 Knob = Literal[
     "reserve",  # share of the slots owed to prefill queries, 0 to 1
-    "flush_prefill_s",  # how long a prefill query may wait for company in an idle pool
+    "flush_prefill_s",  # how long a prefill query leaves the slots to decode queries
     "reload_of",  # which collection by its place in the configuration, or -1 for all,
     "reload",  # is to be reloaded; another number asks once more
     "draining",  # 1 while an operator has the node drain
