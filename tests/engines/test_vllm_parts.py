@@ -55,9 +55,32 @@ def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.
     plan = resolve(NodeConfig(model=made))
     place = plan.of_role("engine")[0]
     assert list(command(made, plan, place)[-2:]) == ["--dtype", "float32"]
-    found = environment(made, place)
+    found = environment(made, plan, place)
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert "OMP_NUM_THREADS" not in found
+
+
+@pytest.mark.parametrize(
+    ("cores", "instances", "parallel", "bound"),
+    [
+        (8, 1, 1, [None]),  # vLLM's own choice
+        (2, 2, 1, ["0", "1"]),
+        (8, 2, 1, ["0,1,2", "3,4,5,6"]),
+        (9, 2, 2, ["0,1|2,3", "4,5|6,7"]),
+        (1, 3, 1, ["0", "0", "0"]),
+        (2, 3, 1, ["0", "0", "1"]),
+    ],
+)
+def test_instances_on_a_cpu_have_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, cores: int, instances: int, parallel: int, bound: list[str | None]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    made = section(devices=["cpu"], instances=instances, tensor_parallel_size=parallel)
+    plan = resolve(NodeConfig(model=made))
+    places = plan.of_role("engine")
+    assert [environment(made, plan, place).get("VLLM_CPU_OMP_THREADS_BIND") for place in places] == bound
+    asked = section(devices=["cpu"], instances=instances, environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert {environment(asked, plan, place)["VLLM_CPU_OMP_THREADS_BIND"] for place in places} == {"nobind"}
 
 
 @pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp", "--max-model-len"])

@@ -140,8 +140,8 @@ def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_p
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     made = section(**STAGES)
-    engines = lay_out(config(**STAGES), Machine.with_simulated_gpus(4)).of_role("engine")
-    found = [environment(made, place) for place in engines]
+    plan = lay_out(config(**STAGES), Machine.with_simulated_gpus(4))
+    found = [environment(made, plan, place) for place in plan.of_role("engine")]
     assert len({variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] for variables in found}) == 3
     first, plugins = found[0]["PYTHONPATH"].split(":")
     assert first == "/elsewhere"

@@ -30,6 +30,7 @@ print(version(found[0]) if found else "", "nixl" if find_spec("nixl") or find_sp
 _OURS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
          "--pipeline-parallel-size", "-pp", "--max-model-len", "--api-key", "--ssl-keyfile")  # fmt: skip
 _TRANSFER = "--kv-transfer-config"
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _UNWANTED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # a worker's own: vLLM counts its threads itself
 
 
@@ -108,9 +109,29 @@ def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bo
     return [section.python, "-m", _SERVER, *options, *section.extra_args, *stage.extra_args]
 
 
-def environment(section: VllmSection, place: WorkerPlan) -> dict[str, str]:
+def environment(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> dict[str, str]:
     """The environment of an instance's processes."""
     kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
     numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
-    found = kept | numbered | section.environment
+    bound = {} if place.gpu_numbers else _bound(section, plan, place, sorted(os.sched_getaffinity(0)))
+    found = bound | kept | numbered | section.environment
     return found | transfer_environment(found) if place.stage else found
+
+
+def _bound(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:
+    """The cores of an instance on a CPU, if there are several: by itself each vLLM binds its threads to the same ones,
+    and two on one core take turns at the kernel's leisure. As vLLM does, one is left for others where there are more
+    than processes."""
+    engines = plan.of_role("engine")
+    if len(engines) < 2:
+        return {}
+    sizes = {engine.name: section.stages[engine.stage] for engine in engines}
+    ranks = [name for name, of in sizes.items() for _ in range(of.tensor_parallel_size * of.pipeline_parallel_size)]
+    usable = cores[:-1] if len(cores) > len(ranks) else cores
+    ends = [len(usable) * rank // len(ranks) for rank in range(len(ranks) + 1)]
+    mine = [
+        usable[begin:end] or [usable[rank % len(usable)]]
+        for rank, (name, begin, end) in enumerate(zip(ranks, ends, ends[1:], strict=False))
+        if name == place.name
+    ]
+    return {_BIND: "|".join(",".join(map(str, part)) for part in mine)}

@@ -74,7 +74,7 @@ def run(worker: Worker) -> None:
     asked = command(section, worker.plan, worker.place, nixl=found.nixl)
     worker.log.info("%s", " ".join(asked))
     try:
-        instance = Instance(asked, environment(section, worker.place), Lines(worker.log))
+        instance = Instance(asked, environment(section, worker.plan, worker.place), Lines(worker.log))
     except OSError as error:
         raise EngineFailed(f"vLLM could not be started: {error}") from error
     watch = Watch(socket, metrics, worker.table)
