@@ -1,143 +1,85 @@
-"""What words find beside vectors: recall of BM25 (SQLite's FTS5), of vectors, and of both fused by reciprocal rank.
+"""What a hybrid search finds beside a search by vectors, and what it costs: through a node, over HTTP, one at a time.
 
-python -m benchmarks.hybrid --data DIR      # of real data: text/squad11_*.jsonl.gz, ann/minilm-384-cosine.*.npy
+python -m benchmarks.hybrid --data DIR --collection /tmp/squad      # of real data: text/squad11_*.jsonl.gz
 
-Questions of SQuAD 1.1 (dev), whose marked passages are what is to be found. Vectors are compared exactly.
+Questions of SQuAD 1.1 (dev), whose marked passages are what is to be found. Each is asked by vectors, by both and by
+words first, in turn, for every k: then the times are of the same minutes. The collection is built if it is not there,
+with the vectors of ann/minilm-384-cosine.base.npy, which are of the texts without their titles.
 """
 
 import argparse
-import gzip
-import json
-import re
-import sqlite3
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.retrieval.embedding.embedder import Hashing, embedding_text
-from runtime.retrieval.embedding.loading import load_embedder
+from benchmarks.common.machine import machine
+from benchmarks.common.report import table, write
+from benchmarks.retrieval import PASSAGES, QUESTIONS, questions_of, serving
+from launchers.http_client import post
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.sources import read_documents
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER
 
-CONSTANT = 60  # of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)
+WAYS = {"vectors": 0.0, "hybrid": 0.5, "words first": 1.0}
 KS = (1, 5, 10)
-Ranks = NDArray[np.int64]  # [questions, depth], row numbers, nearest first; -1 for none
+Asked = Callable[[str, int, float], Sequence[str]]
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
-
-
-def words_index(passages: list[dict[str, Any]], tokenizer: str) -> sqlite3.Connection:
-    """Titles and texts of passages in a table of FTS5, by row."""
-    connection = sqlite3.connect("")
-    connection.execute(f"CREATE VIRTUAL TABLE words USING fts5(title, text, content='', tokenize='{tokenizer}')")
-    rows = ((row, one["title"], one["text"]) for row, one in enumerate(passages))
-    connection.executemany("INSERT INTO words(rowid, title, text) VALUES (?, ?, ?)", rows)
-    return connection
-
-
-def common_words(connection: sqlite3.Connection, most: int) -> frozenset[str]:
-    """Words, as the tokenizer leaves them, that more than so many rows have."""
-    connection.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, 'row')")
-    return frozenset(word for (word,) in connection.execute("SELECT term FROM vocabulary WHERE doc > ?", (most,)))
-
-
-def by_words(
-    connection: sqlite3.Connection, questions: list[str], depth: int, without: frozenset[str] = frozenset()
-) -> tuple[Ranks, NDArray[np.float64]]:
-    """What BM25 finds for a question's words but these, and how many ms of processor time each question took."""
-    found, took = np.full((len(questions), depth), -1, np.int64), np.empty(len(questions))
-    for number, question in enumerate(questions):
-        every = list(dict.fromkeys(re.findall(r"\w+", question.lower())))
-        asked = " OR ".join(f'"{word}"' for word in [word for word in every if word not in without] or every)
-        begin = time.thread_time()
-        sql = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
-        rows = [row for (row,) in connection.execute(sql, (asked, depth))]
-        took[number] = (time.thread_time() - begin) * 1e3
-        found[number, : len(rows)] = rows
-    return found, took
-
-
-def by_vectors(base: NDArray[np.float32], queries: NDArray[np.float32], depth: int) -> Ranks:
-    """The rows of the largest dot products."""
-    found = []
-    for begin in range(0, len(queries), 250):
-        scores = queries[begin : begin + 250] @ base.T
-        near = np.argpartition(-scores, depth, axis=1)[:, :depth]
-        order = np.argsort(-np.take_along_axis(scores, near, 1), axis=1)
-        found.append(np.take_along_axis(near, order, 1))
-    return np.concatenate(found)
-
-
-def fused(*sides: Ranks) -> Ranks:
-    """Rows by the sum of 1 / (CONSTANT + rank) over the sides, the best first."""
-    depth = sides[0].shape[1]
-    out = np.full((len(sides[0]), depth), -1, np.int64)
-    for number in range(len(out)):
-        scores: dict[int, float] = {}
-        for side in sides:
-            for rank, row in enumerate(side[number].tolist(), 1):
-                if row >= 0:
-                    scores[row] = scores.get(row, 0.0) + 1 / (CONSTANT + rank)
-        best = sorted(scores, key=lambda row: -scores[row])[:depth]
-        out[number, : len(best)] = best
-    return out
-
-
-def recall(found: Ranks, relevant: list[set[int]], k: int) -> float:
-    return float(np.mean([bool(right & set(row[:k].tolist())) for row, right in zip(found, relevant, strict=True)]))
-
-
-def normed(vectors: NDArray[Any]) -> NDArray[np.float32]:
-    vectors = vectors.astype(np.float32)
-    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9))
+def measured(ask: Asked, questions: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, tuple[float, list[float]]]]:
+    """By way and k: the part of the questions that have a marked passage among their k, and the ms that each took."""
+    hits: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for question in questions:
+        for k in KS:
+            for way, share in WAYS.items():
+                begin = time.perf_counter()
+                found = ask(question["question"], k, share)
+                took[way, k].append((time.perf_counter() - begin) * 1e3)
+                hits[way, k].append(bool(set(found) & set(question["positive"])))
+    return {way: {k: (float(np.mean(hits[way, k])), took[way, k]) for k in KS} for way in WAYS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=5, help="one of so many questions is asked")
-    parser.add_argument("--depth", type=int, default=50, help="rows of each side that are fused")
-    parser.add_argument("--hashing", type=int, default=512, help="dimensions of the hashing embedder")
-    parser.add_argument("--tokenizer", default="porter unicode61", help="of FTS5")
-    args = parser.parse_args()
-    data = args.data
-    passages = list(lines(data / "text" / "squad11_passages.jsonl.gz"))
-    rows = {one["id"]: row for row, one in enumerate(passages)}
-    asked = list(lines(data / "text" / "squad11_questions_dev.jsonl.gz"))[:: args.every]
-    questions = [one["question"] for one in asked]
-    relevant = [{rows[name] for name in one["positive"] if name in rows} for one in asked]
-    depth = args.depth
-    begin = time.perf_counter()
-    index = words_index(passages, args.tokenizer)
-    built_s = time.perf_counter() - begin
-    every_word, all_ms = by_words(index, questions, depth)
-    words, took_ms = by_words(index, questions, depth, common_words(index, len(passages) // 10))
-    hashing = Hashing(args.hashing)
-    texts = [embedding_text(one["title"], one["text"]) for one in passages]
-    vectors = {
-        f"hashing-{args.hashing}": (normed(hashing.embed(texts, "passage")), normed(hashing.embed(questions, "query"))),
-        "all-minilm-l6-v2": (
-            normed(np.load(data / "ann" / "minilm-384-cosine.base.npy")[: len(passages)]),
-            normed(load_embedder("all-minilm-l6-v2").embed(questions, "query")),
-        ),
+    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it is not there")
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
+    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    options = parser.parse_args()
+    text = options.data / "text"
+    if not options.collection.exists():
+        documents = list(read_documents(text / PASSAGES))
+        vectors = np.load(options.data / "ann" / "minilm-384-cosine.base.npy")[: len(documents)]
+        Collection.build(documents, options.collection, embedder=DEFAULT_EMBEDDER, vectors=vectors, threads=2)
+    info = Collection.info(options.collection)
+    questions = questions_of(text / QUESTIONS, options.questions, options.seed)
+    with tempfile.TemporaryDirectory() as home, serving(options.collection, Path(home)) as url:
+
+        def ask(question: str, k: int, share: float) -> list[str]:
+            answer = post(url, "/v1/retrieval", {"query": question, "k": k, "collection": "docs", "hybrid": share})
+            return [passage["id"] for passage in answer["passages"]]
+
+        measured(ask, questions[:5])
+        found = measured(ask, questions)
+    figures = {
+        way: [round(found[way][k][0], 3) for k in KS]
+        + [round(float(np.percentile([one for k in KS for one in found[way][k][1]], at)), 1) for at in (50, 99)]
+        for way in WAYS
     }
-    print(f"{len(passages):,} passages, {len(questions):,} questions, {depth} of each side, tokenizer {args.tokenizer}")
-    print(f"FTS5 {sqlite3.sqlite_version}: built in {built_s:.1f} s. Processor time of a question, p50 and p99:")
-    for name, took in (("all its words", all_ms), ("without those of more than a tenth of the passages", took_ms)):
-        print(f"{name}: {np.percentile(took, 50):.1f} ms, {np.percentile(took, 99):.1f} ms")
-    print()
-    print("| | " + " | ".join(f"recall@{k}" for k in KS) + " |\n|---|" + "---|" * len(KS))
-    told = {"BM25, all words": every_word, "BM25": words}
-    for name, (base, queries) in vectors.items():
-        near = by_vectors(base, queries, depth)
-        told |= {name: near, f"{name} and BM25": fused(near, words)}
-    for name, found in told.items():
-        print(f"| {name} | " + " | ".join(f"{recall(found, relevant, k):.3f}" for k in KS) + " |")
+    lines = [
+        f"{info.size:,} passages, {len(questions):,} questions (seed {options.seed}), all-MiniLM-L6-v2; documents "
+        f"{info.document_bytes / 1e6:.1f} MB, words {info.word_bytes / 1e6:.1f} MB",
+        f"{machine()['processor']}, {machine()['cores']} cores; one question at a time, each k asked for on its own",
+        "",
+        *table(["", *(f"recall@{k}" for k in KS), "p50 ms", "p99 ms"], ([way, *figures[way]] for way in WAYS)),
+    ]
+    write(figures, "\n".join(lines), options.out)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
     options = _options()
     if not options.collection.exists():
         _build(options)
-    questions = _questions(options.data / QUESTIONS, options.questions, options.seed)
+    questions = questions_of(options.data / QUESTIONS, options.questions, options.seed)
     with Collection.open(options.collection) as collection:
         if collection.documents is None or collection.embedder is None or collection.index.dtype != "float32":
             sys.exit(f"{options.collection} is not a float32 collection of texts")
@@ -129,7 +129,7 @@ def _build(options: argparse.Namespace) -> None:
         )
 
 
-def _questions(path: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def questions_of(path: Path, count: int, seed: int) -> list[dict[str, Any]]:
     with gzip.open(path) as lines:
         questions = [json.loads(line) for line in lines]
     chosen = np.random.default_rng(seed).permutation(len(questions))[:count]

@@ -220,7 +220,9 @@ def info(directory: Directory) -> None:
         show_info(directory)
         return
     found = Collection.info(directory)
-    documents = f"yes, {found.document_bytes / 1e6:,.1f} MB" if found.document_bytes else "no"
+    sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
+        ("documents", found.document_bytes), ("words", found.word_bytes),
+    )}  # fmt: skip
     for name, value in {
         "vectors": f"{found.size:,}",
         "dimensions": found.dim,
@@ -229,7 +231,7 @@ def info(directory: Directory) -> None:
         "degree": found.degree,
         "shards": found.shards,
         "index": f"{found.index_bytes / 1e6:,.1f} MB",
-        "documents": documents,
+        **sizes,
         "embedder": _told(found.embedder),
     }.items():
         print(f"{name:11} {value}")

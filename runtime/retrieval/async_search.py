@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ipc import Stage
-from runtime.errors import CollectionReplaced
-from runtime.retrieval.attributes.filters import Wanted
+from runtime.errors import CollectionReplaced, InvalidRequest
+from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.fusion import with_words
 from runtime.retrieval.search.query import deadline_of
 
 _MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
@@ -32,6 +33,7 @@ class AsyncSearch:
         self.library = library
         self.client = AsyncSearchClient(client)
         self._embedding: dict[str, ThreadPoolExecutor] = {}
+        self._words = ThreadPoolExecutor(1, thread_name_prefix="words")
 
     def missing(self) -> list[str]:
         """["pool"] while no pool is attached."""
@@ -47,29 +49,41 @@ class AsyncSearch:
         embedded: Callable[[], None],
         stage: Stage = "prefill",
         wanted: Wanted = None,
+        hybrid: float = 0.0,
         timeout_s: float,
     ) -> list[Passage]:
         """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
 
         `embedded` is called when the query's vector is there. The pool is told the `stage`, and how long is left of
-        `timeout_s`. Only passages that pass the filter `wanted` are found.
+        `timeout_s`. Only passages that pass the filter `wanted` are found. With a share of `hybrid` > 0 what the text's
+        words find is fused with them, by rank.
         """
+        if hybrid and query is None:
+            raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
         deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), _MAX_ATTEMPTS, embedded
         while True:
             attempts -= 1
             try:
-                embedder = ""
+                embedder, by_words = "", None
                 if query is not None:
                     embedder, array = await self._embed(collection, query)
                 else:
                     array = np.asarray(vector, dtype=np.float32)
                 told()
                 told = _once_is_enough
-                result = await self.client.search(
-                    array, k, collection=collection, stage=stage, filter=wanted,
-                    accept=self.library.accept(collection, embedder),
+                if hybrid and query is not None:
+                    by_words = self.library.by_words(collection, query, k, filter_bytes(wanted), deadline_ns)
+                asked = self.client.search(
+                    array, by_words.depth if by_words else k, collection=collection, stage=stage, filter=wanted,
+                    accept=self.library.accept(collection, embedder, by_words.identity if by_words else ""),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
+                if by_words is None:
+                    result = await asked
+                else:
+                    looked = asyncio.get_running_loop().run_in_executor(self._words, by_words.search, array)
+                    result, words = await asyncio.gather(asked, looked)
+                    result = with_words(result, words, k, hybrid)
                 return list(self.library.passages(collection, result))
             except CollectionReplaced:
                 if not attempts:
@@ -116,5 +130,5 @@ class AsyncSearch:
         try:
             await self.client.run()
         finally:
-            for threads in self._embedding.values():
+            for threads in (self._words, *self._embedding.values()):
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.built_words import BuiltWords
 from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, Manifest, identity_in
+from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, WORDS, Manifest, identity_in
 from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
 from runtime.retrieval.live.reader import LiveDocuments
 from runtime.retrieval.live.storage.checksums import LiveChecksums
@@ -35,14 +36,16 @@ class About:
 
 @dataclass(frozen=True)
 class Build:
-    """One build of a collection: its documents, open (None: bare vectors), and what it was embedded with.
+    """One build of a collection: its documents, open (None: bare vectors), their words (None: a build without), and
+    what it was embedded with.
 
-    `file`: what the documents' file was when it was opened. `check` compares their checksum; None: nobody does.
+    `file`: what the documents' file was when it was opened. `check` compares their checksums; None: nobody does.
     `first_checked`: the documents are of no use before that has ended.
     """
 
     identity: str
     documents: DocumentStore | LiveDocuments | None
+    words: BuiltWords | LiveDocuments | None
     embedder: EmbedderSpec | None
     dim: int
     about: About
@@ -61,8 +64,9 @@ class Build:
     def close(self) -> None:
         if self.check is not None:
             self.check.stop()
-        if self.documents is not None:
-            self.documents.close()
+        for files in (self.documents, self.words):
+            if files is not None:
+                files.close()
 
 
 def identity_of(directory: Path) -> str:
@@ -97,16 +101,20 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
         return _open_live(directory, verify, first_checked)
 
     def opened(manifest: Manifest) -> Build:
-        file, check, documents = file_of(directory), None, None
+        file, check, documents, words = file_of(directory), None, None, None
         if (facts := manifest.files.get(DOCUMENTS)) is not None:
             documents = _open_documents(directory, manifest)
-            if verify != "never":
-                try:
-                    checksums = Checksums({documents.path: facts})
-                except CollectionError:
-                    documents.close()
-                    raise
-                check = Beside("documents", lambda work: checksums.verify(work.hurry if first_checked else work.pace))
+            try:
+                words = BuiltWords(directory, manifest) if WORDS in manifest.files else None
+                if verify != "never":
+                    files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, WORDS)}
+                    sums = Checksums({path: told for path, told in files.items() if told is not None})
+                    check = Beside("documents", lambda work: sums.verify(work.hurry if first_checked else work.pace))
+            except CollectionError:
+                documents.close()
+                if words is not None:
+                    words.close()
+                raise
         waits = first_checked and check is not None
         about = About(
             here=True,
@@ -118,7 +126,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
             metric=manifest.metric,
             embedder="" if manifest.embedder is None else name_of(manifest.embedder),
         )
-        return Build(manifest.identity, documents, manifest.embedder, manifest.dim, about, file, check, waits)
+        return Build(manifest.identity, documents, words, manifest.embedder, manifest.dim, about, file, check, waits)
 
     return open_unchanged(directory, opened, Build.close)
 
@@ -189,4 +197,4 @@ def _open_live(directory: Path, verify: Verify, first_checked: bool) -> Build:
     )
     check = None if verify == "never" else LiveCheck(documents.checksums, hurry=first_checked)
     waits = first_checked and check is not None
-    return Build(told.identity, documents, told.embedder, told.dim, about, file, check, waits)
+    return Build(told.identity, documents, documents, told.embedder, told.dim, about, file, check, waits)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from types import MappingProxyType
@@ -25,12 +26,15 @@ from runtime.node.config import Verify
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.builds import About, Build, file_of, identity_of, open_build
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, name_of
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, name_of
 from runtime.retrieval.embedding.loading import EmbedderPlace, LazyEmbedder, load_embedder, place_of
 from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.fusion import DEPTH
 from runtime.retrieval.search.query import Accept, SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
@@ -154,6 +158,15 @@ class Shelf:
         self.trouble = trouble
 
 
+@dataclass(frozen=True)
+class ByWords:
+    """A text's words in one build's documents: `search` with its vector, on a thread, finds `depth` rows at most."""
+
+    identity: str
+    depth: int
+    search: Callable[[Vectors], Nearest]
+
+
 class Library:
     """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 where it is unknown.
 
@@ -162,7 +175,7 @@ class Library:
 
     def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises `ModelError` for an embedder that is not there."""
-        self._threads = threads
+        self._threads, self._max_k = threads, plan.config.pool.max_k
         self._shelves = {c.name: Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
         self._places = {c.name: place_of(c) for c in plan.config.collections}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderPlace], Embedder] = {}
@@ -246,6 +259,35 @@ class Library:
         if (spec, place) not in self._embedders:
             self._embedders[spec, place] = LazyEmbedder(spec, place, self._threads)
         return self._embedders[spec, place]
+
+    def by_words(
+        self, collection: str, text: str, k: int, wanted: bytes, deadline_ns: int, identity: str = ""
+    ) -> "ByWords":
+        """What finds a text's words in the documents of this build, or of that which the pools serve now.
+
+        Raises `InvalidRequest` for a build without words, `CollectionReplaced` where it is not here.
+        """
+        shelf = self.shelf(collection)
+        build = shelf.builds.get(identity) if identity else shelf.current
+        if build is None:
+            raise CollectionReplaced(f"collection {collection!r}: the words of the build that is asked are not here")
+        if build.words is None:
+            raise InvalidRequest(
+                f"collection {collection!r} has no index of words: "
+                "`trinity index add` with its files, or `trinity index build --force`, makes one",
+                "hybrid",
+            )
+        depth = min(DEPTH * k, max(self._max_k, k))
+        words, passing = build.words, decode_filter(wanted) if wanted else None
+
+        def search(vector: Vectors) -> Nearest:
+            try:
+                return words.nearest(text, vector, depth, passing, deadline_ns)
+            except CollectionError as error:
+                told = f"collection {collection!r}: its words cannot be searched: {error.message}"
+                raise Unavailable(told) from error
+
+        return ByWords(build.identity, depth, search)
 
     def about(self, collection: str) -> About:
         """What a collection is. Raises `UnknownCollection`."""

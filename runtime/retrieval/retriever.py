@@ -26,9 +26,11 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.library import Library
+from runtime.retrieval.library import ByWords, Library
+from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.fusion import with_words
 
 if TYPE_CHECKING:
     import zmq
@@ -44,12 +46,14 @@ MAX_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A text's vector float32 [dim], or the error that ended it, and when (monotonic ns)."""
+    """A text's vector float32 [dim], or the error that ended it, and when (monotonic ns); what its words have found,
+    if they were asked for."""
 
     ticket: int
     at_ns: int
     vector: npt.NDArray[np.float32] | None = None
     error: TrinityError | None = None
+    words: Nearest | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class _Text:
     ticket: int
     embedder: Embedder
     text: str
+    by_words: ByWords | None
     cancelled: bool = False
 
 
@@ -93,9 +98,9 @@ class EmbedThreads:
     def fileno(self) -> int:
         return self._bell
 
-    def put(self, ticket: int, embedder: Embedder, text: str) -> None:
-        """Have a text embedded. Raises `Overloaded` when as many wait as may."""
-        asked = _Text(ticket, embedder, text)
+    def put(self, ticket: int, embedder: Embedder, text: str, by_words: ByWords | None = None) -> None:
+        """Have a text embedded, then its words searched for. Raises `Overloaded` when as many wait as may."""
+        asked = _Text(ticket, embedder, text, by_words)
         try:
             self._lane(embedder).waiting.put_nowait(asked)
         except queue.Full:
@@ -149,7 +154,9 @@ class EmbedThreads:
                 continue
             try:
                 vector = asked.embedder.embed([asked.text])[0]
-                self._done.append(Embedded(asked.ticket, self._clock(), vector))
+                at_ns = self._clock()
+                words = None if asked.by_words is None else asked.by_words.search(vector)
+                self._done.append(Embedded(asked.ticket, at_ns, vector, words=words))
             except TrinityError as error:
                 self._done.append(Embedded(asked.ticket, self._clock(), error=error))
             except Exception as error:  # of a library we do not know: the next text may be fine
@@ -187,6 +194,9 @@ class _Query:
     build: str = ""
     embedder: str = ""
     wanted: bytes = b""
+    hybrid: float = 0.0
+    by_words: ByWords | None = None
+    words: Nearest | None = None
     attempts: int = 0
     embedded_ns: int = 0
 
@@ -235,13 +245,16 @@ class Retriever:
         deadline_ns: int,
         build: str = "",
         wanted: bytes = b"",
+        hybrid: float = 0.0,
     ) -> int:
         """Have a text embedded and the pool asked for it; an answer from this `build` alone is of use, if one is named,
-        and only passages that pass the filter `wanted`.
+        and only passages that pass the filter `wanted`. `hybrid`: the share of what its words find, 0 for none.
 
         Raises `Overloaded` when too many wait to be embedded,
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
-        query = _Query(next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted)
+        query = _Query(
+            next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted, hybrid=hybrid
+        )
         self._embed(query)
         return query.ticket
 
@@ -249,8 +262,15 @@ class Retriever:
         """With the embedder of the build that the pools serve now. Raises as `ask` does."""
         self.library.follow(query.collection, self.client.identities(query.collection))
         embedder = self.library.embedder(query.collection)
-        self._embedding.put(query.ticket, embedder, query.text)
-        self._texts[query.ticket] = replace(query, embedder=embedder.name, attempts=query.attempts + 1)
+        by_words = None
+        if query.hybrid:
+            by_words = self.library.by_words(
+                query.collection, query.text, query.k, query.wanted, query.deadline_ns, query.build
+            )
+        self._embedding.put(query.ticket, embedder, query.text, by_words)
+        self._texts[query.ticket] = replace(
+            query, embedder=embedder.name, by_words=by_words, attempts=query.attempts + 1
+        )
 
     def poll(self) -> list[Found]:
         """What has come back since the last call; every ticket comes exactly once, unless it was cancelled."""
@@ -260,7 +280,10 @@ class Retriever:
             if query is None:
                 continue  # cancelled, and answered all the same
             try:
-                passages = self.library.passages(query.collection, result.checked())
+                result = result.checked()
+                if query.words is not None:
+                    result = with_words(result, query.words, query.k, query.hybrid)
+                passages = self.library.passages(query.collection, result)
                 found.append(Found(query.ticket, passages, embedded_ns=query.embedded_ns, build=result.identity))
             except TrinityError as error:
                 found += self._again(query, error)
@@ -280,7 +303,7 @@ class Retriever:
         """Pass on to the pool what is embedded; what ended before that."""
         ended = []
         for embedded in self._embedding.poll():
-            query = replace(self._texts.pop(embedded.ticket), embedded_ns=embedded.at_ns)
+            query = replace(self._texts.pop(embedded.ticket), embedded_ns=embedded.at_ns, words=embedded.words)
             try:
                 if embedded.vector is None:
                     raise embedded.error or ModelError("the embedder said nothing")
@@ -297,9 +320,12 @@ class Retriever:
 
     def _search(self, query: _Query, vector: npt.NDArray[np.float32]) -> None:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
+        k, build = query.k, query.build
+        if query.by_words is not None:
+            k, build = query.by_words.depth, query.by_words.identity
         ticket = self.client.submit(
-            vector, query.k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
-            filter=query.wanted, accept=self.library.accept(query.collection, query.embedder, query.build),
+            vector, k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
+            filter=query.wanted, accept=self.library.accept(query.collection, query.embedder, build),
         )  # fmt: skip
         self._searches[ticket] = query
 

@@ -41,7 +41,7 @@ class Retrieval(msgspec.Struct, frozen=True):
 
     At such a probe the row waits, or goes on and takes the passages when they come ("prefetch"). A probe adds at most
     `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows. `filter`: only
-    passages that pass it are found; as pools take it, b"" for all.
+    passages that pass it are found; as pools take it, b"" for all. `hybrid`: the share of what words find, 0 for none.
     """
 
     collection: str
@@ -50,6 +50,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     probe_mode: ProbeMode = "wait"
     probe_tokens: int = 0
     filter: bytes = b""
+    hybrid: float = 0.0
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -95,6 +95,7 @@ def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(s
         asked(sampling=Sampling(8, ignore_eos=True)),
         asked(retrieval=Retrieval("docs")),
         asked(retrieval=Retrieval("docs", filter=b"tenant")),
+        asked(retrieval=Retrieval("docs", hybrid=0.5)),
     ],
 )
 def test_whatever_else_differs_is_another_answer(stand: Stand, other: Asked) -> None:

@@ -273,7 +273,7 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
     ]
-    asked = {"collection": "docs", "timeout_s": 10.0, "wanted": None}
+    asked = {"collection": "docs", "timeout_s": 10.0, "wanted": None, "hybrid": 0.0}
     assert cluster.search.calls[-1] == asked | {"k": 2, "query": "with", "vector": None}
     http.post("/v1/retrieval", json=SEARCH | {"filter": {"type": "eq", "key": "page", "value": 3}})
     assert cluster.search.calls[-1]["wanted"] == parse_filter({"type": "eq", "key": "page", "value": 3})
@@ -386,3 +386,18 @@ def test_a_filter_that_is_none_is_named_by_its_place_and_null_is_no_filter(
         assert (caught.value.code, caught.value.param) == ("invalid_filter", f"{at}.filter".removeprefix("."))
     found = parsed(None)
     assert (found.retrieval if at else found).filter is None
+
+
+@pytest.mark.parametrize(("kind", "body", "at"), FILTERED)
+def test_hybrid_is_yes_no_or_the_words_share(kind: Any, body: dict[str, Any], at: str) -> None:
+    def parsed(told: Any) -> Any:
+        whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
+        found = parse(kind, json.dumps(whole).encode())
+        return found.searches().hybrid if at else found.hybrid
+
+    assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
+    wrongs: list[Any] = ["yes", 1.5, -1, [], {}]
+    for wrong in wrongs:
+        with pytest.raises(InvalidRequest, match="share between 0 and 1") as caught:
+            parsed(wrong)
+        assert caught.value.param == f"{at}.hybrid".removeprefix(".")

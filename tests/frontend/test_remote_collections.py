@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, TrinityError, Unavailable
+from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, TrinityError, Unavailable
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.builds import About
@@ -144,6 +144,19 @@ def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp
                 assert await ask(found, **changed) == sorted(one, key=lambda passage: passage.distance)
             assert found.unavailable() == {}
             assert (found.about("all").metric, found.about("all").dim) == ("cosine", 64)
+
+    run(test())
+
+
+def test_a_hybrid_search_is_refused(part: Any, tmp_path: Path) -> None:
+    _, url = part(DOCUMENTS)
+
+    async def test() -> None:
+        async with remote(tmp_path, url) as both:
+            with pytest.raises(InvalidRequest, match="other nodes") as caught:
+                await ask(both, hybrid=0.5)
+            assert caught.value.param == "hybrid"
+            assert len(await ask(both, hybrid=0.0)) == 10
 
     run(test())
 

@@ -27,6 +27,7 @@ FOUND = {
         Passage("far", "Far", 0.75, "Far away."),
     ],
 }
+FOUND["mixed"] = [Passage("words", "", 0.75, "By words."), Passage("vector", "", 0.25, "By its vector.")]
 HASHING = Hashing(64)
 
 
@@ -152,6 +153,26 @@ def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    ("embedding", "text", "share"), [(1, 1, 0.5), (3.0, 1.0, 0.25), (0, 2, 1.0), (2, 0, 0.0), (0, 0, 0.0)]
+)
+def test_openais_weights_of_a_hybrid_search_are_the_words_share(
+    client: openai.OpenAI, stand: Stand, embedding: float, text: float, share: float
+) -> None:
+    weights = {"embedding_weight": embedding, "text_weight": text}
+    client.vector_stores.search("docs", query="pay", extra_body={"ranking_options": {"hybrid_search": weights}})
+    assert stand.asked[-1]["hybrid"] == share
+
+
+def test_a_hybrid_search_s_results_stay_in_their_order(client: openai.OpenAI) -> None:
+    words = {"ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": 1}}}
+    page = client.vector_stores.search("docs", query="mixed", extra_body=words)
+    assert [found.score for found in page] == [0.25, 0.75]
+    several = client.vector_stores.search("docs", query=["mixed", "leave"], extra_body=words)
+    assert [found.score for found in several] == [0.75, 0.25, 0.75, 0.5]
+    assert [found.score for found in client.vector_stores.search("docs", query="mixed")] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({}, "query", "query is missing"),
@@ -166,9 +187,14 @@ def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
         ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
         ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options", "ranker is 'x'"),
         (
-            {"query": "leave", "ranking_options": {"hybrid_search": {}}},
-            "ranking_options",
-            "'hybrid_search' is not",
+            {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1}}},
+            "ranking_options.hybrid_search.text_weight",
+            "text_weight is missing",
+        ),
+        (
+            {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": -1}}},
+            "ranking_options.hybrid_search.text_weight",
+            "greater than or equal to 0",
         ),
         ({"query": "leave", "max_results": 3}, "max_results", "unknown field 'max_results'; did you mean 'max_num_r"),
     ],

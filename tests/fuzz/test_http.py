@@ -89,7 +89,13 @@ ODD: dict[str, st.SearchStrategy[Any]] = {
     "query": TEXT,
     "input": TEXT | st.lists(TEXT, max_size=4),
     "encoding_format": st.sampled_from(["float", "base64", "int8"]),
-    "ranking_options": st.fixed_dictionaries({}, optional={"score_threshold": NUMBERS, "ranker": TEXT}),
+    "ranking_options": st.fixed_dictionaries(
+        {}, optional={
+            "score_threshold": NUMBERS, "ranker": TEXT,
+            "hybrid_search": JSON | st.fixed_dictionaries({"embedding_weight": NUMBERS, "text_weight": NUMBERS}),
+        },
+    ),
+    "hybrid": st.booleans() | st.floats() | NUMBERS | TEXT,
     "vector": st.lists(st.floats(-1e3, 1e3) | st.floats(), min_size=3, max_size=5),
     "k": st.integers(0, 9),
     "retrieval": st.just(False) | st.fixed_dictionaries(

@@ -3,7 +3,9 @@
 import io
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 
+from runtime.retrieval.collections.manifest import WORDS, Manifest, read_manifest, write_manifest
 from runtime.retrieval.embedding.embedder import Hashing, TextKind, Vectors
 
 
@@ -91,3 +93,12 @@ def docx_of(body: str) -> bytes:
             replaced = f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>'.encode()
             out.writestr(entry, replaced if entry == name else whole.read(entry))
     return written.getvalue()
+
+
+def without_words(path: Path) -> None:
+    """As builds were before there were any."""
+    found = read_manifest(path)
+    (path / WORDS).unlink()
+    files = {name: facts for name, facts in found.files.items() if name != WORDS}
+    told = {name: getattr(found, name) for name in Manifest.__struct_fields__ if name not in ("files", "sha256")}
+    write_manifest(path, Manifest(files=files, **told))

@@ -26,7 +26,12 @@ DOCUMENTS = [
     Document("chess", "", "Chess is a board game for two players with sixteen pieces each."),
     *(Document(f"filler-{n}", "", f"Filler number {n * 7919}.") for n in range(40)),
 ]
-FILES = ["collection.json", "documents.sqlite", *(f"index/{n}" for n in ("meta.json", "codes.npy", "graph.npy"))]
+FILES = [
+    "collection.json",
+    "documents.sqlite",
+    "words.sqlite",
+    *(f"index/{n}" for n in ("meta.json", "codes.npy", "graph.npy")),
+]
 
 
 def build(out: Path, **options: Any) -> Path:

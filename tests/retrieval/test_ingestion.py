@@ -16,7 +16,7 @@ from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.ingestion import files as found_files
 from runtime.retrieval.ingestion.ingest import Ingested, add, ingest
 from tests.retrieval import files
-from tests.retrieval.files import Counting
+from tests.retrieval.files import Counting, without_words
 
 has_documents = all(importlib.util.find_spec(name) for name in ("pypdf", "docx", "pptx"))
 SPEC = "hashing-64"
@@ -160,6 +160,17 @@ def test_without_a_change_nothing_is_built(handbook: Handbook) -> None:
     inode = handbook.out.stat().st_ino
     assert not handbook.add()[0].changed
     assert (read_manifest(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
+
+
+def test_a_collection_from_before_there_were_words_gets_them_without_embedding_anything(handbook: Handbook) -> None:
+    handbook.write("one.txt", "one")
+    handbook.ingest()
+    without_words(handbook.out)
+    assert not Collection.info(handbook.out).word_bytes
+    done, embedded = handbook.add()
+    assert (done.changed, done.unchanged, embedded) == (True, 1, [])
+    assert Collection.info(handbook.out).word_bytes
+    assert not handbook.add()[0].changed
 
 
 def test_files_that_cannot_be_read_are_skipped_by_name_and_what_was_known_of_them_stays(handbook: Handbook) -> None:

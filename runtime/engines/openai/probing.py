@@ -83,6 +83,7 @@ class Probing:
                     embedded=_nothing,
                     stage="decode",
                     wanted=self._retrieval.filter,
+                    hybrid=self._retrieval.hybrid,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:

@@ -120,6 +120,7 @@ class AnswerWriter:
             vector=None,
             embedded=embedded,
             wanted=retrieval.filter,
+            hybrid=retrieval.hybrid,
             timeout_s=max(1e-3, (self._asked.deadline_ns - self._means.clock()) / 1e9),
         )
         stamps[stages.SEARCHED] = self._means.clock()

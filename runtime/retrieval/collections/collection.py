@@ -28,6 +28,7 @@ from runtime.retrieval.collections.manifest import (
     DOCUMENTS,
     INDEX,
     MAX_SHARDS,
+    WORDS,
     Manifest,
     facts_of,
     index_folders,
@@ -42,6 +43,7 @@ from runtime.retrieval.collections.sources import (
     read_ids,
     read_vectors,
 )
+from runtime.retrieval.collections.words import WordIndex
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text, name_of
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 from runtime.retrieval.nearest import merge_nearest
@@ -55,7 +57,8 @@ _EMBED_AT_ONCE = 64  # texts a thread between two words of progress
 
 @dataclass(frozen=True)
 class CollectionInfo:
-    """What a collection is, read without opening its index. `index_bytes` and `document_bytes` are sizes on disk."""
+    """What a collection is, read without opening its index. `index_bytes`, `document_bytes` and `word_bytes` are sizes
+    on disk; of words 0 where it has none."""
 
     directory: Path
     size: int
@@ -67,6 +70,7 @@ class CollectionInfo:
     embedder: EmbedderSpec | None
     index_bytes: int
     document_bytes: int
+    word_bytes: int = 0
 
 
 class Collection:
@@ -137,11 +141,7 @@ class Collection:
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """The vectors of these rows, float32 [n, d], as exactly as the index keeps them."""
-        found = np.empty((len(rows), self.dim), np.float32)
-        for shard, index in enumerate(self.shards):
-            mine = np.flatnonzero(rows % len(self.shards) == shard)
-            found[mine] = index.vectors(rows[mine] // len(self.shards))
-        return found
+        return vectors_of(self.shards, rows)
 
     def close(self) -> None:
         """Let go of the documents' file; the index's memory goes with its last user."""
@@ -174,6 +174,7 @@ class Collection:
             embedder=manifest.embedder,
             index_bytes=index_bytes,
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
+            word_bytes=manifest.files[WORDS].bytes if WORDS in manifest.files else 0,
         )
 
     @staticmethod
@@ -255,6 +256,7 @@ class Collection:
                 with DocumentStore.create(building / DOCUMENTS, told) as documents:
                     if len(matrix) != documents.size:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
+                    WordIndex.create(building / WORDS, documents.texts())
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 # First: it may be missing, and reading may take long.
@@ -262,6 +264,7 @@ class Collection:
                 read = columns.told(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
+                    WordIndex.create(building / WORDS, documents.texts())
                     matrix = _embedded(documents, model, known, threads, progress)
             columns.write(building / ATTRIBUTES)
             if own_ids is None and shards > 1:
@@ -284,6 +287,15 @@ class Collection:
                     )
                     index.save(building / folder)
             _seal(building, index, len(matrix), shards, embedder)
+
+
+def vectors_of(shards: Sequence[GraphIndex], rows: NDArray[np.int64]) -> Vectors:
+    """The vectors of some rows of a collection with documents, float32 [n, d], as exactly as its indexes keep them."""
+    found = np.empty((len(rows), shards[0].dim), np.float32)
+    for shard, index in enumerate(shards):
+        mine = np.flatnonzero(rows % len(shards) == shard)
+        found[mine] = index.vectors(rows[mine] // len(shards))
+    return found
 
 
 def _part(progress: Progress, shard: int, shards: int) -> Progress:
@@ -356,7 +368,7 @@ def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> Non
 
 def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: EmbedderSpec | None) -> None:
     metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
-    files = [name for name in (DOCUMENTS, ATTRIBUTES, *metas) if (building / name).exists()]
+    files = [name for name in (DOCUMENTS, ATTRIBUTES, WORDS, *metas) if (building / name).exists()]
     manifest = Manifest(
         size=size,
         dim=index.dim,

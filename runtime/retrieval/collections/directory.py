@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
-from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, MANIFEST, is_collection
+from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, MANIFEST, WORDS, is_collection
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 _HALF_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SQLite says "full" of a full disk alone: a quota and a limit of file sizes are failed writes to it.
-_OWN = (MANIFEST, DOCUMENTS, ATTRIBUTES)
+_OWN = (MANIFEST, DOCUMENTS, ATTRIBUTES, WORDS)
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
@@ -34,6 +34,7 @@ _TABLES = {  # by version; the first has neither attributes nor files
     ),
 }
 _MAX_TEXT_BYTES = 64 << 20
+_AT_ONCE = 256  # rows that are read when all are
 
 Rows = Sequence[int] | NDArray[np.int64]
 _T = TypeVar("_T")
@@ -132,6 +133,12 @@ class DocumentStore:
     def get(self, rows: Rows) -> list[Document]:
         """The documents of these rows, in their order. Raises `CollectionError` for a row there is none of."""
         return self._read(lambda connection: [self._row(connection, int(row)) for row in rows])
+
+    def texts(self) -> Iterator[tuple[int, str, str]]:
+        """Every row with its title and text. Raises `CollectionError`."""
+        for begin in range(0, self.size, _AT_ONCE):
+            rows = range(begin, min(begin + _AT_ONCE, self.size))
+            yield from ((row, found.title, found.text) for row, found in zip(rows, self.get(rows), strict=True))
 
     def sources(self) -> Sources | None:
         """The files that documents were read from; None where none was."""

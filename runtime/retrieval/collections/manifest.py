@@ -2,6 +2,7 @@
 
 collection.json     this manifest, with a checksum of itself
 documents.sqlite    the documents (not in a collection of bare vectors)
+words.sqlite        their words, for hybrid searches (not in collections from before there were any)
 attributes.msgpack  the documents' attributes, by column, for filters (where a document has any)
 index/meta.json     the index's own description, which has the checksums of its arrays
 index/*.npy
@@ -20,7 +21,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
-ATTRIBUTES = "attributes.msgpack"
+ATTRIBUTES, WORDS = "attributes.msgpack", "words.sqlite"
 _FORMAT, _VERSION = "trinity-collection", 1
 LIVE_FORMAT = "trinity-live-collection"
 _MAX_BYTES = 1 << 16

@@ -36,7 +36,8 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(slots=True)
 class Ingested:
-    """What became of the files. `skipped`: why, by path. Passages `kept` have the vectors that they had."""
+    """What became of the files. `skipped`: why, by path. Passages `kept` have the vectors that they had. `words`: an
+    index of words was made where there was none."""
 
     read: int = 0
     unchanged: int = 0
@@ -44,11 +45,12 @@ class Ingested:
     skipped: dict[str, str] = field(default_factory=dict)
     embedded: int = 0
     kept: int = 0
+    words: bool = False
 
     @property
     def changed(self) -> bool:
         """Whether there is anything new to build."""
-        return bool(self.read or self.gone)
+        return bool(self.read or self.gone or self.words)
 
 
 def ingest(
@@ -88,8 +90,8 @@ def add(
     """Bring the collection at `out` up to date with files and folders: new and changed files are read and their
     passages embedded, as far as these changed; what is gone from the folders goes; all else stays.
 
-    The collection is built anew with what it was built with and replaced whole, unless nothing changed. Raises as
-    `ingest` does, `ResourceBusy` while another does this to the same collection.
+    The collection is built anew with what it was built with and replaced whole, unless nothing changed and it has an
+    index of words. Raises as `ingest` does, `ResourceBusy` while another does this to the same collection.
     """
     with _alone(out), Collection.open(out) as old, Apart() as reader:
         if old.embedder is None or old.documents is None:
@@ -100,9 +102,10 @@ def add(
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
         job = _Job(paths, Sources(str(root), limit), embedder, _Before(old, folders, root), reader, progress)
-        if not job.look():
-            return job.done
         info = Collection.info(out)
+        job.done.words = not info.word_bytes
+        if not job.look() and not job.done.words:
+            return job.done
         as_before: dict[str, Any] = {
             "metric": info.metric,
             "degree": info.degree,

@@ -29,6 +29,7 @@ from runtime.retrieval.live.storage.manifest import (
 )
 from runtime.retrieval.live.storage.operations import decode
 from runtime.retrieval.live.storage.segment import DOCUMENTS
+from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Attributes
 
@@ -231,6 +232,7 @@ class LiveDocuments:
         """Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
         self._reader = LiveReader(directory, beside=True, compared=(DOCUMENTS,))
+        self._words = LiveWords(self._reader.state)
 
     @property
     def checksums(self) -> LiveChecksums:
@@ -260,7 +262,16 @@ class LiveDocuments:
             for one, dead in zip(found, gone, strict=True)
         ]
 
+    def nearest(
+        self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
+    ) -> Nearest:
+        """What a text's words find: see `LiveWords.nearest`."""
+        with self._lock:
+            self._reader.poll()
+        return self._words.nearest(text, vector, depth, wanted, deadline_ns)
+
     def close(self) -> None:
+        self._words.close()
         self._reader.close()
 
 

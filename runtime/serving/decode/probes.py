@@ -52,6 +52,7 @@ class Probes:
             row.ticket = self.retriever.ask(
                 window, retrieval.collection, retrieval.k, stage="decode",
                 deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build, wanted=retrieval.filter,
+                hybrid=retrieval.hybrid,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:
             self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})

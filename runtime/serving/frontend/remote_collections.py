@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 
 from ipc import Stage
+from runtime.errors import InvalidRequest
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import Wanted, as_json, decode_filter, filter_bytes
 from runtime.retrieval.builds import About
@@ -37,6 +38,7 @@ class WithRemote:
         embedded: Callable[[], None],
         stage: Stage = "prefill",
         wanted: Wanted = None,
+        hybrid: float = 0.0,
         timeout_s: float,
     ) -> list[Passage]:
         """See `SearchSource`. A remote collection's texts are embedded by its nodes; the stage stays here."""
@@ -44,8 +46,12 @@ class WithRemote:
         if remote is None:
             return await self._own.search(
                 collection=collection, k=k, query=query, vector=vector, embedded=embedded, stage=stage, wanted=wanted,
-                timeout_s=timeout_s,
+                hybrid=hybrid, timeout_s=timeout_s,
             )  # fmt: skip
+        if hybrid:  # ranks of different nodes say nothing of each other
+            raise InvalidRequest(
+                f"collection {collection!r} is on other nodes, which are searched without it", "hybrid"
+            )
         embedded()
         asked = {"k": k} | ({"query": query} if query is not None else {"vector": vector})
         content = filter_bytes(wanted)

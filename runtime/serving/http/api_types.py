@@ -23,6 +23,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _OURS = "trinity"
+HALF = 0.5  # of the ranks are the words', where nothing else is said
 FLOAT32_MAX = 3.4028234663852886e38
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -120,6 +121,18 @@ def filter_at(param: str) -> Callable[[object], object]:
         return parsed
 
     return validate
+
+
+def _hybrid(value: object) -> object:
+    if isinstance(value, bool):
+        return HALF * value
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise wrong(f"hybrid must be true, false or the words' share between 0 and 1, not {str(value)[:64]}")
+    return float(value)
+
+
+Hybrid = Annotated[float, BeforeValidator(_hybrid)]
+"""The share of what a text's words find, beside what its vector finds; 0 for none."""
 
 
 def _stops(value: object) -> object:
@@ -242,7 +255,8 @@ class RetrievalOptions(StrictModel):
     """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
 
     Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
-    of them. A node with one collection needs no name of it. Only passages that pass `filter` are found.
+    of them. A node with one collection needs no name of it. Only passages that pass `filter` are found, by their words
+    too if `hybrid`.
     """
 
     collection: str | None = None
@@ -251,6 +265,7 @@ class RetrievalOptions(StrictModel):
     probe_mode: ProbeMode = "wait"
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
+    hybrid: Hybrid = 0.0
 
 
 class ChatMessage(StrictModel):
@@ -303,6 +318,7 @@ class GenerateBody(StrictModel):
             options.probe_mode,
             options.probe_tokens or 0,
             filter_bytes(options.filter) if options.filter else b"",
+            options.hybrid,
         )
 
 
@@ -341,10 +357,11 @@ class CompletionBody(GenerateBody):
 
 
 class RetrievalBody(StrictModel):
-    """POST /v1/retrieval: `query` (text) or `vector`; of the passages that pass `filter`."""
+    """POST /v1/retrieval: `query` (text) or `vector`; of the passages that pass `filter`. `hybrid`: by words too."""
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)
     vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
+    hybrid: Hybrid = 0.0

@@ -43,12 +43,14 @@ class SearchSource(Protocol):
         embedded: Callable[[], None],
         stage: Stage = "prefill",
         wanted: Wanted = None,
+        hybrid: float = 0.0,
         timeout_s: float,
     ) -> Awaitable[list[Passage]]:
         """The k nearest passages to a text or to a vector (one of them is set), nearest first.
 
         `embedded` is called once, when the query's vector is there; the pool is told the `stage` and what is left of
-        `timeout_s`. Only passages that pass `wanted` are found. Raises TrinityError.
+        `timeout_s`. Only passages that pass `wanted` are found. `hybrid`: the share of what a text's words find in the
+        ranks, 0 for none. Raises TrinityError.
         """
 
     def missing(self) -> list[str]:
@@ -111,6 +113,7 @@ class Searches:
                     vector=body.vector,
                     embedded=embedded,
                     wanted=wanted,
+                    hybrid=body.hybrid,
                     timeout_s=self._timeout_s,
                 )
         except TimeoutError:

@@ -180,7 +180,7 @@ class PrefillWorker:
         text = query_text(self._model.tokenizer, asked.messages, asked.prompt)
         job.ticket = self.retriever.ask(
             text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns,
-            wanted=retrieval.filter,
+            wanted=retrieval.filter, hybrid=retrieval.hybrid,
         )  # fmt: skip
         self._asking[job.ticket] = job
 

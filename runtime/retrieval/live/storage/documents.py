@@ -80,6 +80,11 @@ class SegmentDocuments:
         rows = self._rows("SELECT row, id, title, text, attributes FROM documents ORDER BY row", ())
         return [self._document(columns) for columns in rows]
 
+    def texts(self, first: int, limit: int) -> list[tuple[int, str, str]]:
+        """The next rows from `first` on, with their titles and texts. Raises `CollectionError`."""
+        sql = "SELECT row, title, text FROM documents WHERE row >= ? ORDER BY row LIMIT ?"
+        return [(int(row), str(title), str(text)) for row, title, text in self._rows(sql, (first, limit))]
+
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """The rows of those of some ids that are here."""
         found: dict[str, int] = {}

@@ -64,11 +64,25 @@ def _no_rewriting(value: object) -> object:
     return value
 
 
+class HybridSearch(StrictModel, extra="forbid"):
+    """The weights of what vectors and of what words find, in the sums of reciprocal ranks."""
+
+    embedding_weight: float = Field(ge=0, le=1e9)
+    text_weight: float = Field(ge=0, le=1e9)
+
+    @property
+    def share(self) -> float:
+        """The words'."""
+        both = self.embedding_weight + self.text_weight
+        return self.text_weight / both if both else 0.0
+
+
 class RankingOptions(StrictModel):
     """Results with a lower score than `score_threshold` are left out."""
 
     ranker: str = "auto"
     score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
+    hybrid_search: HybridSearch | None = None
 
 
 class StoreSearchBody(StrictModel):
@@ -123,23 +137,26 @@ class StoreRoutes:
         size = sum(len(query.encode(errors="replace")) for query in body.query)
         check_bytes(size, self._max_prompt_bytes, "query")
         metric = self._stores.about(name).metric
-        best: dict[str, tuple[float, Passage]] = {}
-        partial = False
+        ranking, partial = body.ranking_options, False
+        hybrid = ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0
+        best: dict[str, tuple[tuple[int, float], Passage]] = {}
         for number, query in enumerate(body.query):
-            asked = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=body.filters)
+            asked = RetrievalBody.model_construct(
+                query=query, k=body.max_num_results, filter=body.filters, hybrid=hybrid
+            )
             own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             passages = await self._searches.run(asked, name, access_of(http), *own)
             partial |= isinstance(passages, Partial)
-            for passage in passages:
-                score = score_of(passage.distance, metric)
-                if passage.id not in best or score > best[passage.id][0]:
-                    best[passage.id] = score, passage
-        least = body.ranking_options.score_threshold if body.ranking_options else -math.inf
-        found = sorted(best.values(), key=lambda scored: -scored[0])[: body.max_num_results]
+            for rank, passage in enumerate(passages):
+                place = rank if hybrid else 0, -score_of(passage.distance, metric)
+                if passage.id not in best or place < best[passage.id][0]:
+                    best[passage.id] = place, passage
+        least = ranking.score_threshold if ranking else -math.inf
+        found = sorted(best.values(), key=lambda placed: placed[0])[: body.max_num_results]
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
-            "data": [_result(score, passage) for score, passage in found if score >= least],
+            "data": [_result(-less, passage) for (_, less), passage in found if -less >= least],
             "has_more": False,
             "next_page": None,
         }

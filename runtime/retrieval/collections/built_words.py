@@ -1,0 +1,62 @@
+"""What a text's words find in a collection that was built, beside what its vector finds."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.collections.collection import vectors_of
+from runtime.retrieval.collections.manifest import ATTRIBUTES, WORDS, Manifest
+from runtime.retrieval.collections.words import WordIndex, distances
+from runtime.retrieval.nearest import Nearest
+
+_FILTERS_KEPT = 16
+
+
+class BuiltWords:
+    """A build's words, the vectors of its rows, and their attributes. Any number of threads may ask."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Open what the manifest names. Raises `CollectionError`."""
+        self._index = WordIndex.open(directory / WORDS)
+        self._attributes = -1
+        self._passing = lru_cache(_FILTERS_KEPT)(self._evaluated)
+        self._columns: Columns | None = None
+        try:
+            self._shards = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
+            if ATTRIBUTES in manifest.files:  # another build may lie there when they are wanted
+                self._attributes = os.open(directory / ATTRIBUTES, os.O_RDONLY | os.O_CLOEXEC)
+        except GpuError as error:
+            self.close()
+            raise CollectionError(str(error)) from error
+        except OSError as error:
+            self.close()
+            raise CollectionError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def nearest(
+        self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
+    ) -> Nearest:
+        """The rows that have words of a text and pass a filter, the best by BM25 first, int64 [≤ depth], and how far
+        their vectors are from the text's `vector`, float32 [≤ depth]. Raises as `WordIndex.search` does."""
+        bits = None if wanted is None else self._passing(wanted)
+        rows = self._index.search(text, depth, None if bits is None else bits.__getitem__, deadline_ns)
+        return rows, distances(vectors_of(self._shards, rows), vector, self._shards[0].metric)
+
+    def _evaluated(self, wanted: Filter) -> Bits:
+        if self._columns is None:
+            with open(os.dup(self._attributes), "rb") as file:
+                self._columns = Columns.decode(file.read())
+        return self._columns.passing(wanted)
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        self._index.close()
+        if self._attributes >= 0:
+            os.close(self._attributes)
+            self._attributes = -1

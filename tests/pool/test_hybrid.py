@@ -1,0 +1,178 @@
+"""Hybrid searches through a pool: what a text's words find is fused with what its vector finds, of one build, under one
+filter."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest
+from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.async_search import AsyncSearch
+from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import WORDS, read_manifest
+from runtime.retrieval.library import Library
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.client import SearchClient
+from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
+from tests.pool.conftest import MakePool
+from tests.pool.generations import LATER_NS, retriever
+from tests.retrieval.files import without_words
+
+ROWS, DIM = 300, 16
+TENANTS = ("acme", "blue")
+
+
+def of(tenant: str) -> dict[str, Any]:
+    return {"type": "eq", "key": "tenant", "value": tenant}
+
+
+def build(path: Path, shards: int = 1, generation: int = 1) -> None:
+    """Vectors tell nothing of the texts: only words can find a number's row."""
+    documents = [
+        Document(f"g{generation}-{row}", "", f"entry n{row} s{row // 10}", {"tenant": TENANTS[row % 2]})
+        for row in range(ROWS)
+    ]
+    vectors = np.random.default_rng(generation).normal(size=(ROWS, DIM)).astype(np.float32)
+    Collection.build(documents, path, embedder=f"hashing-{DIM}", vectors=vectors, shards=shards, force=True)
+
+
+def serve(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
+    return [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
+
+
+@pytest.fixture(params=[1, 2])
+def plan(tmp_path: Path, request: pytest.FixtureRequest) -> NodePlan:
+    build(tmp_path / "docs", request.param)
+    return plan_of(tmp_path / "docs", shards=request.param, workers=request.param)
+
+
+@pytest.fixture
+def asker(plan: NodePlan, make_pool: MakePool) -> Iterator[Retriever]:
+    serve(plan, make_pool)
+    with retriever(plan) as made:
+        yield made
+
+
+def ended(retriever: Retriever, ticket: int) -> Found:
+    found: list[Found] = []
+
+    def poll() -> None:
+        found.extend(retriever.poll())
+        retriever.sleep((), 1)
+
+    until(lambda: bool(found), poll)
+    assert [one.ticket for one in found] == [ticket]
+    return found[0]
+
+
+def ask(retriever: Retriever, text: str, k: int = 4, **options: Any) -> tuple[Passage, ...]:
+    found = ended(retriever, retriever.ask(text, "docs", k, "prefill", LATER_NS, **options))
+    if found.error is not None:
+        raise found.error
+    return found.passages
+
+
+def test_words_find_what_the_vector_does_not(asker: Retriever) -> None:
+    plain = ask(asker, "which is n77?")
+    assert "g1-77" not in [passage.id for passage in plain]
+    both = ask(asker, "which is n77?", hybrid=0.5)
+    assert both[0].id == plain[0].id or both[0].id == "g1-77"
+    assert {passage.id for passage in both[:2]} == {plain[0].id, "g1-77"}
+    assert len(both) == 4
+    assert {passage.id: passage.distance for passage in plain}[plain[0].id] == pytest.approx(
+        {passage.id: passage.distance for passage in both}[plain[0].id]
+    )
+    far = max(passage.distance for passage in plain)
+    assert next(passage.distance for passage in both if passage.id == "g1-77") > far, "a distance is what it was"
+
+
+def test_words_alone_decide_with_all_of_the_share(asker: Retriever) -> None:
+    found = ask(asker, "all of s7", k=10, hybrid=1.0)
+    assert {passage.id for passage in found} == {f"g1-{row}" for row in range(70, 80)}
+
+
+def test_a_filter_is_for_both_sides(asker: Retriever) -> None:
+    found = ask(asker, "all of s7", k=8, hybrid=1.0, wanted=filter_bytes(of("blue")))
+    assert {passage.id for passage in found[:5]} == {f"g1-{row}" for row in range(71, 80, 2)}
+    assert {passage.attributes["tenant"] for passage in found} == {"blue"}
+    assert len(found) == 8
+
+
+def test_a_query_whose_words_take_too_long_ends_at_its_deadline(asker: Retriever) -> None:
+    found = ended(asker, asker.ask("all of s7", "docs", 4, "decode", 1, hybrid=0.5))
+    assert isinstance(found.error, DeadlineExceeded)
+
+
+def test_a_build_without_words_says_how_to_get_them(tmp_path: Path, make_pool: MakePool) -> None:
+    build(tmp_path / "docs")
+    without_words(tmp_path / "docs")
+    plan = plan_of(tmp_path / "docs")
+    make_pool(plan).start()
+    with retriever(plan) as asker:
+        assert len(ask(asker, "n77")) == 4
+        with pytest.raises(InvalidRequest, match="`trinity index add`"):
+            ask(asker, "n77", hybrid=0.5)
+
+
+def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool) -> None:
+    build(tmp_path / "docs")
+    plan = plan_of(tmp_path / "docs")
+    (pool,) = serve(plan, make_pool)
+    with retriever(plan) as asker:
+        first = ended(asker, asker.ask("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0))
+        assert first.passages[0].id == "g1-77"
+        build(tmp_path / "docs", generation=2)
+        assert ask(asker, "n78", hybrid=1.0)[0].id == "g1-78", "which the pool still serves"
+        assert ask(asker, "n79", hybrid=1.0, build=first.build)[0].id == "g1-79"
+        pool.table.set_knob("reload_of", -1.0)
+        pool.table.set_knob("reload", 1.0)
+        until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0, lambda: asker.sleep((), 1))
+        until(lambda: ask(asker, "n78", hybrid=1.0)[0].id == "g2-78")
+
+
+def test_altered_words_are_damage(tmp_path: Path) -> None:
+    build(tmp_path / "docs")
+    Collection.verify(tmp_path / "docs")
+    path = tmp_path / "docs" / WORDS
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CollectionError, match=r"words\.sqlite is damaged"):
+        Collection.verify(tmp_path / "docs")
+    library, identity = Library(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
+    until(lambda: bool(library.troubles), lambda: library.follow("docs", (identity,)))
+    assert "words.sqlite is damaged" in library.troubles["docs"]
+
+
+def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePool) -> None:
+    serve(plan, make_pool)
+    client = SearchClient.of_plan(plan, "test")
+    search = AsyncSearch(Library(plan), client)
+
+    async def found(**options: Any) -> list[str]:
+        asked = {"query": "all of s7", "vector": None} | options
+        passages = await search.search(collection="docs", k=10, embedded=lambda: None, timeout_s=60, **asked)
+        return [passage.id for passage in passages]
+
+    async def body() -> None:
+        running = asyncio.create_task(search.run())
+        assert set(await found(hybrid=1.0)) == {f"g1-{row}" for row in range(70, 80)}
+        blue = await found(hybrid=1.0, wanted=of("blue"))
+        assert set(blue[:5]) == {f"g1-{row}" for row in range(71, 80, 2)}
+        with pytest.raises(InvalidRequest, match="ask with query, not with vector"):
+            await found(query=None, vector=[1.0] * DIM, hybrid=0.5)
+        running.cancel()
+
+    try:
+        asyncio.run(body())
+    finally:
+        client.close()
