@@ -49,9 +49,7 @@ class WithRemote:
                 hybrid=hybrid, timeout_s=timeout_s,
             )  # fmt: skip
         if hybrid:  # ranks of different nodes say nothing of each other
-            raise InvalidRequest(
-                f"collection {collection!r} is on other nodes, which are searched without it", "hybrid"
-            )
+            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
         embedded()
         asked = {"k": k} | ({"query": query} if query is not None else {"vector": vector})
         content = filter_bytes(wanted)
