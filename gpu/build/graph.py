@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.build.cuvs_graph import cuvs_graph
-from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
+from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, Keep, exact_sample, make_at_once, nearest_neighbors
 from gpu.build.optimize import Graph, optimize
 from gpu.cpu.search import search
 from gpu.index.data import IndexData
@@ -24,7 +24,14 @@ _SAMPLE = 200
 
 
 def build_graph(
-    vectors: FloatArray, metric: str, degree: int, seed: int, threads: int, progress: Progress, device: str = "cpu"
+    vectors: FloatArray,
+    metric: str,
+    degree: int,
+    seed: int,
+    threads: int,
+    progress: Progress,
+    device: str = "cpu",
+    keep: Keep = make_at_once,
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin.
 
@@ -41,13 +48,13 @@ def build_graph(
         progress("graph", 1.0)
         return graph, seeds
     width = min(2 * degree, count - 1)
-    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done))
+    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), keep)
     progress("graph", 0.0)
-    graph = optimize(neighbors, degree, int(seeds[0]))
+    graph = keep("graph", lambda: optimize(neighbors, degree, int(seeds[0])))
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
         wider = min(_WIDER * degree, count - 1)
-        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress)
+        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, keep)
         graph = optimize(neighbors, degree, int(seeds[0]))
     return graph, seeds
 
@@ -79,13 +86,26 @@ def searched_neighbors(
     seed: int,
     threads: int,
     progress: Progress,
+    keep: Keep = make_at_once,
 ) -> Graph:
     """Lists of neighbours uint32 [N, width] found by searching for every vector, each from its own node on."""
     rows = encode(space, "l2", "float32", neighbor_pairs(graph, seed), seed)
     own = np.arange(len(space))
     params = SearchParams(k=width + 1, top_m=width + 1, search_width=1)
     data = IndexData(rows, graph, seeds, None)
-    nodes, _ = search(data, space, params, threads, own, lambda done: progress("better neighbors", done))
+
+    def part(first: int, last: int) -> npt.NDArray[np.int64]:
+        def tell(done: float) -> None:
+            progress("better neighbors", (first + done * (last - first)) / len(space))
+
+        return search(data, space[first:last], params, threads, own[first:last], tell)[0]
+
+    nodes = np.concatenate(
+        [
+            keep(f"better-{first}", lambda: part(first, min(first + ROWS_A_PART, len(space))))  # noqa: B023
+            for first in range(0, len(space), ROWS_A_PART)
+        ]
+    )
     # The node itself is among the found, unless more than `width` equal vectors come before it: drop it, or the last.
     others = nodes != own[:, None]
     others[others.all(axis=1), -1] = False

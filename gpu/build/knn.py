@@ -6,6 +6,8 @@ cells, cell by cell, in one matrix product each. Cells are disjoint, so no pair 
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,11 @@ from gpu.index.rows import FloatArray
 Neighbors = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[float], None]
+Keep = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
+"""Given the name of an array and what makes it: the array. It may have been kept by a build that did not end."""
 
 EXACT_LIMIT = 8192
+ROWS_A_PART = 65536  # whose lists are made, and kept, together
 _CELL = 512
 _PROBES = 8
 _LARGEST_CELL = 4 * _CELL
@@ -27,7 +32,14 @@ _SAMPLE_PER_CELL = 64
 _NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-def nearest_neighbors(space: FloatArray, k: int, seed: int, threads: int, progress: Progress) -> Neighbors:
+def make_at_once(name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """A `Keep` that keeps nothing."""
+    return make()
+
+
+def nearest_neighbors(
+    space: FloatArray, k: int, seed: int, threads: int, progress: Progress, keep: Keep = make_at_once
+) -> Neighbors:
     """About the k nearest other rows of each row of `space` (float32 [N, d], squared L2), nearest first: uint32 [N, k].
 
     k must be below N. The lists are full, without doubles and without the row itself; up to 8192 rows they are exact.
@@ -36,24 +48,33 @@ def nearest_neighbors(space: FloatArray, k: int, seed: int, threads: int, progre
     norms = np.einsum("ij,ij->i", space, space)
     keys = np.full((count, k), _NO_KEY, np.uint64)
     everyone = np.arange(count)
-    cells = [(everyone, everyone)] if count <= EXACT_LIMIT else _cells(space, norms, np.random.default_rng(seed))
-    done = 0
 
-    def meet(cell: tuple[Indices, Indices]) -> int:
-        visitors, members = cell
-        _meet(space, norms, visitors, members, keys)
-        return len(visitors)
+    @cache
+    def cells() -> list[tuple[Indices, Indices]]:
+        return [(everyone, everyone)] if count <= EXACT_LIMIT else _cells(space, norms, np.random.default_rng(seed))
 
-    # Threads take turns over cells; rows of `keys` are guarded by handing each thread its own visitors.
-    if threads == 1 or len(cells) == 1:
-        for cell in cells:
-            done += meet(cell)
-            progress(done / (count * (_PROBES if len(cells) > 1 else 1)))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            parts = [[(v[v % threads == part], m) for v, m in cells] for part in range(threads)]
-            for _ in pool.map(lambda part: [meet(cell) for cell in part], parts):
-                pass
+    def part(first: int, last: int) -> npt.NDArray[np.uint64]:
+        done = [0]
+
+        def meet(share: list[tuple[Indices, Indices]]) -> None:
+            for visitors, members in share:
+                _meet(space, norms, visitors, members, keys)
+                done[0] += len(visitors)
+                progress((first + done[0] / (_PROBES if len(cells()) > 1 else 1)) / count)
+
+        own = [(visitors[slice(*np.searchsorted(visitors, (first, last)))], members) for visitors, members in cells()]
+        # Threads take turns over cells; rows of `keys` are guarded by handing each thread its own visitors.
+        if threads == 1 or len(own) == 1:
+            meet(own)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                shares = [[(v[v % threads == share], m) for v, m in own] for share in range(threads)]
+                list(pool.map(meet, shares))
+        return keys[first:last]
+
+    for first in range(0, count, ROWS_A_PART):
+        last = min(first + ROWS_A_PART, count)
+        keys[first:last] = keep(f"neighbors-{first}", lambda: part(first, last))  # noqa: B023
     if (keys[:, -1] == _NO_KEY).any():
         _fill(keys, count)
     progress(1.0)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from gpu.index.data import IndexData, bitmap
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
+Keep = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
 
 
 class GraphIndex:
@@ -41,6 +43,7 @@ class GraphIndex:
         threads: int = 1,
         device: BuildDevice = "cpu",
         progress: Progress | None = None,
+        keep: Keep | None = None,
     ) -> "GraphIndex":
         """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
@@ -49,7 +52,9 @@ class GraphIndex:
         RaBitQ codes of every node's neighbours beside the graph (`gpu.index.data`; not with int8): searches on a
         CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices, 0 or more; on the
         CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has cuVS build
-        the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1.
+        the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1. keep:
+        called with the name of what takes long and what makes it; returns that array, or what it has of it from a
+        build of the same vectors that did not end.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, neighbor_codes, seed, threads, device)
@@ -58,9 +63,10 @@ class GraphIndex:
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
         # Compiled code, which opening an index does without.
         from gpu.build.graph import build_graph, neighbor_pairs
+        from gpu.build.knn import make_at_once
         from gpu.build.neighbor_codes import make_codes
 
-        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device, keep or make_at_once)
         report("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype, None if neighbor_codes else neighbor_pairs(graph, seed), seed)
         codes = None

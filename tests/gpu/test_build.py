@@ -1,5 +1,8 @@
 """Lists of neighbours and the graph made of them."""
 
+import contextlib
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -55,6 +58,36 @@ def test_a_search_for_every_node_makes_lists_better() -> None:
         np.mean([np.isin(e, some[r]).mean() for e, r in zip(exact, rows, strict=True)]) for some in (lists, better)
     )
     assert after > before
+
+
+class Kept:
+    """Keeps the arrays of a build, and ends it before it makes one more than `most`."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.most = 0
+
+    def __call__(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+        if name not in self.arrays:
+            if len(self.arrays) == self.most:
+                raise InterruptedError
+            self.arrays[name] = make().copy()
+        return self.arrays[name]
+
+
+def test_a_build_that_was_ended_again_and_again_makes_the_graph_of_one_that_was_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("gpu.build.knn", "gpu.build.graph"):
+        monkeypatch.setattr(f"{module}.ROWS_A_PART", 4096)
+    vectors = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
+    keep, whole = Kept(), GraphIndex.build(vectors, metric="l2", degree=16)
+    for keep.most in range(8):
+        with contextlib.suppress(InterruptedError):
+            built = GraphIndex.build(vectors, metric="l2", degree=16, keep=keep)
+    parts = ["0", "4096", "8192"]
+    assert list(keep.arrays) == [*(f"neighbors-{n}" for n in parts), "graph", *(f"better-{n}" for n in parts)]
+    assert (built.data.graph == whole.data.graph).all()
 
 
 def test_many_equal_vectors_do_not_make_the_lists_quadratic() -> None:

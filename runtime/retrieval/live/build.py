@@ -13,10 +13,11 @@ from runtime.errors import TrinityError
 from runtime.node.worker import die_with
 from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
-from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.manifest import SegmentFacts
 from runtime.retrieval.live.storage.segment import write_segment
+from runtime.retrieval.live.storage.unfinished import Unfinished
 
 NICENESS = 10
 
@@ -48,14 +49,20 @@ def build(
 ) -> SegmentFacts | None:
     """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
-    parts = []
+    parts, keep = [], None
     if job.merged:
         merged = [segment for segment in state.segments if segment.facts.number in job.merged]
         checksums = LiveChecksums(state.directory)
         checksums.add(merged)
         checksums.verify()  # what is altered is not to be sealed anew
+        try:
+            keep = Unfinished(disk, state.directory, [segment.facts for segment in merged]).keep
+        except OSError as error:
+            raise storage_error(error, f"{state.directory} cannot be written") from error
+        # Rows that were deleted since another process began this merge are in it: tombstones hide them.
+        rows = keep("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
         for segment in merged:
-            positions = np.flatnonzero(segment.alive)
+            positions = segment.positions(rows)
             kept = set(segment.rows[positions].tolist())
             documents += [document for document in segment.documents.all() if document.row in kept]
             parts.append(segment.vectors(positions))
@@ -80,6 +87,7 @@ def build(
         dict(state.schema),
         job.threads,
         progress,
+        keep,
     )
     return msgspec.structs.replace(facts, shard=job.shard)
 

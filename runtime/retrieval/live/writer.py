@@ -1,6 +1,5 @@
 """The one process that writes to a live collection."""
 
-import contextlib
 import logging
 import os
 import threading
@@ -24,10 +23,10 @@ from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import WriterState, replay, state_of, tombstones_content
 from runtime.retrieval.live.storage.applied import Serving
 from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
-from runtime.retrieval.live.storage.log import LogWriter, log_files, log_path
+from runtime.retrieval.live.storage.log import LogWriter, log_path
 from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
 from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
-from runtime.retrieval.live.storage.segment import segment_path
+from runtime.retrieval.live.storage.unfinished import remove_leftovers, unfinished_merge
 from runtime.retrieval.nearest import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
@@ -86,7 +85,7 @@ class LiveWriter:
         self.building = threading.RLock()  # one build at a time
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
-        self._remove_leftovers()
+        remove_leftovers(self._disk, self.directory, self._manifest)
         self.maintenance = Maintenance(self, start=background)
         self.maintenance.wake()
 
@@ -170,7 +169,7 @@ class LiveWriter:
             if self.state.growing.count >= self._sealed_at:
                 self._seal(build)
                 return True
-            numbers = to_merge(self.state.segments, self._seal_rows)
+            numbers = unfinished_merge(self.directory, self._manifest) or to_merge(self.state.segments, self._seal_rows)
             if numbers:
                 self._merge(numbers, build)
             return bool(numbers)
@@ -382,18 +381,4 @@ class LiveWriter:
             self._manifest = manifest
             self._merged += bool(job.merged)
             self._sealed += not job.merged
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Remove what the manifest does not name: what was merged, sealed, or left by a build that was killed."""
-        manifest = self._manifest
-        kept = {segment_path(self.directory, facts.number) for facts in manifest.segments}
-        kept.add(manifest.tombstones_path(self.directory))
-        with contextlib.suppress(OSError):
-            for folder in ("segments", "tombstones"):
-                for path in (self.directory / folder).iterdir():
-                    if path not in kept:
-                        self._disk.remove(path)
-            for first, path in log_files(self.directory):
-                if first < manifest.sequence:
-                    self._disk.remove(path)
+        remove_leftovers(self._disk, self.directory, self._manifest)

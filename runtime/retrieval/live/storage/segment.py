@@ -12,6 +12,7 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ _MAX_BYTES = 1 << 16
 _FILTERS_KEPT = 64
 BUILDING = ".building-"
 Progress = Callable[[str, float], None]
+Keep = Callable[[str, Callable[[], NDArray[Any]]], NDArray[Any]]
 
 
 class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +139,7 @@ def write_segment(
     schema: Schema,
     threads: int = 1,
     progress: Progress = lambda stage, part: None,
+    keep: Keep | None = None,
 ) -> SegmentFacts:
     """Seal documents, by ascending row, and their vectors float32 [n, d]. It is there whole and lasts, or not at all.
 
@@ -159,6 +162,7 @@ def write_segment(
             ids=np.array([document.row for document in documents], np.int64),
             threads=threads,
             progress=progress,
+            keep=keep,
         )
         index.save(building / _INDEX)
         contents = _Contents(len(documents), {name: facts_of(building / name) for name in _FILES})

@@ -1,0 +1,116 @@
+"""What a merge that did not end has made: whoever merges the same segments again goes on from there.
+
+    segments/.merging/job.json     the segments that are merged
+    segments/.merging/<name>.npy   an array that took long to make, and its SHA-256
+
+There is one at a time, and it goes once its segments have. A file that is not whole is made again.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.log import log_files
+from runtime.retrieval.live.storage.manifest import Manifest, SegmentFacts
+from runtime.retrieval.live.storage.segment import segment_path
+
+MERGING = ".merging"
+_JOB, _VERSION = "job.json", 1  # of what the arrays mean
+_MAX_BYTES = 1 << 20
+
+
+class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    merged: list[SegmentFacts]
+
+
+class Unfinished:
+    """A merge of some segments of the collection at `directory`."""
+
+    def __init__(self, disk: Disk, directory: Path, merged: Sequence[SegmentFacts]) -> None:
+        """Go on with it, or begin it in the place of another one. Raises `OSError`."""
+        self._disk, self._path = disk, merging_path(directory)
+        job = _Job(_VERSION, list(merged))
+        if _job_at(self._path) != job:
+            disk.remove(self._path)
+            self._path.mkdir()
+            disk.write_file(self._path / _JOB, msgspec.json.encode(job))
+
+    def keep(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The array of this name: what was kept of it, or what `make` makes, which is kept if there is room."""
+        path = self._path / f"{name}.npy"
+        found = _read(path)
+        if found is None:
+            found = make()
+            self._write(path, found)
+        return found
+
+    def _write(self, path: Path, array: NDArray[Any]) -> None:
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.write(_digest(array))
+                file.flush()
+                self._disk.sync(file.fileno())
+            os.rename(part, path)
+        except OSError:  # it is made again, should it be needed again
+            self._disk.remove(part)
+
+
+def merging_path(directory: Path) -> Path:
+    return directory / "segments" / MERGING
+
+
+def unfinished_merge(directory: Path, manifest: Manifest) -> list[int]:
+    """The numbers of the segments of a merge that can go on; none where there is none."""
+    job = _job_at(merging_path(directory))
+    if job is None or not job.merged or any(facts not in manifest.segments for facts in job.merged):
+        return []
+    return [facts.number for facts in job.merged]
+
+
+def remove_leftovers(disk: Disk, directory: Path, manifest: Manifest) -> None:
+    """Remove what a manifest does not name: what was merged, sealed, or left by a build that was killed, but for a
+    merge that can go on."""
+    kept = {segment_path(directory, facts.number) for facts in manifest.segments}
+    kept.add(manifest.tombstones_path(directory))
+    if unfinished_merge(directory, manifest):
+        kept.add(merging_path(directory))
+    with contextlib.suppress(OSError):
+        for folder in ("segments", "tombstones"):
+            for path in (directory / folder).iterdir():
+                if path not in kept:
+                    disk.remove(path)
+        for first, path in log_files(directory):
+            if first < manifest.sequence:
+                disk.remove(path)
+
+
+def _job_at(path: Path) -> _Job | None:
+    try:
+        with (path / _JOB).open("rb") as file:
+            job = msgspec.json.decode(file.read(_MAX_BYTES), type=_Job)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return job if job.version == _VERSION else None
+
+
+def _read(path: Path) -> NDArray[Any] | None:
+    with contextlib.suppress(OSError, ValueError, EOFError), path.open("rb") as file:
+        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read() == _digest(array):
+            return array
+    return None
+
+
+def _digest(array: NDArray[Any]) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(array).data).digest()

@@ -1,0 +1,164 @@
+"""A merge whose process was killed goes on from what it had made."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import CollectionError
+from runtime.retrieval.live.build import Job, build
+from runtime.retrieval.live.maintenance import MERGED, Build
+from runtime.retrieval.live.state import replay
+from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.segment import segment_path
+from runtime.retrieval.live.storage.unfinished import merging_path
+from runtime.retrieval.live.writer import LiveWriter
+from tests.forked import FORKSERVER
+from tests.live.small import contents, documents, new_writer, open_writer
+
+ROWS = 60
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    """A collection with as many segments as are merged."""
+    with new_writer(tmp_path / "a") as writer:
+        for part in range(MERGED):
+            writer.upsert(documents(range(ROWS * part, ROWS * (part + 1))))
+            writer.flush()
+        writer.delete([str(3 * number) for number in range(20)])
+    return tmp_path / "a"
+
+
+def _build_until(directory: Path, job: Job, last: str) -> None:
+    """A build that is killed when this stage begins."""
+
+    def progress(stage: str, part: float) -> None:
+        if stage == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    build(Disk(), replay(directory).state, job, progress)
+
+
+def killed(last: str) -> Build:
+    def run(directory: Path, job: Job) -> SegmentFacts | None:
+        process = FORKSERVER.Process(target=_build_until, args=(directory, job, last))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        raise CollectionError("it was killed")
+
+    return run
+
+
+def kill(writer: LiveWriter, last: str) -> None:
+    with pytest.raises(CollectionError, match="it was killed"):
+        writer.maintain(killed(last))
+
+
+Made = dict[str, tuple[int, int]]
+
+
+def made(directory: Path) -> Made:
+    """What an unfinished merge has made: files, and when."""
+    found = {path.name: path.stat() for path in merging_path(directory).glob("*.npy")}
+    return {name: (told.st_ino, told.st_mtime_ns) for name, told in found.items()}
+
+
+def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes:
+    """Merge, and `look` before it is taken. The graph."""
+
+    def run(directory: Path, job: Job) -> SegmentFacts | None:
+        facts = build(Disk(), writer.state, job)
+        look()
+        return facts
+
+    assert writer.maintain(run)
+    (segment,) = writer.state.segments
+    return (segment_path(writer.directory, segment.facts.number) / "index" / "graph.npy").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"), [("graph", ["neighbors-0", "rows"]), ("encoding", ["graph", "neighbors-0", "rows"])]
+)
+def test_a_merge_goes_on_where_its_process_was_killed_and_makes_the_same_segment(
+    sealed: Path, tmp_path: Path, last: str, kept: list[str]
+) -> None:
+    twin = Path(shutil.copytree(sealed, tmp_path / "twin"))
+    with open_writer(sealed) as writer:
+        kill(writer, last)
+    before = made(sealed)
+    assert sorted(before) == [f"{name}.npy" for name in kept]
+    with open_writer(sealed) as writer, open_writer(twin) as other:
+        found = merged(writer, lambda: _same(before, made(sealed)))
+        assert found == merged(other)
+        assert contents(writer) == contents(other)
+        assert not merging_path(sealed).exists()
+        assert not merging_path(twin).exists()
+
+
+def _same(before: Made, after: Made) -> None:
+    assert before.items() <= after.items(), "what had been made was made again"
+
+
+def test_what_was_written_between_holds_in_the_segment_of_a_merge_that_went_on(sealed: Path) -> None:
+    with open_writer(sealed) as writer:
+        kill(writer, "encoding")
+        writer.delete(["70", "71"])
+        writer.upsert(documents(range(80, 82)))
+        writer.flush()  # which seals beside, and removes nothing of the merge
+        expected = contents(writer)
+    before = made(sealed)
+    with open_writer(sealed) as writer:
+        while writer.maintain(writer.build_here):
+            pass
+        assert contents(writer) == expected
+        assert writer.state.rows_of(["70", "71"]) == {}
+        assert [segment.size for segment in writer.state.segments] == [2, MERGED * ROWS - 20]
+    assert before
+    assert not merging_path(sealed).exists()
+
+
+def test_what_is_not_whole_is_made_again(sealed: Path, tmp_path: Path) -> None:
+    twin = Path(shutil.copytree(sealed, tmp_path / "twin"))
+    with open_writer(sealed) as writer:
+        kill(writer, "encoding")
+    for name in ("neighbors-0.npy", "graph.npy"):
+        path = merging_path(sealed) / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    (merging_path(sealed) / "rows.npy").write_bytes(b"")
+    before = made(sealed)
+    with open_writer(sealed) as writer, open_writer(twin) as other:
+        found = merged(writer, lambda: _all_made_again(before, made(sealed)))
+        assert found == merged(other)
+
+
+def _all_made_again(before: Made, after: Made) -> None:
+    assert set(after) == set(before)
+    assert not any(after[name] == before[name] for name in before)
+
+
+def test_another_merge_takes_the_place_of_one_that_did_not_end(sealed: Path) -> None:
+    with open_writer(sealed) as writer:
+        kill(writer, "graph")
+        writer.upsert(documents(range(1000, 1010)))
+        expected = contents(writer)
+        writer.compact()
+        assert len(writer.state.segments) == 1
+        assert contents(writer) == expected
+    assert not merging_path(sealed).exists()
+
+
+def test_a_job_that_cannot_be_read_is_none(sealed: Path) -> None:
+    with open_writer(sealed) as writer:
+        kill(writer, "graph")
+        (merging_path(sealed) / "job.json").write_bytes(b"{")
+    with open_writer(sealed) as writer:
+        assert not merging_path(sealed).exists()
+        assert merged(writer)
