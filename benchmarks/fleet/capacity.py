@@ -1,8 +1,8 @@
 """Two nodes against one, simulated: `python -m benchmarks.fleet.capacity --config launchers/node8.toml --trace FILE`.
 
-The greatest rate at which 90% of a trace's requests meet both SLOs, on one simulated node, and on several that get the
-requests in turn, as many for each node. A balancer goes by the load instead, which this does not have; what it costs
-itself `benchmarks.fleet` measures.
+The greatest rate at which 90% of a trace's requests meet both SLOs (0: there is none), on one simulated node, and on
+several that get the requests in turn, as many for each node. A balancer goes by the load instead, which this does not
+have; what it costs itself `benchmarks.fleet` measures.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def main() -> None:
         arrivals = load_trace(path, options.limit * options.nodes)
         one = greatest_rate(setup, arrivals[: options.limit], SHARE)
         several = greatest_rate(setup, arrivals, SHARE, options.nodes)
-        rows.append([path.name.partition(".")[0], f"{one:.2f}", f"{several:.2f}", f"{several / one:.2f}"])
+        rows.append(
+            [path.name.partition(".")[0], f"{one:.2f}", f"{several:.2f}", f"{several / one:.2f}" if one else "–"]
+        )
     said = f"{options.config.name}, service times: {times.source}; SLO: first token within {slos.ttft_s:g} s, "
     said += f"{slos.tpot_s * 1e3:g} ms a later token, by {SHARE:.0%} of {options.limit} requests a node; "
     said += f"seed {options.seed}"
