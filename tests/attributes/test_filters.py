@@ -85,7 +85,7 @@ def _depth(wanted: dict[str, Any]) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(documents=_DOCUMENTS, wanted=_FILTERS)
 def test_a_filter_passes_what_plain_python_says_that_it_passes(
     documents: list[dict[str, Any]], wanted: dict[str, Any]

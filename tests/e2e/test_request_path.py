@@ -117,6 +117,22 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
     assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
 
 
+def test_a_chat_and_its_probes_find_passages_by_words_too(node: Node) -> None:
+    question = CHAT["messages"][0]["content"]  # type: ignore[index]
+    asked = {"collection": "docs", "query": question, "k": 2}
+    by_words, by_vectors = (
+        [passage["id"] for passage in node.post("/v1/retrieval", asked | {"hybrid": share})[1]["passages"]]
+        for share in (1, 0)
+    )
+    assert by_words != by_vectors
+    retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "hybrid": 1}
+    status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 24, "retrieval": retrieval})
+    assert status == 200
+    passages = answer["retrieval"]["passages"]
+    assert [passage["id"] for passage in passages if passage["at_token"] == 0] == by_words
+    assert answer["usage"]["completion_tokens"] == 24
+
+
 def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: Node) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 32, "probe_mode": "prefetch", "probe_tokens": 64}
     status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 384, "retrieval": retrieval})

@@ -358,5 +358,5 @@ class RouterMachine(RuleBasedStateMachine):
         assert all(len(worker.prefixes) <= 64 for worker in self.router.workers())
 
 
-RouterMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+RouterMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestRouterMachine = RouterMachine.TestCase

@@ -70,7 +70,7 @@ UNHEARD = [*[("submit", 0)] * 3, ("lost", "p0"), ("disconnect", "p1"), ("submit"
 
 @given(st.lists(EVENTS, min_size=10, max_size=60), st.integers(0, 2))
 @example(UNHEARD, 1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]], restarts: int) -> None:
     async def test() -> None:
         stand = Stand(max_in_flight=6, kind=Wired, restarts=restarts)
@@ -187,7 +187,7 @@ PROGRESS = st.one_of(
 
 
 @given(st.lists(PROGRESS, min_size=10, max_size=80), st.lists(st.booleans(), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_late_its_words_come(
     events: list[tuple[str, Any]], retrieves: list[bool]
 ) -> None:

@@ -15,4 +15,4 @@ def fuzzed(share: float = 1.0) -> settings:
     """
     count = examples if examples > USUAL else max(1, int(share * examples))
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
-    return settings(max_examples=count, deadline=None, suppress_health_check=slow)
+    return settings(max_examples=count, suppress_health_check=slow)

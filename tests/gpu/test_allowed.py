@@ -14,7 +14,7 @@ from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_v
 from tests.gpu.test_reference import params, seeds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params, st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]))
 def test_engine_and_reference_agree_on_which_allowed_rows_are_found(
     seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams, part: float

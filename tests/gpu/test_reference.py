@@ -20,7 +20,7 @@ params = st.builds(
     st.integers(1, 8),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-exactly = settings(max_examples=60, deadline=None)
+exactly = settings(max_examples=60)
 
 
 @exactly
@@ -39,7 +39,7 @@ def test_engine_and_reference_agree_on_random_graphs(
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, wanted=st.lists(params, min_size=1, max_size=6))
 def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_s_extends(
     backend: Backend, seed: int, wanted: list[SearchParams]

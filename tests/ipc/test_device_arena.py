@@ -160,7 +160,7 @@ def test_a_full_lease_refuses_and_goes_on_when_the_pool_has_taken_one(ends: Ends
     assert taken(arena, lease, places[0]) == vector(0).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(["write", "take", "take last"]), max_size=60), st.integers(1, 5))
 def test_every_payload_is_taken_once_and_whole_whatever_the_order(operations: list[str], slots: int) -> None:
     owner, peer = host_pair(arena_bytes(slots, 4 * DIM))

@@ -35,7 +35,7 @@ def ends(slots: int, payload_bytes: int = 16) -> tuple[RingProducer, RingConsume
 Operations = st.lists(st.tuples(st.sampled_from(["send", "take"]), st.integers(1, 9)), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(slots=st.integers(1, 8), operations=Operations)
 def test_what_goes_in_comes_out_once_and_in_order_and_nothing_is_overwritten(
     slots: int, operations: list[tuple[str, int]]
@@ -70,7 +70,7 @@ def test_what_goes_in_comes_out_once_and_in_order_and_nothing_is_overwritten(
     assert consumer.statistics().used == len(model)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches=st.lists(st.integers(1, 5), min_size=1, max_size=20))
 def test_a_batch_becomes_visible_as_single_sends_would(batches: list[int]) -> None:
     producer, consumer = ends(5, 8)

@@ -68,7 +68,7 @@ def test_a_received_vector_stays_when_its_slot_is_written_again(server: RingServ
     assert np.array_equal(request.vector, vector(1))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["submit", "serve", "poll", "cancel"]), st.integers(1, 5)), max_size=30)
 )

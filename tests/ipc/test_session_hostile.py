@@ -127,7 +127,7 @@ def test_a_client_with_a_kind_that_does_not_exist_is_evicted(server: RingServer,
     assert server.statistics().evicted == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(header=st.binary(min_size=56, max_size=56))
 def test_random_descriptors_never_break_the_pool(header: bytes) -> None:
     with one_server() as server, attach(server) as hostile, attach(server) as honest:

@@ -136,5 +136,5 @@ def test_a_live_collection_is_a_dictionary_that_is_searched(tmp_path_factory: An
 
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Bound, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Bound, settings=settings(max_examples=25, stateful_step_count=30))
     assert vector_of(0).shape[0] == DIM

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -202,7 +202,6 @@ def test_signals_that_alternate_at_every_look_move_nothing(one: Signals, other: 
         assert len({(change.after > change.before) == (change.knob == "reserve") for change in changes}) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40))
 def test_signals_that_alternate_swing_the_reserve_no_further_than_dwell_and_step_allow(half_period: int) -> None:
     made = law()
@@ -224,7 +223,6 @@ def test_alternation_slower_than_the_dwell_is_damped_to_a_part_of_the_step() -> 
     assert 0 < max(values[400:]) - min(values[400:]) <= SETTINGS.step / 2
 
 
-@settings(deadline=None)
 @given(st.floats(0.2, 5.0), st.floats(0.2, 5.0), st.floats(0.1, 0.9))
 def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
     prefill_load: float, decode_load: float, start: float

@@ -93,7 +93,7 @@ def test_a_pool_that_was_lost_is_a_new_one_when_it_is_back() -> None:
     assert replicas.outstanding(1) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     service=st.lists(st.integers(1, 200), min_size=2, max_size=5),
     recovers=st.integers(0, 4),

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc import Stage
@@ -49,7 +49,6 @@ def test_what_a_query_took_is_expected_of_the_next_that_asks_alike() -> None:
     assert names(made.next(0).admitted) == [1001]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.floats(0.0, 1.0))
 def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slots: int, reserve: float) -> None:
     made = scheduler(slots, reserve, queue=1000)
@@ -59,7 +58,6 @@ def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slot
     assert made.running == {"prefill": math.ceil(reserve * slots), "decode": slots - math.ceil(reserve * slots)}
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.floats(0.0, 1.0), STAGES)
 def test_a_share_that_one_stage_cannot_use_goes_to_the_other(slots: int, reserve: float, stage: Stage) -> None:
     made = filled(scheduler(slots, reserve), *(entry(stage, name) for name in range(slots + 5)))

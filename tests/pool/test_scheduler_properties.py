@@ -202,13 +202,13 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
 
 
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
-TestAnyOrderOfCalls.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfCalls.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 EXTENDS = 4  # of every query, in the flood below
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     slots=st.integers(1, 4),
     spare=st.integers(0, 4),

@@ -52,7 +52,7 @@ SYNTAX = ['"', "'", "*", "^", "(", ")", ":", "-", "+", "{", "}", ",", "\0", ";",
 WORDS = ["cats", "game", "title", "text", "rowid", "rank", "AND", "OR", "NOT", "NEAR", "words", "DROP", "TABLE"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(SYNTAX + WORDS) | st.text(max_size=4), max_size=20), blank=st.booleans())
 def test_nothing_in_a_text_is_syntax(parts: list[str], blank: bool) -> None:
     index = WordIndex.temporary()

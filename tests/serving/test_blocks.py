@@ -217,5 +217,5 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.manager.available == self.BLOCKS
 
 
-BlockMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+BlockMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlockMachine = BlockMachine.TestCase

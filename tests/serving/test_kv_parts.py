@@ -16,7 +16,7 @@ def kv(seed: int) -> npt.NDArray[np.float32]:
 
 
 @given(taken=st.permutations(range(12)), given_=st.permutations(range(12)), count=st.integers(0, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_copy_in_slices_puts_every_block_in_its_place_and_touches_no_other(
     taken: list[int], given_: list[int], count: int
 ) -> None:

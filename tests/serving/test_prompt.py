@@ -1,4 +1,4 @@
-"""Passages find their place in a prompt: nearest first, within the budget, and unable to speak for anyone else."""
+"""Passages find their place in a prompt: best first, within the budget, and unable to speak for anyone else."""
 
 from pathlib import Path
 
@@ -34,11 +34,13 @@ def test_without_passages_a_chat_is_its_template_and_a_prompt_its_tokens(tokeniz
     assert build_prompt(tokenizer, prompt=[5, 6, 7], budget_tokens=3).tokens == [5, 6, 7]
 
 
-def test_passages_come_nearest_first_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
-    prompt = build_prompt(tokenizer, ASKED, passages=[passage("far", 0.9), passage("near", 0.1)], budget_tokens=500)
+def test_passages_come_as_they_were_found_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
+    prompt = build_prompt(tokenizer, ASKED, passages=[passage("words", 0.9), passage("near", 0.1)], budget_tokens=500)
     text = tokenizer.decode(prompt.tokens)
-    assert ids(prompt.used) == ["near", "far"]
-    order = [text.index(part) for part in ("system", "[Title near]\nText of near.", "[Title far]", "user", "a ring?")]
+    assert ids(prompt.used) == ["words", "near"], "found by words too, the best need not be the nearest"
+    order = [
+        text.index(part) for part in ("system", "[Title words]\nText of words.", "[Title near]", "user", "a ring?")
+    ]
     assert order == sorted(order)
     assert prompt.tokens[-len(tokenizer.chat(ASKED)) :] == tokenizer.chat(ASKED)
 
@@ -58,8 +60,8 @@ def test_a_raw_prompt_has_the_passages_before_it_and_ends_as_it_was(tokenizer: T
         assert tokenizer.decode(prompt.tokens).endswith("[Title p]\nText of p.\n\nOnce upon")
 
 
-def test_the_farthest_passages_go_first_and_the_last_one_kept_is_cut(tokenizer: Tokenizer) -> None:
-    passages = [passage(name, distance, name * 100) for name, distance in (("c", 3), ("a", 1), ("b", 2))]
+def test_the_worst_passages_go_first_and_the_last_one_kept_is_cut(tokenizer: Tokenizer) -> None:
+    passages = [passage(name, distance, name * 100) for name, distance in (("a", 3), ("b", 1), ("c", 2))]
     everything = build_prompt(tokenizer, ASKED, passages=passages, budget_tokens=2000)
     assert ids(everything.used) == ["a", "b", "c"]
     prompt = build_prompt(tokenizer, ASKED, passages=passages, budget_tokens=len(everything.tokens) - 150)
@@ -114,7 +116,7 @@ def test_a_request_over_the_budget_is_refused_with_both_numbers_and_its_field(to
 
 
 def test_a_chunk_for_the_middle_of_an_answer_holds_the_passages_between_empty_lines(tokenizer: Tokenizer) -> None:
-    chunk = passages_chunk(tokenizer, [passage("b", 0.2), passage("a", 0.1)], 500)
+    chunk = passages_chunk(tokenizer, [passage("a", 0.2), passage("b", 0.1)], 500)
     assert ids(chunk.used) == ["a", "b"]
     assert tokenizer.decode(chunk.tokens) == "\n\n[Title a]\nText of a.\n\n[Title b]\nText of b.\n\n"
     assert passages_chunk(tokenizer, [passage("a", 0.1)], 3).tokens == []

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
@@ -30,7 +30,6 @@ def attend(kernels: str, rows: Any, query: Any, keys: Any, values: Any, scaling:
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
-@settings(deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.permutations(range(BLOCKS)).map(lambda order: order[:5]), st.integers(1, 5 * SIZE)),

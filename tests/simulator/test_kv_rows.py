@@ -17,7 +17,7 @@ def counting(kv_blocks: int, *, slots: int = 8, decode: int = 2) -> Setup:
     return setup(node=replace(node, decode=replace(node.decode, kv_blocks=kv_blocks)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     blocks=st.integers(30, 120),
     rate=st.floats(1, 100),

@@ -27,7 +27,7 @@ def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -
     assert first.ttft_s != other.ttft_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     policy=st.sampled_from(POLICIES),
     placement=st.sampled_from(["pool", "with-prefill", "coupled"]),

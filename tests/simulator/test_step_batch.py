@@ -99,13 +99,12 @@ def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
     return ends
 
 
-@settings(deadline=None)  # the first example compiles
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 20)), max_size=20))
 def test_one_run_of_many_steps_ends_when_as_many_single_steps_do(joins: list[tuple[int, int]]) -> None:
     assert ends_of(joins, most=1 << 30) == ends_of(joins, most=1)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     rate=st.sampled_from([2.0, 8.0, 40.0]),
@@ -214,7 +213,6 @@ def test_the_step_under_way_ends_where_a_poke_would_end_the_run(moment: int, bou
     assert seen == [boundary]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=60))
 def test_events_happen_by_time_and_those_of_one_moment_in_the_order_in_which_they_were_planned(
     moments: list[int],

@@ -42,11 +42,11 @@ def plain(text: str) -> str:
 
 
 def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
-    """The nearest passages that have about `tokens` tokens together, the last one cut."""
+    """The first passages, which are the best, that have about `tokens` tokens together, the last one cut."""
     room = tokens * BYTES_PER_TOKEN
     texts: list[str] = []
     used: list[Passage] = []
-    for passage in sorted(passages, key=lambda passage: passage.distance):
+    for passage in passages:
         text = _passage_text(passage)
         data = text.encode(errors="replace")
         if len(data) > room:

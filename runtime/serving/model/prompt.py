@@ -18,7 +18,7 @@ _FRAME_TOKENS = 64  # about what the instruction adds, and its place in a chat, 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the passages that found a place in them, nearest first (the last may have been cut)."""
+    """Token ids, and the passages that found a place in them, best first (the last may have been cut)."""
 
     tokens: list[int]
     used: tuple[Passage, ...] = ()
@@ -59,7 +59,7 @@ def build_prompt(
     """The tokens of a chat (its template rendered) or of a raw prompt, with passages in front, at most `budget_tokens`.
 
     Passages become part of the system message, or a block before a raw prompt. They get what the request leaves of the
-    budget, at most `passage_tokens`: the nearest come first, the last is cut, the rest is dropped. `bare` are the
+    budget, at most `passage_tokens`: the best come first, the last is cut, the rest is dropped. `bare` are the
     tokens without passages, for who has them already: a long text is not tokenized again.
     Raises `ContextLengthExceeded` if the request alone is over the budget.
     """
@@ -103,10 +103,10 @@ def passages_chunk(tokenizer: "Tokenizer", passages: Sequence[Passage], budget_t
 
 
 def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tuple[list[str], tuple[Passage, ...]]:
-    """Texts of the nearest passages that have about `room` tokens together, the last one cut, and these passages."""
+    """Texts of the best passages, which come first, that have about `room` tokens, the last one cut; and these."""
     texts: list[str] = []
     used: list[Passage] = []
-    for passage in sorted(passages, key=lambda passage: passage.distance):
+    for passage in passages:
         text = _passage_text(passage)
         ids = tokenizer.encode(text + "\n\n")
         if len(ids) <= room:
