@@ -24,7 +24,7 @@ PROCESS = {
         "test_bootstrap", "test_entry", "test_examples", "test_service", "test_vllm_environment",
         "test_workers_commands",
     ),
-    "live": ("test_applied", "test_background", "test_kill"),
+    "live": ("test_applied", "test_background", "test_kill", "test_unfinished"),
     "node": (
         "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
         "test_standby", "test_supervisor", "test_worker_start",

@@ -64,9 +64,10 @@ class Build:
     def close(self) -> None:
         if self.check is not None:
             self.check.stop()
-        for files in (self.documents, self.words):
-            if files is not None:
-                files.close()
+        if self.documents is not None:
+            self.documents.close()
+        if self.words is not None and self.words is not self.documents:  # a live collection is both
+            self.words.close()
 
 
 def identity_of(directory: Path) -> str:

@@ -11,11 +11,10 @@ import httpx
 import pytest
 
 from benchmarks.fleet.balancers import PRINTED, balancing, free_port
-from runtime.node.metrics.columns import FrontendMetrics
 from runtime.testing.node import Node
 from tests.e2e.conftest import CONFIG
 from tests.fleet.balancers import program
-from tests.fleet.load import Outcomes, load, more
+from tests.fleet.load import Outcomes, load, more, takes_part
 from tests.fleet.manifests import picker_metrics
 
 Start = Callable[[int], Node]
@@ -41,11 +40,6 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
         node.stop()
 
 
-def _takes_part(node: Node) -> None:
-    finished = str(FrontendMetrics.REQUESTS["finished"])
-    node.wait(lambda: node.metric(finished, outcome="finished") > 0, 60, "the balancer to send it something")
-
-
 def _drained(node: Node) -> None:
     with httpx.Client(base_url=node.info.url, trust_env=False) as operator:
         assert operator.post("/drain").json()["draining"] is True
@@ -65,11 +59,11 @@ def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
         more(outcomes, 20)
         second.stop()  # as `trinity stop` does
         second = start(2)
-        _takes_part(second)
+        takes_part(second)
         _drained(first)
         first.stop()
         first = start(1)
-        _takes_part(first)
+        takes_part(first)
         more(outcomes, 20)
         assert outcomes.lost == []
         os.kill(second.process.pid, signal.SIGKILL)

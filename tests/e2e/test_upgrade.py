@@ -11,7 +11,7 @@ from runtime.retrieval.live.collection import create
 from runtime.testing.node import Node
 from tests.e2e.conftest import CONFIG
 from tests.fleet.balancers import program
-from tests.fleet.load import load, more
+from tests.fleet.load import load, more, takes_part
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("runtime", "gpu", "ipc", "launchers", "dashboards")
@@ -62,6 +62,7 @@ def test_nodes_are_upgraded_one_by_one_under_load_without_a_loss_and_have_what_w
             for number, config in enumerate(configs):
                 assert nodes[number].stop() == 0  # as `trinity stop` does: it drains
                 nodes[number] = Node(config)
+                takes_part(nodes[number])
                 more(outcomes, 20)
         assert outcomes.lost == []
         assert len(outcomes.ended) == outcomes.sent

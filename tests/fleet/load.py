@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from runtime.node.metrics.columns import FrontendMetrics
 from runtime.testing.background import Background
+from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 
 _TIMEOUT_S = 60.0
@@ -61,6 +63,12 @@ def more(outcomes: Outcomes, count: int) -> None:
     """Until so many more have ended."""
     wanted = len(outcomes.ended) + count
     eventually(lambda: len(outcomes.ended) >= wanted, 120, f"{count} requests to end")
+
+
+def takes_part(node: Node) -> None:
+    """Wait until a balancer has sent a node something."""
+    finished = str(FrontendMetrics.REQUESTS["finished"])
+    node.wait(lambda: node.metric(finished, outcome="finished") > 0, 60, "the balancer to send it something")
 
 
 def _ask(url: str, kind: str, path: str, body: dict[str, Any]) -> Outcome:

@@ -18,6 +18,7 @@ from benchmarks.fleet.balancers import balancing
 from launchers.fleet.haproxy import Sticky
 from launchers.fleet.nodes import listen_address, node_addresses
 from runtime.errors import InvalidRequest
+from runtime.testing.waiting import eventually
 from tests.fleet.balancers import printed, program
 
 NODES = ("--node", "http://127.0.0.1:8081", "--node", "http://[::1]:8082", "--node", "http://node-3.internal:8080")
@@ -135,6 +136,17 @@ def asked_through(name: str, home: Path, sticky: Sticky = "none") -> Iterator[ht
         yield client
 
 
+def all_are_healthy(client: httpx.Client, header: str) -> None:
+    """Wait until conversations go to all three nodes: which node has which depends on those that the balancer knows."""
+
+    def taken() -> set[int]:
+        named = [{header: f"before-{conversation}"} for conversation in range(24)]
+        body = {"model": "m", "prompt": "p"}
+        return {client.post("/v1/completions", headers=headers, json=body).json()["node"] for headers in named}
+
+    eventually(lambda: len(taken()) == 3, 60, "all nodes to be asked")
+
+
 @pytest.mark.parametrize("name", ["haproxy", "envoy"])
 def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path) as client:
@@ -167,6 +179,7 @@ def test_a_request_that_comes_in_pieces_is_repeated_when_its_node_breaks_off(nam
 def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, header: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path, "conversation") as client:
         taken: Counter[int] = Counter()
+        all_are_healthy(client, header)
         for conversation in range(24):
             named, body = {header: f"c-{conversation}"}, {"model": "m", "prompt": "p"}
             nodes = {client.post("/v1/completions", headers=named, json=body).json()["node"] for _ in range(3)}

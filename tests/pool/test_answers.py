@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import ConfigError, InvalidRequest
+from runtime.errors import InvalidRequest
 from runtime.node.config import AnswerCacheSection, parse_config
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import ANSWERS, NodePlan, resolve
@@ -153,6 +153,5 @@ def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClie
     answers.close()
 
 
-def test_a_pool_on_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"answer_cache\.enabled: .* pools on CPUs .* pool\.devices has 'cuda:0'"):
-        plan(tmp_path, devices=["cuda:0"])
+def test_a_pool_on_a_gpu_has_them_too(tmp_path: Path) -> None:
+    assert plan(tmp_path, devices=["cuda:0"]).answers == plan(tmp_path).answers

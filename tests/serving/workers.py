@@ -32,8 +32,9 @@ class FakePool:
         self._open: dict[int, list[int]] = {}
 
     def ask(
-        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", wanted: bytes = b""
-    ) -> int:
+        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", wanted: bytes = b"",
+        hybrid: float = 0.0,
+    ) -> int:  # fmt: skip
         self.asked += 1
         place = crc32(text.encode()) if self._by_text else (self.asked - 1) * k
         self._open[self.asked] = [self.polls, k, place % len(self.passages)]
