@@ -263,20 +263,25 @@ def main() -> None:
         given.model, blocks=1024 // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, context_tokens=1024, threads=given.threads
     )
     ours, theirs = Ours(model), Theirs(model_directory(given.model))
-    rounded = LanguageModel.load(
-        given.model,
-        blocks=16 * 1024 // BLOCK_TOKENS,
-        block_tokens=BLOCK_TOKENS,
-        context_tokens=1024,
-        threads=given.threads,
-        weights="bfloat16",
-    )
     print(
         f"{model.info.name}: {model.info.layers} layers, float32, {given.threads} thread(s), seed {given.seed}; "
         f"best of {given.rounds}, medians ours / generate\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}; {machine()['processor']}, "
         f"{machine_load()}"
     )
+
+    def bfloat16() -> Ours:
+        return Ours(
+            LanguageModel.load(
+                given.model,
+                blocks=model.blocks,
+                block_tokens=BLOCK_TOKENS,
+                context_tokens=model.context_tokens,
+                threads=given.threads,
+                weights="bfloat16",
+            )
+        )
+
     batches = {f"{rows} rows of 128": [128] * rows for rows in (1, 2, 4, 8, 16)}
     batches["8 rows of 20..700"] = [20, 700, 40, 200, 30, 100, 60, 80]
     rounds = given.rounds
@@ -285,7 +290,7 @@ def main() -> None:
         "chunks": lambda: measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, rounds),
         "packing": lambda: measure_packing(ours, 4, [16, 32, 64, 128, 256], random, rounds),
         "decode": lambda: measure_decode(ours, theirs, batches, random, rounds, given.steps),
-        "weights": lambda: measure_weights(ours, Ours(rounded), (1, 4, 8, 16), random, rounds, given.steps),
+        "weights": lambda: measure_weights(ours, bfloat16(), (1, 4, 8, 16), random, rounds, given.steps),
         "copy": lambda: measure_copy(model, target, [128, 512, 1000], rounds),
     }
     for name, measure in tables.items():

@@ -17,29 +17,13 @@ from ipc import (
     HandoverSource,
     KvArena,
     Offer,
-    RingClient,
-    RingServer,
     connect,
 )
 from ipc.ring.doorbell import FdMailbox
 from tests.fuzz.budget import fuzzed
-from tests.fuzz.peers import OWN, SMALL, VALUES, WORDS, fits, packed, pool, scribbles
+from tests.fuzz.peers import OWN, SMALL, VALUES, WORDS, fits, packed, scribbles
 from tests.ipc.handovers import SLOT_BYTES, address, open_device, receive
-from tests.ipc.processes import attach
 from tests.ipc.test_handover_hostile import offered
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RingServer]:
-    with pool() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def honest(server: RingServer) -> Iterator[RingClient]:
-    with attach(server, "honest") as made:
-        yield made
-
 
 # ---- the hand-over
 

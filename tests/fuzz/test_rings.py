@@ -3,9 +3,8 @@
 import contextlib
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -16,23 +15,11 @@ from ipc import (
     SharedMemory,
 )
 from tests.fuzz.budget import fuzzed
-from tests.fuzz.peers import SMALL, WORDS, answer, expect_served, pool, scribbles
+from tests.fuzz.peers import SMALL, WORDS, answer, expect_served, scribbles
 from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, SLOTS, ask
 
 MOVES = st.lists(st.sampled_from(["ask", "forge", "scribble", "cancel", "answer", "poll"]), min_size=1, max_size=8)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RingServer]:
-    with pool() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def honest(server: RingServer) -> Iterator[RingClient]:
-    with attach(server, "honest") as made:
-        yield made
 
 
 def move(what: str, server: RingServer, client: RingClient, scribble: Callable[[], None], forged: bytes) -> None:

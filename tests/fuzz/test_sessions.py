@@ -24,22 +24,9 @@ from ipc.endpoints import receive_all
 from ipc.server.roster import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached
 from tests.fuzz.budget import fuzzed
-from tests.fuzz.peers import OWN, SMALL, VALUES, answer, expect_served, fits, packed, pool
+from tests.fuzz.peers import OWN, SMALL, VALUES, answer, expect_served, fits, packed
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import ask
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RingServer]:
-    with pool() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def honest(server: RingServer) -> Iterator[RingClient]:
-    with attach(server, "honest") as made:
-        yield made
-
 
 ATTACH: dict[str, st.SearchStrategy[Any]] = {
     "type": st.just("Attach") | VALUES,

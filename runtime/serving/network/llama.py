@@ -169,9 +169,7 @@ def _sharpened(factor: float, weight: float) -> float:
 
 
 _FEWEST_ROWS = 4  # below it oneDNN's float32 product takes another, slower path: rows of zeros are cheaper
-_LAYOUT_ROWS = (
-    16  # the batch that the weights are laid out for; other sizes were no slower than with a layout of theirs
-)
+_LAYOUT_ROWS = 16  # the batch that weights are laid out for; other sizes were no slower than with a layout of theirs
 _SMALLEST_WEIGHTS = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that stay in a core's cache
 
 Linear = Callable[[torch.Tensor], torch.Tensor]

@@ -1,0 +1,21 @@
+"""A pool's end of the rings, and a client of it that keeps the rules."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from ipc import RingClient, RingServer
+from tests.fuzz.peers import pool
+from tests.ipc.processes import attach
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RingServer]:
+    with pool() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def honest(server: RingServer) -> Iterator[RingClient]:
+    with attach(server, "honest") as made:
+        yield made
