@@ -7,6 +7,8 @@ from runtime.serving.http.service import Settings
 SETTINGS = Settings(model="tiny", collections={"docs": 4}, max_body_bytes=10_000, max_prompt_bytes=2_000, max_k=8)
 
 
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
+SEARCH = {"collection": "docs", "query": "with"}
 COMPLETION = {"model": "tiny", "prompt": "say=1"}
 
 

@@ -14,14 +14,9 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.openai_fields import REFUSED
-from tests.frontend.bad import COMPLETION, SETTINGS, problem
+from tests.frontend.bad import CHAT, COMPLETION, SEARCH, SETTINGS, problem
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import PASSAGES
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
-
-
-SEARCH = {"collection": "docs", "query": "with"}
 
 
 @pytest.fixture(scope="module")
