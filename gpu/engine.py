@@ -35,8 +35,8 @@ class Backend(NamedTuple):
 
     Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
 
-    The engine that gave it must outlive it, and may not be used meanwhile but for `load` and `unload`. `number` is what
-    `admit` calls a collection; it raises UnknownCollection.
+    The engine that gave it must outlive it, and may not be used meanwhile but for `load`, `load_part` and `unload`.
+    `number` is what `admit` calls a collection; it raises UnknownCollection.
     """
 
     admit: int
@@ -76,6 +76,10 @@ class Engine(Protocol):
 
         Raises InvalidParams for a name that is taken, and what the backend raises for an index that does not fit.
         """
+
+    def load_part(self, collection: str, index: GraphIndex) -> bool:
+        """A part of `load`, for a loop that is not to stand still: whether it is done. Ask again, between two extends,
+        until it is, or `unload` what is not wanted any more. Raises as `load`."""
 
     def unload(self, collection: str) -> bool:
         """Forget an index, once no slot searches it: False, and nothing is done, until then. Raises UnknownCollection.

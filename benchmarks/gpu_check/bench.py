@@ -7,13 +7,18 @@ DIR holds NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.d
 random clusters. --index is an index directory of that set's base (`trinity index build` makes one as COLLECTION/index);
 without it the index is built here, by cuVS where that is installed.
 
-Writes gpu-DEVICE.json and gpu-DEVICE.md. A section that cannot be done says why and the others go on; one that fails
-makes the exit code 1. Sections that begin after --seconds (540) are left out and say so.
+Needs numpy and numba, and on a GPU the extra [cuda]; what else a section needs and is not installed, it says, and is
+skipped. Writes gpu-DEVICE.json and gpu-DEVICE.md, after every section, with a verdict for each bar of `verdicts`. A
+section that cannot be done says why and the others go on; one that fails, and a bar that is missed, make the exit code
+1. Sections that begin after --seconds (540) are left out and say so.
 """
 
 import argparse
+import importlib
 import os
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -21,28 +26,37 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 from benchmarks.common.report import keep  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
-from benchmarks.gpu_check.sections import (  # noqa: E402
-    correctness,
-    exchange,
-    handover,
-    load,
-    model,
-    peers,
-    sanitizer,
-    steps,
-)
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
+from benchmarks.gpu_check.verdicts import verdicts  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
 
+_OURS = ("benchmarks", "gpu", "ipc", "runtime")
+
+
+def _section(module: str) -> Callable[[Setup], Outcome]:
+    """A module's `check`, imported at its turn: what one section needs is nothing that others should miss."""
+
+    def check(setup: Setup) -> Outcome:
+        try:
+            done: Outcome = importlib.import_module(f"benchmarks.gpu_check.sections.{module}").check(setup)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] in _OURS:
+                raise
+            raise Skipped(f"{error.name} is not installed") from None
+        return done
+
+    return check
+
+
 SECTIONS = {
-    "correctness": correctness.check,
-    "exchange": exchange.check,
-    "model": model.check,
-    "handover": handover.check,
-    "steps": steps.check,
-    "load": load.check,
-    "cuvs": peers.check,
-    "sanitizer": sanitizer.check,  # last: it is slow, and nothing needs it
+    "correctness": _section("correctness"),
+    "steps": _section("steps"),
+    "load": _section("load"),
+    "cuvs": _section("peers"),
+    "exchange": _section("exchange"),
+    "model": _section("model"),
+    "handover": _section("handover"),
+    "sanitizer": _section("sanitizer"),  # last: it is slow, and nothing needs it
 }
 
 
@@ -61,7 +75,8 @@ def run(setup: Setup, begin: float, seconds: float, path: Path) -> dict[str, Out
         except Skipped as reason:
             outcome = Outcome([("", f"skipped: {reason}")])
         except Exception as error:
-            outcome = Outcome([("", f"FAILED: {type(error).__name__}: {error}")], failed=True)
+            where = traceback.format_exc()
+            outcome = Outcome([("", f"FAILED: {type(error).__name__}: {error}")], {"where": where}, failed=True)
         outcome.seconds = time.monotonic() - at
         outcomes[name] = outcome
         for line, value in outcome.lines:
@@ -70,14 +85,20 @@ def run(setup: Setup, begin: float, seconds: float, path: Path) -> dict[str, Out
     return outcomes
 
 
+def verdicts_of(outcomes: dict[str, Outcome]) -> list[tuple[str, str, str]]:
+    """What the bars say of what was found so far."""
+    return verdicts({name: outcome.data for name, outcome in outcomes.items()})
+
+
 def write(setup: Setup, outcomes: dict[str, Outcome], path: Path) -> None:
     """PATH.json and PATH.md."""
+    judged = verdicts_of(outcomes)
     sections = {
         name: {"seconds": outcome.seconds, "lines": outcome.lines, "data": outcome.data}
         for name, outcome in outcomes.items()
     }
-    record = {"machine": setup.machine, "settings": setup.settings, "sections": sections}
-    keep(record, markdown(setup, outcomes), path)
+    record = {"machine": setup.machine, "settings": setup.settings, "verdicts": judged, "sections": sections}
+    keep(record, markdown(setup, outcomes, judged), path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,7 +124,20 @@ def main(arguments: list[str] | None = None) -> int:
         setup = prepare(options)
     except DeviceUnavailable as error:
         parser.error(f"--device {options.device}: {error}")
+    except Exception:
+        keep(
+            {"setup": traceback.format_exc()},
+            f"# The setup failed\n\n{traceback.format_exc()}",
+            options.out / "gpu-setup",
+        )
+        raise
     path = options.out / f"gpu-{setup.file_name}"
     outcomes = run(setup, begin, options.seconds, path)
+    judged = verdicts_of(outcomes)
+    if setup.small:
+        print("a dry run: the verdicts say nothing of a GPU")
+    for what, figure, verdict in judged:
+        print(f"{verdict:12} {what}: {figure}")
     print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")
-    return int(any(outcome.failed for outcome in outcomes.values()))
+    missed = setup.on_gpu and any(verdict == "FAIL" for _, _, verdict in judged)
+    return int(missed or any(outcome.failed for outcome in outcomes.values()))

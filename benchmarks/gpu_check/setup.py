@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from benchmarks.common.data import DataSet, data_sets, load, nearest
 from benchmarks.common.machine import machine
-from gpu import DeviceUnavailable, Engine, GraphIndex, SearchParams, check_device, open_engine
+from gpu import DeviceError, Engine, GraphIndex, SearchParams, check_device, open_engine
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -112,6 +111,8 @@ def _index(options: argparse.Namespace, data: DataSet, device: str) -> GraphInde
         return GraphIndex.load(options.index)
     build: dict[str, Any] = {"metric": data.metric, "dtype": options.dtype}
     if device != "cpu":
-        with suppress(DeviceUnavailable):
+        try:
             return GraphIndex.build(data.base, **build, device="cuda")
+        except DeviceError as error:  # no cuVS, or one that fails: the run goes on
+            print(f"the index is built on the CPU: {error}", flush=True)
     return GraphIndex.build(data.base, **build, threads=1 if options.dry_run else 16)

@@ -95,6 +95,11 @@ class CpuEngine:
         self._collections.add(collection, index)
         self._renew_state()
 
+    def load_part(self, collection: str, index: GraphIndex) -> bool:
+        """See `Engine.load_part`. It is no work: nothing is copied."""
+        self.load(collection, index)
+        return True
+
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
         number, slots = self._collections.number(collection), self._batch.slots

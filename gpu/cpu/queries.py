@@ -129,9 +129,7 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
     dim, lanes = len(query), padded_lanes(len(query))
     code_start = QUERY_SKETCH + 2 * form[SKETCH_LANES]
     full_start = code_start + 2 * form[CODE_LANES]
-    squares = 0.0
-    for j in range(dim):
-        squares += np.float64(query[j]) * np.float64(query[j])
+    squares = squared_norm(query)
     if not np.isfinite(squares) or (not form[NORMALISED] and squares > LARGEST_SQUARE):
         return False
     factor = np.int64(form[SCALE]).view(np.float64)
@@ -179,6 +177,21 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
         header[3] = np.float32(7.5) * np.float32(total)
         shifted[0] = 0  # numba frees an array after its last mention, and its address was in use until here
     return True
+
+
+@compiled
+def squared_norm(query: Any) -> Any:
+    """The squared norm of float32 [d] in float64; four sums at a time, for one waits for itself."""
+    a = b = c = d = 0.0
+    whole = len(query) // 4 * 4
+    for j in range(0, whole, 4):
+        a += np.float64(query[j]) * np.float64(query[j])
+        b += np.float64(query[j + 1]) * np.float64(query[j + 1])
+        c += np.float64(query[j + 2]) * np.float64(query[j + 2])
+        d += np.float64(query[j + 3]) * np.float64(query[j + 3])
+    for value in query[whole:]:
+        a += np.float64(value) * np.float64(value)
+    return (a + b) + (c + d)
 
 
 @compiled

@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import config, types
 from numba.extending import intrinsic
 
 from gpu.compiled import compiled
@@ -80,8 +80,16 @@ def look_up_each(builder: Any, table: Any, places: Any) -> Any:
     return found
 
 
+def _features() -> dict[str, bool]:
+    """What numba compiles for: the host's instruction sets, or those that NUMBA_CPU_FEATURES names."""
+    named: str | None = config.CPU_FEATURES
+    if named is None:
+        return dict(llvm.get_host_cpu_features())
+    return {feature[1:]: feature.startswith("+") for feature in named.split(",")}
+
+
 def _best_look_up() -> Callable[[Any, Any, Any], Any]:
-    features = llvm.get_host_cpu_features()
+    features = _features()
     for feature, name, width in (
         ("avx512bw", "llvm.x86.avx512.pshuf.b.512", 64),
         ("avx2", "llvm.x86.avx2.pshuf.b", 32),

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 LANES = 16
 WAYS = 8
+KEYS_AT_ONCE = 8
 _i8, _i16, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FAST = ("contract", "reassoc", "nsz")
 _ACCUMULATORS = 4  # independent sums hide the latency of a fused multiply-add
@@ -39,6 +40,14 @@ def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
 
 def _shuffled(builder: Any, vector: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes)))
+
+
+def _words(builder: Any, value: Any) -> Any:
+    """A 64-bit value in each of the lanes that keys are compared in."""
+    single = builder.insert_element(
+        ir.Constant(ir.VectorType(_i64, KEYS_AT_ONCE), ir.Undefined), value, ir.Constant(_i32, 0)
+    )
+    return _shuffled(builder, single, [0] * KEYS_AT_ONCE)
 
 
 def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
@@ -256,6 +265,56 @@ def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
+    """How many of the first `count` of uint64 [8] at an address are below `key`; count may be greater than 8."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        words, mask = ir.VectorType(_i64, KEYS_AT_ONCE), ir.IntType(KEYS_AT_ONCE)
+        loaded = builder.load(_pointer(builder, args[0], words), align=1)
+        below = builder.icmp_unsigned("<", loaded, _words(builder, args[1]))
+        there = builder.icmp_signed("<", ir.Constant(words, [*range(KEYS_AT_ONCE)]), _words(builder, args[2]))
+        return builder.zext(builder.ctpop(builder.bitcast(builder.and_(below, there), mask)), _i64)
+
+    return types.int64(types.uint64, types.uint64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def shift_in(typing_context: Any, keys: Any, place: Any, key: Any, chunks: Any) -> Any:
+    """Put `key` at a place 0..7 of uint64 [8 * chunks] at an address: what follows moves up, the last falls out."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        keys, place, key, chunks = args
+        words = ir.VectorType(_i64, KEYS_AT_ONCE)
+        first = builder.load(_pointer(builder, keys, words), align=1)
+        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), _words(builder, place)
+        up = _shuffled(builder, first, [0, *range(KEYS_AT_ONCE - 1)])
+        moved = builder.select(builder.icmp_signed(">", lanes, here), up, first)
+        moved = builder.select(builder.icmp_signed("==", lanes, here), _words(builder, key), moved)
+        builder.store(moved, _pointer(builder, keys, words), align=1)
+
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        number, previous = builder.phi(_i64), builder.phi(words)
+        number.add_incoming(ir.Constant(_i64, 1), before)
+        previous.add_incoming(first, before)
+        builder.cbranch(builder.icmp_signed("<", number, chunks), body, after)
+        builder.position_at_end(body)
+        address = builder.add(keys, builder.mul(number, ir.Constant(_i64, 8 * KEYS_AT_ONCE)))
+        own = builder.load(_pointer(builder, address, words), align=1)
+        lanes = ir.Constant(ir.VectorType(_i32, KEYS_AT_ONCE), [*range(KEYS_AT_ONCE - 1, 2 * KEYS_AT_ONCE - 1)])
+        builder.store(builder.shuffle_vector(previous, own, lanes), _pointer(builder, address, words), align=1)
+        previous.add_incoming(own, body)
+        number.add_incoming(builder.add(number, ir.Constant(_i64, 1)), body)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64, types.uint64, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes, table_offset
+from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import (
     BLOCK_BYTES,
     BLOCKS,
@@ -46,7 +47,7 @@ from gpu.cpu.tables import (
     handle_of,
 )
 from gpu.index.data import IndexData
-from gpu.index.rows import aligned_empty, metric_form
+from gpu.index.rows import aligned_empty, metric_form, padded
 from gpu.params import SearchParams
 
 _KINDS = {
@@ -122,6 +123,7 @@ class BatchState:
         max_width: int,
         max_k: int | None = None,
     ) -> None:
+        max_top_m = padded(max_top_m, KEYS_AT_ONCE)
         loaded = [data for data in collections if data is not None]
         forms = [None if data is None else Form(data.rows, data.codes) for data in collections]
         self._keep_alive = (tuple(collections), forms)

@@ -234,7 +234,6 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     among.begin(compared.slots[slot], collection, k, degree == 0)
     layout.write_head(_head(own, slot), own[NEXT_TICKET], collection, degree, k, top_m, width, patience)
     own[NEXT_TICKET] = own[NEXT_TICKET] % _WORD + 1
-    store_release(_result(own, slot) + _EXTENDS_OFFSET, 0)  # no launch runs that could write it
     if degree:
         _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
     slot_changes.take(table, _active(own), slot)

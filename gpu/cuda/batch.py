@@ -82,11 +82,23 @@ class BatchMemory:
         """The SLOT of a staged line."""
         return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)
 
-    def load(self, number: int, name: str, data: IndexData) -> None:
-        """One more index, under a free number, while no launch runs. Raises OutOfDeviceMemory; nothing is done then."""
+    def device_head(self, slot: int) -> np.void:
+        """The SLOT as the device has it. Waits for what is queued."""
+        head = np.zeros(1, layout.SLOT)
+        self._driver.copy_to_host(self._stream, head, int(self.record["slots"][0]) + slot * self.lines.shape[1])
+        self._driver.synchronise(self._stream)
+        found: np.void = head[0]
+        return found
+
+    def upload(self, name: str, data: IndexData) -> DeviceArrays:
+        """Begin to copy one more index, by steps. Raises OutOfDeviceMemory; nothing is done then."""
         arrays = device_arrays(data)
         check_fits(self._driver, {f"{name}.{part}": one.nbytes for part, one in arrays.items()})
-        self._uploaded[number] = uploaded = DeviceArrays(self._driver, arrays)
+        return DeviceArrays(self._driver, arrays, in_steps=True)
+
+    def load(self, number: int, data: IndexData, uploaded: DeviceArrays) -> None:
+        """One more index, which is there as a whole, under a free number, while no launch runs."""
+        self._uploaded[number] = uploaded
         self._records[number] = layout.collection_record(data, uploaded.address)[0]
         self._driver.copy_to_device(self._stream, self._collections_address, self._records.view(np.uint8))
         self._driver.synchronise(self._stream)

@@ -13,9 +13,10 @@ from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
 from gpu.cuda.handle import Handle
-from gpu.cuda.upload import Progress
+from gpu.cuda.upload import DeviceArrays, Progress
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME, Backend
 from gpu.errors import DeviceError, InvalidParams
+from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState
@@ -86,6 +87,7 @@ class CudaEngine:
         self.padded_slots = 0
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
+        self._uploads: dict[str, DeviceArrays] = {}  # that `load_part` has begun
         self._graphs: LaunchGraphs | None = None
         try:
             named = dict(zip(collections, data, strict=True))
@@ -195,20 +197,38 @@ class CudaEngine:
         Raises OutOfDeviceMemory, and InvalidParams for an index whose queries need more than those of the indexes that
         the engine was made with: sizes are captured in its graphs.
         """
-        number, data, limits = self._collections.next_number(collection), index.data, self.limits
+        while not self.load_part(collection, index):
+            pass
+
+    def load_part(self, collection: str, index: GraphIndex) -> bool:
+        """See `Engine.load_part`. Copies a megabyte, on streams of its own, and waits for no copy. Raises as `load`."""
+        number, data = self._collections.next_number(collection), index.data
+        if collection not in self._uploads:
+            self._check_shape(collection, data)
+        if data.graph.shape[1]:  # rows without a graph are compared by the host
+            if collection not in self._uploads:
+                self._uploads[collection] = self.batch_memory().upload(collection, data)
+            if not self._uploads[collection].step():
+                return False
+            self.batch_memory().load(number, data, self._uploads.pop(collection))
+        self.handle.load(number, data)
+        self._collections.add(collection, index)
+        return True
+
+    def _check_shape(self, collection: str, data: IndexData) -> None:
+        limits = self.limits
         wanted = layout.BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width)
         if not self._shape.covers(wanted):
             raise InvalidParams(
                 f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine has "
                 f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
             )
-        if data.graph.shape[1]:  # rows without a graph are compared by the host
-            self.batch_memory().load(number, collection, data)
-        self.handle.load(number, data)
-        self._collections.add(collection, index)
 
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
+        if collection in self._uploads:
+            self._uploads.pop(collection).close()
+            return True
         number = self._collections.number(collection)
         if self.handle.searches(number):
             return False
@@ -273,9 +293,15 @@ class CudaEngine:
         self._change(slot, RESUME)
 
     def extends(self, slot: int) -> int:
-        """See `Engine.extends`. Raises InvalidSlot for a free slot."""
+        """See `Engine.extends`. Waits for the device if the query still runs. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        return int(self.batch_memory().results["extends"][slot])
+        memory, compared = self.batch_memory(), self.handle.compared_extends(slot)
+        if compared is not None:
+            return compared
+        ticket = memory.head(slot)[layout.TICKET]
+        if (head := memory.results[slot])["ticket"] != ticket:
+            head = memory.device_head(slot)
+        return int(head["extends"]) if head["ticket"] == ticket else 0
 
     def close(self) -> None:
         """See `Engine.close`. A driver that `open` made is closed too."""
@@ -287,6 +313,8 @@ class CudaEngine:
                 self._driver.synchronise(stream)
             if self._graphs is not None:
                 self._graphs.close()
+            while self._uploads:
+                self._uploads.popitem()[1].close()
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None

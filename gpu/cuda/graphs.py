@@ -9,6 +9,7 @@ later ones would wait while the first go on.
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -40,13 +41,23 @@ class Kernels:
         self._compute = driver.kernel(module, self._distances.name)
         self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
         self._module = module
-        self._fused = 0
+        self._fused: tuple[int, int] | None = None  # the kernel and its shared memory
 
-    def load_fused(self) -> None:
-        """Raises DeviceError where a block cannot have as much shared memory as the fused form needs. Idempotent."""
-        self._fused = self._fused or self._driver.kernel(
-            self._module, layout.EXTEND_FUSED.name, self._shape.fused_shared_bytes
-        )
+    def load_fused(self, limit: int) -> None:
+        """The fused kernel for launches of so many extends: of several, with visited tables in shared memory.
+
+        Where these do not fit, they stay in the batch's memory.
+
+        Raises DeviceError where a block cannot have as much shared memory as the fused form needs. Idempotent.
+        """
+        if self._fused is None and limit > 1:
+            with suppress(DeviceError):
+                self._fused = self._load(layout.EXTEND_FUSED_NEAR, self._shape.fused_near_shared_bytes)
+        if self._fused is None:
+            self._fused = self._load(layout.EXTEND_FUSED, self._shape.fused_shared_bytes)
+
+    def _load(self, kernel: layout.KernelSpec, shared_bytes: int) -> tuple[int, int]:
+        return self._driver.kernel(self._module, kernel.name, shared_bytes), shared_bytes
 
     def extend(self, stream: int, bucket: int, limit: int, condition: int) -> None:
         """The three kernels of one extend."""
@@ -60,9 +71,10 @@ class Kernels:
 
     def extend_fused(self, stream: int, bucket: int, limit: int) -> None:
         """Up to `limit` extends in one kernel."""
+        assert self._fused is not None, "load_fused comes first"
+        kernel, shared_bytes = self._fused
         arguments = (self._batch, ctypes.c_uint32(limit))
-        threads, shared = Dim(layout.EXTEND_FUSED.threads), self._shape.fused_shared_bytes
-        self._driver.launch(stream, self._fused, Dim(bucket), threads, arguments, shared)
+        self._driver.launch(stream, kernel, Dim(bucket), Dim(layout.FUSED_THREADS), arguments, shared_bytes)
 
 
 class LaunchGraphs:
@@ -98,7 +110,7 @@ class LaunchGraphs:
     def _make(self, bucket: int, form: Form, limit: int) -> None:
         try:
             if form == "fused":
-                self._kernels.load_fused()
+                self._kernels.load_fused(limit)
             self._graphs[bucket] = self._capture(bucket, form, limit)
         except DeviceError as error:
             if form == "plain":

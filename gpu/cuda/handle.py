@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from gpu.cpu.queries import Form
 from gpu.cpu.state import collection_table
-from gpu.cpu.tables import FORM_FIELDS, K
+from gpu.cpu.tables import EXTENDS, FORM_FIELDS, SCANNING, K
 from gpu.cuda import backend as of
 from gpu.cuda import layout
 from gpu.cuda import passing as among
@@ -102,6 +102,11 @@ class Handle:
     def wanted(self, slot: int) -> int:
         """How many results a slot's query asks for."""
         return int(self._compared.slots[slot, K])
+
+    def compared_extends(self, slot: int) -> int | None:
+        """The extends of a slot whose rows the host compares; None where the device searches."""
+        search = self._compared.slots[slot]
+        return int(search[EXTENDS]) if search[SCANNING] else None
 
     def searches(self, number: int) -> bool:
         """Whether a slot's query is of this collection."""

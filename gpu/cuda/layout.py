@@ -51,7 +51,7 @@ CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines 
 SLOT_THREADS = 128  # a block of gather_tasks and merge_top_m
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
-WRITE_THREADS = 64  # a block of write_slots
+WRITE_THREADS = 256  # a block of write_slots: a line of 4 KiB comes over the bus in one wait
 MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
 SCRATCH_BYTES = 160  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
@@ -115,11 +115,12 @@ COUNTERS = np.dtype(
 RESULT = np.dtype(
     [
         ("ticket", np.uint32),  # SYNC POINT: stored last, with release; everything else of the result is there then
-        ("extends", np.uint32),  # kept up to date while the query runs
+        ("extends", np.uint32),  # that the query took
         ("unused", np.uint32, 14),
     ]
 )
-"""The head of a slot's result line, 64 bytes; nodes int32 [max_k] and raw distances float32 [max_k] follow.
+"""The head of a slot's result line, 64 bytes, written when the query is done; nodes int32 [max_k] and raw distances
+float32 [max_k] follow.
 
 The first k are written, nearest first; -1 and +inf where there are fewer.
 """
@@ -231,7 +232,11 @@ EXTEND_FUSED = KernelSpec("extend_fused", FUSED_THREADS, (("limit", np.uint32),)
 fused form. Up to `limit` extends of every active slot; a slot stops early when it, or another slot, is done or the
 doorbell rang. Counts as one launch."""
 
-KERNELS = (WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED)
+EXTEND_FUSED_NEAR = KernelSpec("extend_fused_near", FUSED_THREADS, EXTEND_FUSED.arguments)
+"""The same, for launches of several extends, with each slot's visited table in its block's shared memory: it is copied
+there and back once a launch. Shared: `BatchShape.fused_near_shared_bytes`."""
+
+KERNELS = (WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED, EXTEND_FUSED_NEAR)
 
 
 @dataclass(frozen=True)
@@ -299,6 +304,11 @@ class BatchShape:
     def fused_shared_bytes(self) -> int:
         """What merging needs, and the nodes and distances of a slot's tasks."""
         return self.merge_shared_bytes + 8 * self.slot_tasks
+
+    @property
+    def fused_near_shared_bytes(self) -> int:
+        """That, and a visited table."""
+        return self.fused_shared_bytes + 4 * self.visited_stride
 
     def record(self, addresses: dict[str, int]) -> npt.NDArray[Any]:
         """The BATCH, [1], over arrays at these addresses (by their names in BATCH)."""

@@ -42,6 +42,7 @@ from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
 FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 3, 2
 MAX_DEGREE = 512
 MAX_SEEDS = 4096  # every slot of a batch has room for all of them
+CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy")  # of codes of neighbours
 _META = "meta.json"
 _META_LIMIT = 1 << 20
 _CHECKED_ROWS = 1 << 16
@@ -68,7 +69,7 @@ def save(data: IndexData, directory: Path) -> None:
     if data.ids is not None:
         arrays["ids.npy"] = data.ids
     if data.codes is not None:
-        arrays |= {"neighbors.npy": data.codes.blocks, "entry.npy": data.codes.entry, "rotation.npy": data.codes.signs}
+        arrays |= dict(zip(CODE_FILES, (data.codes.blocks, data.codes.entry, data.codes.signs), strict=True))
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.parent / f".{directory.name}.{uuid4().hex}"
     fresh.mkdir()

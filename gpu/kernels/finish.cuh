@@ -1,7 +1,8 @@
 // The end of an extend for a slot, of its query, and of a launch.
 //
-// Results go straight to pinned host memory: 8 · k bytes and a line a query. The host polls the ticket of a result and
-// the number of launches; both are stored last, with release at system scope. It never synchronises.
+// Results go straight to pinned host memory: 8 · k bytes and a line a query, once it is done; a query that goes on writes
+// nothing there. The host polls the ticket of a result and the number of launches; both are stored last, with release at
+// system scope. It never synchronises.
 #pragma once
 #include "distance.cuh"
 #include "merge.cuh"
@@ -65,24 +66,23 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
         nodes[i] = key == NO_KEY ? -1 : static_cast<int>(node_of(key));
         distances[i] = key == NO_KEY ? __uint_as_float(0x7F800000u) : distance_of(key);
     }
+    if (threadIdx.x == 0) result->extends = slot->extends;
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);
 }
 
-// Count the extend and decide whether the query is done; if it is, publish its result. Returns the same to every
-// thread.
+// Count the extend and decide whether the query is done; if it is, publish its result. `before`: slot->unchanged, read
+// before the merge, so that nobody need wait for it here. Returns the same to every thread.
 __device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slot* slot, const Collection& collection,
-                                     uint64* keys, Merged merged, MergeScratch* scratch) {
-    const uint32 unchanged = merged.changed ? 0 : slot->unchanged + 1;
+                                     uint64* keys, Merged merged, uint32 before, MergeScratch* scratch) {
+    const uint32 unchanged = merged.changed ? 0 : before + 1;
     const bool done = merged.cursor == slot->top_m || (slot->patience > 0 && unchanged >= slot->patience);
-    __syncthreads();
     if (threadIdx.x == 0) {
         slot->cursor = merged.cursor;
         slot->unchanged = unchanged;
         slot->extends += 1;
         if (done) slot->status = FINISHED;
-        result_at(batch, slot_number)->extends = slot->extends;
     }
     if (done) {
         if (collection.full != 0) rescore(slot, collection, keys, scratch);
@@ -99,7 +99,7 @@ __device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
     Counters* counters = at<Counters>(batch.counters);
     if (reasons_to_stop > 0) atomicAdd(&counters->stop, reasons_to_stop);
     __threadfence();
-    if (atomicAdd(&counters->left, 1u) != gridDim.x - 1) return false;
+    if (atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1) return false;  // and 0 for the next launch
     __threadfence();
     return true;
 }

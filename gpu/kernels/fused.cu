@@ -1,5 +1,6 @@
 // Several extends of each slot in one launch, a block a slot, for when few slots are active: what separate stages would
-// wait for each other, blocks here need not, and keys, nodes and distances stay in shared memory.
+// wait for each other, blocks here need not, and keys, nodes and distances stay in shared memory; so does the visited
+// table in `extend_fused_near`, which takes it from the batch's memory and puts it back, once a launch.
 //
 // The bytes are those of the stages, less the tasks (12 a task) and, but for the first and last extend of a launch, the
 // keys. One block's loads cannot fill a device: use it while there are fewer active slots than multiprocessors.
@@ -14,8 +15,9 @@ constexpr uint32 FUSED_AT_ONCE = 1;
 constexpr uint32 FUSED_AT_ONCE = 4;
 #endif
 
-extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const Batch batch, uint32 limit) {
-    DYNAMIC_SHARED(shared);
+// NEAR: the visited table is in shared memory.
+template <bool NEAR>
+__device__ inline void extend_slot(const Batch& batch, uint32 limit, unsigned char* shared) {
     GatherScratch* gathering = reinterpret_cast<GatherScratch*>(shared);
     MergeScratch* merging = reinterpret_cast<MergeScratch*>(gathering + 1);
     uint32* stop = reinterpret_cast<uint32*>(merging + 1);
@@ -27,11 +29,14 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const B
     if (slot->status == ACTIVE) {
         const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
         const uint32 top_m = slot->top_m, room = max(power_of_two(top_m), MERGE_KEYS);
-        uint32* nodes = reinterpret_cast<uint32*>(keys + room);
+        uint32* table = reinterpret_cast<uint32*>(keys + room);
+        uint32* nodes = NEAR ? table + batch.visited_stride : table;
         float* distances = reinterpret_cast<float*>(nodes + batch.slot_tasks);
         uint64* stored = at<uint64>(batch.keys, static_cast<uint64>(blockIdx.x) * batch.keys_stride);
-        uint32* visited = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
+        uint32* kept = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
+        uint32* visited = NEAR ? table : kept;
         const bool first = slot->extends == 0;
+        if (NEAR && !first) copy_visited(table, kept, slot->visited_bits);
         for (uint32 i = threadIdx.x; i < room; i += blockDim.x) keys[i] = i < top_m && !first ? stored[i] : NO_KEY;
         __syncthreads();
         bool done = false;
@@ -42,26 +47,35 @@ extern "C" __global__ void __launch_bounds__(FUSED_THREADS) extend_fused(const B
                 others = load_system(&counters->stop);
             }
             gather(slot, collection, keys, visited, nodes, gathering);
-            const uint32 count = gathering->node_count;
+            const uint32 count = gathering->node_count, unchanged = slot->unchanged;
             for (uint32 i = threadIdx.x / SLOT_TEAM; i < count; i += blockDim.x / SLOT_TEAM) {
                 const float distance = row_distance<SLOT_TEAM, FUSED_AT_ONCE>(collection, slot, nodes[i]);
                 if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
             }
             const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
             const Merged merged = merge(keys, top_m, count, key_of_task, fresh, merging);
-            done = finish_extend(batch, blockIdx.x, slot, collection, keys, merged, merging);
+            done = finish_extend(batch, blockIdx.x, slot, collection, keys, merged, unchanged, merging);
             extends += 1;
             if (threadIdx.x == 0) *stop = (done ? 1 : 0) + (rang ? 1 : 0) + (others ? 1 : 0);
             __syncthreads();
             reasons_to_stop = *stop;
         }
-        if (!done)
+        if (!done) {
             for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
+            if (NEAR) copy_visited(kept, table, slot->visited_bits);
+        }
         if (threadIdx.x == 0) atomicMax(&counters->extends, extends);
     }
     if (!leave(batch, reasons_to_stop)) return;
-    volatile Counters* totals = counters;
-    totals->left = 0;
-    totals->total_extends = totals->total_extends + totals->extends;
+    counters->total_extends += counters->extends;
     end_launch(batch);
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1) extend_fused(const Batch batch, uint32 limit) {
+    DYNAMIC_SHARED(shared);
+    extend_slot<false>(batch, limit, shared);
+}
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1) extend_fused_near(const Batch batch, uint32 limit) {
+    DYNAMIC_SHARED(shared);
+    extend_slot<true>(batch, limit, shared);
 }

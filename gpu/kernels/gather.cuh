@@ -21,6 +21,13 @@ struct GatherScratch {
     uint32 node_count;
 };
 
+// Copy a visited table, from the batch's memory to the block's or back.
+__device__ inline void copy_visited(uint32* target, const uint32* source, uint32 bits) {
+    const uint4* from = reinterpret_cast<const uint4*>(source);
+    uint4* to = reinterpret_cast<uint4*>(target);
+    for (uint32 i = threadIdx.x; i < (1u << bits) / 4; i += blockDim.x) to[i] = from[i];
+}
+
 // Forget all that an earlier query saw. Its keys are the caller's to clear.
 __device__ inline void clear_visited(uint32* visited, uint32 bits) {
     uint4* sectors = reinterpret_cast<uint4*>(visited);
@@ -28,24 +35,40 @@ __device__ inline void clear_visited(uint32* visited, uint32 bits) {
         sectors[i] = make_uint4(NO_NODE, NO_NODE, NO_NODE, NO_NODE);
 }
 
-// The `search_width` nearest entries from the cursor on that have not been parents, which they are from now on. One
-// warp.
-__device__ inline void select_parents(const Slot* slot, uint64* keys, GatherScratch* scratch) {
-    const uint32 lane = threadIdx.x % WARP, width = slot->search_width;
+// Calls act(rank, i) for the `search_width` nearest entries i from the cursor on that have not been parents, and returns
+// how many there are. One warp.
+template <class Act>
+__device__ inline uint32 next_parents(const Slot* slot, const uint64* keys, uint32 cursor, Act act) {
+    const uint32 lane = threadIdx.x % WARP, width = slot->search_width, top_m = slot->top_m;
     uint32 found = 0;
-    for (uint32 first = slot->cursor; first < slot->top_m && found < width; first += WARP) {
+    for (uint32 first = cursor; first < top_m && found < width; first += WARP) {
         const uint32 i = first + lane;
-        const uint64 key = i < slot->top_m ? keys[i] : NO_KEY;
-        const bool open = !(key & EXPANDED);
+        const bool open = i < top_m && !(keys[i] & EXPANDED);
         const uint32 all = __ballot_sync(WHOLE_WARP, open);
         const uint32 rank = found + __popc(all & ((1u << lane) - 1));
-        if (open && rank < width) {
-            scratch->parents[rank] = node_of(key);
-            keys[i] = key | EXPANDED;
-        }
+        if (open && rank < width) act(rank, i);
         found += __popc(all);
     }
-    if (lane == 0) scratch->parent_count = min(found, width);
+    return min(found, width);
+}
+
+// The next parents, which they are from now on. One warp.
+__device__ inline void select_parents(const Slot* slot, uint64* keys, GatherScratch* scratch) {
+    const uint32 count = next_parents(slot, keys, slot->cursor, [=](uint32 rank, uint32 i) {
+        scratch->parents[rank] = node_of(keys[i]);
+        keys[i] |= EXPANDED;
+    });
+    if (threadIdx.x % WARP == 0) scratch->parent_count = count;
+}
+
+// Have the graph rows of the parents that the next extend will select brought near, while this one ends. One warp.
+__device__ inline void prefetch_rows(const Slot* slot, const Collection& collection, const uint64* keys,
+                                     uint32 cursor) {
+    const uint32 bytes = collection.degree * sizeof(uint32);
+    next_parents(slot, keys, cursor, [=, &collection](uint32, uint32 i) {
+        const unsigned char* row = at<unsigned char>(collection.graph, static_cast<uint64>(node_of(keys[i])) * bytes);
+        for (uint32 offset = 0; offset < bytes; offset += LINE_BYTES) prefetch_line(row + offset);
+    });
 }
 
 // The i-th neighbour of the parents; in the first extend, the i-th seed.
@@ -74,14 +97,17 @@ __device__ inline bool mark_visited(uint32* visited, uint32 bits, uint32 node) {
     return atomicExch(set + hash % WAYS, node) != node;
 }
 
-// All three stages: writes the first-seen nodes, in any order, and scratch->node_count. `keys` is the slot's top_m.
+// All three stages: writes the first-seen nodes, in any order, and scratch->node_count. `keys` is the slot's top_m, which
+// the first extend does not read.
 __device__ inline void gather(const Slot* slot, const Collection& collection, uint64* keys, uint32* visited,
                               uint32* nodes, GatherScratch* scratch) {
     const bool first = slot->extends == 0;
     const uint32 bits = slot->visited_bits, size = collection.size;
-    if (first) clear_visited(visited, bits);
     if (threadIdx.x == 0) scratch->node_count = 0;
-    if (threadIdx.x < WARP) select_parents(slot, keys, scratch);
+    if (first)
+        clear_visited(visited, bits);
+    else if (threadIdx.x < WARP)
+        select_parents(slot, keys, scratch);
     __syncthreads();
     const uint32 neighbors = first ? collection.seed_count : scratch->parent_count * collection.degree;
     for (uint32 i = threadIdx.x; i < neighbors; i += blockDim.x) {

@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 _KEPT = HERE.parents[1] / ".pytest_cache" / "emulator"
 _PROGRAM = "emulator"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+BLOCKS_AT_ONCE = ("-fsanitize=thread",)  # each block is a thread: see host.h
 _FLAGS = (
     "-std=c++17",
     "-O1",
@@ -42,10 +43,11 @@ _FLAGS = (
     "-fno-omit-frame-pointer",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
+    "-pthread",
     "-Wall",
     "-Wno-unknown-pragmas",
 )
-_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE".split()  # noqa: SIM905
+_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS".split()  # noqa: SIM905
 _KIND = {name: number for number, name in enumerate(_ORDERS)}
 _HEAD = struct.Struct("<IIQQQ")
 _NAMES = [kernel.name for kernel in KERNELS]
@@ -54,26 +56,40 @@ _C_NAMES: dict[type, str] = {np.uint32: "uint32", np.uint64: "uint64"}
 
 def require_compiler() -> None:
     """Skip the test where there is no g++; fail it in CI, where no kernel would run otherwise."""
-    if shutil.which("g++"):
-        return
+    if not shutil.which("g++"):
+        _missing("g++ is not installed")
+
+
+def require_thread_sanitizer(directory: Path) -> None:
+    """The same for programs under the thread sanitizer, which want its library and a layout of memory that it knows."""
+    require_compiler()
+    unit, program = directory / "empty.cpp", directory / "empty"
+    unit.write_text("int main() {}")
+    for command in (["g++", *BLOCKS_AT_ONCE, "-o", str(program), str(unit)], [str(program)]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            _missing(f"no thread sanitizer: {done.stderr}")
+
+
+def _missing(what: str) -> NoReturn:
     if os.environ.get("CI") == "true":
-        pytest.fail("g++ is not installed: in CI the kernels must run")
-    pytest.skip("g++ is not installed")
+        pytest.fail(f"{what}: in CI the kernels must run")
+    pytest.skip(what)
 
 
 @functools.cache
-def emulator() -> Path:
+def emulator(sanitizers: tuple[str, ...] = SANITIZERS) -> Path:
     """The emulator of the kernels, built once for all processes, until any of its sources changes."""
     require_compiler()
     version = subprocess.run(["g++", "--version"], capture_output=True, timeout=60, check=True).stdout
     sources = [path.read_bytes() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
-    made_of = (_unit(kernel_source()).encode(), " ".join((*_FLAGS, *SANITIZERS)).encode(), version, *sources)
+    made_of = (_unit(kernel_source()).encode(), " ".join((*_FLAGS, *sanitizers)).encode(), version, *sources)
     folder = _KEPT / hashlib.sha256(b"\0".join(made_of)).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "built").exists():
-            build(folder)
+            build(folder, sanitizers=sanitizers)
             (folder / "built").touch()
     return folder / _PROGRAM
 
@@ -125,6 +141,7 @@ class EmulatedDriver:
                 **os.environ,
                 "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
                 "UBSAN_OPTIONS": "print_stacktrace=0",
+                "TSAN_OPTIONS": "halt_on_error=1",
             },
         )
         self._folder = tempfile.TemporaryDirectory()
@@ -203,6 +220,10 @@ class EmulatedDriver:
             raw = bytes(argument)
             data += [struct.pack("<Q", len(raw)), raw.ljust(-(-len(raw) // 8) * 8, b"\0")]
         self._put(stream, _order("LAUNCH", data=b"".join(data)))
+
+    def waits(self) -> int:
+        """Barriers that blocks have passed so far."""
+        return self._ask(_order("WAITS"))
 
     # ---- streams, events
 

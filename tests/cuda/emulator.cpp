@@ -5,6 +5,7 @@
 // An order: uint32 kind, uint32 bytes that follow, three uint64.
 #include <cinttypes>
 #include <string>
+#include <thread>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -23,7 +24,8 @@ enum Kind : uint32_t {
     LAUNCH,
     LOOP,
     END_LOOP,
-    SYNCHRONISE
+    SYNCHRONISE,
+    WAITS
 };
 
 struct Order {
@@ -65,13 +67,24 @@ void launch(const Work& work, emulated::Block& block) {
         arguments.push_back(work.data.data() + at + sizeof bytes);
         at += sizeof bytes + (bytes + 7) / 8 * 8;
     }
-    emulated::blocks.x = head.blocks;
-    emulated::threads.x = head.threads;
     const std::function<void()> kernel = [&] { run_kernel(head.kernel, arguments.data()); };
-    for (unsigned number : block.shuffled(head.blocks)) {
+    const auto run = [&](emulated::Block& runner, unsigned number) {
+        emulated::running = &runner;
+        emulated::blocks.x = head.blocks;
+        emulated::threads.x = head.threads;
         emulated::block.x = number;
-        block.run(head.threads, head.shared_bytes, kernel);
-    }
+        runner.run(head.threads, head.shared_bytes, kernel);
+    };
+#ifdef __SANITIZE_THREAD__  // all at once
+    static std::vector<std::unique_ptr<emulated::Block>> runners;
+    while (runners.size() < head.blocks) runners.emplace_back(new emulated::Block(runners.size() + block.seed()));
+    std::vector<std::thread> started;
+    for (unsigned number : block.shuffled(head.blocks))
+        started.emplace_back([&, number] { run(*runners[number], number); });
+    for (std::thread& thread : started) thread.join();
+#else
+    for (unsigned number : block.shuffled(head.blocks)) run(block, number);
+#endif
 }
 
 void carry_out(const Work& work, emulated::Block& block) {
@@ -99,6 +112,7 @@ void carry_out(const Work& work, emulated::Block& block) {
         case UNMAP: munmap(target, order.b); return;
         case LAUNCH: return launch(work, block);
         case SYNCHRONISE: return answer(0);
+        case WAITS: return answer(block.waits());
         default: emulated::fault("an order that there is not");
     }
 }
@@ -116,7 +130,6 @@ void loop(uint64_t handle, emulated::Block& block) {
 
 int main(int, char** arguments) {
     emulated::Block block(std::strtoull(arguments[1], nullptr, 10));
-    emulated::running = &block;
     for (Work work; next(work);)
         if (work.order.kind == LOOP)
             loop(work.order.a, block);

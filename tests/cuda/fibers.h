@@ -15,6 +15,7 @@
 #endif
 
 #include "host.h"
+#include "tsan.h"
 
 namespace emulated {
 
@@ -77,6 +78,7 @@ struct Fiber {
     Context context;
     char* stack = nullptr;
     void* fake_stack = nullptr;  // the address sanitizer's
+    Fences fences;
     State state = State::ready;
     int line = 0;  // of the barrier it waits at
     Exchange kind = Exchange::barrier;
@@ -85,11 +87,14 @@ struct Fiber {
     int operand = 0;
 };
 
-Index thread, block, threads, blocks;
+thread_local Index thread, block, threads, blocks;
 
 class Block {
 public:
-    explicit Block(uint64_t seed) : random_(seed) {}
+    explicit Block(uint64_t seed) : random_(seed), seed_(seed) {}
+
+    uint64_t seed() const { return seed_; }
+    uint64_t waits() const { return waits_; }  // barriers of blocks that were passed
 
     void run(unsigned count, unsigned shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
@@ -105,6 +110,7 @@ public:
         ready_.clear();
         for (unsigned i = 0; i < count; i++) {
             fibers_[i]->fake_stack = nullptr;
+            fibers_[i]->fences.begin();
             prepare(fibers_[i]->context, fibers_[i]->stack, enter);
             make_ready(i);
         }
@@ -147,6 +153,8 @@ public:
         wait(State::at_warp);
         return own.value;
     }
+
+    Fences& fences() { return fibers_[current_]->fences; }
 
     // Give others a turn now and then, so that atomic operations interleave.
     void maybe_yield() {
@@ -210,6 +218,7 @@ private:
             all |= static_cast<unsigned>(fibers_[i]->value);
         }
         waiting_ = 0;
+        waits_++;
         for (unsigned i = 0; i < count_; i++) {
             fibers_[i]->value = all;
             make_ready(i);
@@ -242,6 +251,7 @@ private:
     }
 
     std::mt19937_64 random_;
+    uint64_t seed_, waits_ = 0;
     const std::function<void()>* kernel_ = nullptr;
     struct Freed {
         void operator()(unsigned char* memory) const { operator delete[](memory, std::align_val_t(16)); }
@@ -255,9 +265,9 @@ private:
     unsigned count_ = 0, current_ = 0, left_ = 0, waiting_ = 0;
 };
 
-inline Block* running = nullptr;
+inline thread_local Block* running = nullptr;
 
-inline void Block::enter() {
+WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
     Block& self = *running;
     Fiber& own = *self.fibers_[self.current_];
     self.arrive(own);
@@ -274,5 +284,8 @@ inline uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int 
     return running->exchange(kind, mask, value, operand);
 }
 inline void maybe_yield() { running->maybe_yield(); }
+inline void before_atomic(void* address) { running->fences().before_atomic(address); }
+inline void after_atomic(const void* address) { running->fences().after_atomic(address); }
+inline void fence() { running->fences().fence(); }
 
 }  // namespace emulated

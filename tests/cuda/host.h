@@ -2,6 +2,10 @@
 // resumed in a seeded random order; blocks run one after another, in random order too. Included in front of the
 // kernels' own text.
 //
+// Under the thread sanitizer each block is a thread of the process, and blocks run at once. Atomic operations are relaxed,
+// as on a device, and order nothing by themselves; fences do, as tsan.h has it. So what one block reads of another's must
+// have gone through a fence, an atomic word and a fence, or the sanitizer reports a race. Within a block it sees none.
+//
 // What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
 // barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size
 // that was asked for, filled with 0xA5 for each block, so the address sanitizer sees what leads outside of it.
@@ -35,11 +39,14 @@ namespace emulated {
 
 enum class Exchange { ballot, shuffle_xor, barrier };
 
-extern Index thread, block, threads, blocks;
+extern thread_local Index thread, block, threads, blocks;
 unsigned char* shared_memory();
 int block_barrier(int value, int line);  // returns the or of all values
 uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int operand);
 void maybe_yield();
+void before_atomic(void* address);
+void after_atomic(const void* address);
+void fence();
 
 template <class T>
 uint64_t bits_of(T value) {
@@ -80,13 +87,19 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
 template <class T, class Change>
 T atomically(T* address, Change change) {
     emulated::maybe_yield();
-    const T old = *address;
-    *address = change(old);
+    emulated::before_atomic(address);
+    T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(address, &old, change(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    emulated::after_atomic(address);
     return old;
 }
 template <class T>
 T atomicAdd(T* address, T value) {
     return atomically(address, [=](T old) { return old + value; });
+}
+inline unsigned atomicInc(unsigned* address, unsigned most) {
+    return atomically(address, [=](unsigned old) { return old >= most ? 0 : old + 1; });
 }
 template <class T>
 T atomicMin(T* address, T value) {
@@ -105,8 +118,8 @@ T atomicCAS(T* address, T expected, T value) {
     return atomically(address, [=](T old) { return old == expected ? value : old; });
 }
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { emulated::fence(); }
+inline void __threadfence_system() { emulated::fence(); }
 
 inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
@@ -130,7 +143,13 @@ inline float float_of_half(unsigned short bits) {
 }
 
 inline uint4 load_row(const uint4* address) { return *address; }
-inline unsigned load_system(const unsigned* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
+inline void prefetch_line(const void*) {}
+inline void* global_pointer(unsigned long long address) { return reinterpret_cast<void*>(address); }
+inline unsigned load_system(const unsigned* address) {
+    const unsigned value = __atomic_load_n(address, __ATOMIC_RELAXED);
+    emulated::after_atomic(address);
+    return value;
+}
 inline void store_release_system(unsigned* address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }

@@ -30,7 +30,7 @@ class ScriptedDevice:
             limit, condition = int(launch.arguments[1].value), int(launch.arguments[2].value)
             assert condition == launch.handle
             self._extend(batch, launch.grid.x, limit, condition)
-        elif launch.kernel == "extend_fused":
+        elif launch.kernel in ("extend_fused", "extend_fused_near"):
             while not self._extend(batch, launch.grid.x, int(launch.arguments[1].value), 0):
                 pass
 
@@ -65,13 +65,12 @@ class ScriptedDevice:
             head["extends"] += 1
             line = _pinned(int(batch["results"]) + slot * int(batch["result_bytes"]), int(batch["result_bytes"]))
             result = np.frombuffer(line, layout.RESULT, 1)
-            result["extends"] = head["extends"]
             if head["extends"] >= self.lengths.get(int(head["ticket"]), self.length):
                 k, most = int(head["k"]), int(batch["max_k"])
                 np.frombuffer(line, np.int32, most, layout.RESULT.itemsize)[:k] = slot
                 np.frombuffer(line, np.float32, most, layout.RESULT.itemsize + 4 * most)[:k] = slot
                 head["status"] = layout.FINISHED
-                result["ticket"] = head["ticket"]
+                result["extends"], result["ticket"] = head["extends"], head["ticket"]
                 done = True
         rung = np.frombuffer(_pinned(int(batch["doorbell"]), 4), np.uint32)[0] != 0
         np.frombuffer(_pinned(int(batch["progress"]), 8), np.uint32)[1] += 1

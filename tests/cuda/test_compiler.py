@@ -26,6 +26,7 @@ REGISTERS = {
     "compute_distances_32": 64,
     "merge_top_m": 64,
     "extend_fused": 128,
+    "extend_fused_near": 128,
 }
 REGISTERS_SM_100 = dict.fromkeys(REGISTERS, 128)  # nobody has tuned for it
 

@@ -12,10 +12,10 @@ from gpu import GraphIndex, SearchParams
 from gpu.cuda import layout
 from gpu.index.data import IndexData
 from gpu.index.rows import checked_vectors, encode
-from gpu.reference import ReferenceSearch, fitted_query, search_reference
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
+from tests.gpu.reference import ReferenceSearch, fitted_query, search_reference
 
 Extend = Callable[[Workbench], None]
 WAYS: dict[str, Extend] = {
@@ -23,6 +23,7 @@ WAYS: dict[str, Extend] = {
     "teams of 16": lambda bench: bench.extend(team=16, blocks=1),
     "teams of 32": lambda bench: bench.extend(team=32, blocks=5),
     "fused": lambda bench: bench.extend_fused(),
+    "fused, with a visited table in shared memory": lambda bench: bench.extend_fused(near=True),
 }
 
 
@@ -165,6 +166,21 @@ def test_a_neighbour_that_does_not_exist_is_left_out(new_driver: NewDriver) -> N
     bench.admit(0, query, SearchParams())
     run_to_the_end(bench, [0], WAYS["fused"])
     assert bench.result(0, 10)[0] == search_reference(data, query, SearchParams())[0].tolist()
+
+
+def test_a_block_waits_three_times_to_gather_and_four_to_merge_few_new_keys(new_driver: NewDriver) -> None:
+    """Sorting is one warp's; the last wait of a merge is for the block to leave."""
+    random = np.random.default_rng(3)
+    driver = new_driver(block_threads=128)
+    bench = Workbench(driver, [random_index(random, 300, "l2", "float32", 8, 16)], Limits(slots=1))
+    bench.admit(0, exact_vectors(random, 1)[0], SearchParams(k=4, top_m=64, search_width=2))
+    for _ in range(5):
+        waits = [driver.waits()]
+        for launch in bench.stage_launches(bucket=1):
+            launch()
+            waits.append(driver.waits())
+        assert not bench.done(0)
+        assert np.diff(waits).tolist() == [3, 0, 4]
 
 
 def test_slots_outside_of_the_bucket_and_slots_that_do_not_run_are_left_alone(new_driver: NewDriver) -> None:

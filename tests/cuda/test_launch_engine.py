@@ -159,7 +159,8 @@ def test_a_launch_of_several_extends_ends_when_a_slot_is_done_or_at_its_limit(fo
         counts.append(setup.engine.extends(slot))
     assert finished == [[], [], [slot]]
     assert counts == [4, 8, 10]
-    assert setup.driver.names() == ["launch", "replay", "replay", "replay"]
+    looks = ("copy_to_host", "synchronise")  # of the test, for a query that runs
+    assert [name for name in setup.driver.names() if name not in looks] == ["launch", "replay", "replay", "replay"]
 
 
 def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_launch_starts_silent() -> None:

@@ -77,13 +77,21 @@ def test_a_loop_is_captured_around_the_three_kernels_with_its_condition(index: G
         assert graph[2].arguments[1].value == 16
 
 
-def test_a_fused_launch_is_one_kernel(index: GraphIndex) -> None:
-    driver = RecordingDriver()
-    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form="fused")
+@pytest.mark.parametrize(
+    ("limit", "shared_bytes", "kernel"),
+    [(4, 227 * 1024, "extend_fused_near"), (4, 12_000, "extend_fused"), (1, 227 * 1024, "extend_fused")],
+)
+def test_a_fused_launch_is_one_kernel_and_long_launches_have_visited_tables_in_shared_memory(
+    limit: int, shared_bytes: int, kernel: str, index: GraphIndex
+) -> None:
+    driver = RecordingDriver(max_shared_bytes=shared_bytes)
+    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=limit, form="fused")
     assert engine.forms == {1: "fused", 8: "fused"}
+    assert not engine.refused
     for bucket, (fused,) in zip((1, 8), graphs(driver), strict=True):
-        assert (fused.kernel, fused.grid.x, fused.block.x) == ("extend_fused", bucket, layout.FUSED_THREADS)
-        assert fused.arguments[1].value == 4
+        assert (fused.kernel, fused.grid.x, fused.block.x) == (kernel, bucket, layout.FUSED_THREADS)
+        assert fused.arguments[1].value == limit
+        assert fused.shared_bytes <= shared_bytes
 
 
 @pytest.mark.parametrize(("extends_per_launch", "above"), [(1, "plain"), (16, "loop")])

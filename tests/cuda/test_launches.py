@@ -9,11 +9,11 @@ from gpu import GraphIndex, SearchParams
 from gpu.cuda import layout
 from gpu.cuda.graphs import Form
 from gpu.index.data import IndexData
-from gpu.reference import search_reference
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import exact_vectors, random_index
 from tests.gpu.engines import Backend
+from tests.gpu.reference import search_reference
 
 LONG = SearchParams(k=4, top_m=60, search_width=1)
 SHORT = SearchParams(k=4, top_m=5, search_width=1)
@@ -35,7 +35,11 @@ def loop(bench: Workbench, limit: int) -> None:
     driver.destroy_graph(graph)
 
 
-LAUNCHES: dict[str, Callable[[Workbench, int], None]] = {"loop": loop, "fused": Workbench.extend_fused}
+LAUNCHES: dict[str, Callable[[Workbench, int], None]] = {
+    "loop": loop,
+    "fused": Workbench.extend_fused,
+    "near": lambda bench, limit: bench.extend_fused(limit, near=True),
+}
 
 
 @pytest.fixture
@@ -95,6 +99,18 @@ def test_a_doorbell_ends_a_launch_after_the_extend_that_hears_it(
     bench.doorbell.view.view(np.uint32)[0] = 0
     launch(bench, 9)
     assert [bench.extends(0), bench.extends(1)] == [10, 10]
+
+
+def test_a_query_writes_to_the_host_when_it_is_done_and_not_before(
+    launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
+) -> None:
+    bench, queries = running(new_driver, data, SHORT)
+    extends = search_reference(data, queries[0], SHORT)[2]
+    bench.results.view[:] = 0xA5
+    launch(bench, extends - 1)
+    assert set(bench.results.view) == {0xA5}
+    launch(bench, 1)
+    assert int(bench.results.view[: layout.RESULT.itemsize].view(layout.RESULT)[0]["extends"]) == extends
 
 
 def test_a_launch_with_nothing_to_do_ends(

@@ -8,13 +8,13 @@ import pytest
 from gpu import SearchParams
 from gpu.cuda.compiler import kernel_source
 from gpu.errors import DeviceError
-from gpu.reference import search_reference
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import EmulatedDriver, build, emulator, require_compiler
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import exact_vectors, random_index
+from tests.gpu.reference import search_reference
 
-SEEDS = range(8)
+SEEDS = range(40)
 
 # A barrier that is removed: the line that it follows, as the source has it.
 BARRIERS = {

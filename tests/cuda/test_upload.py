@@ -82,3 +82,36 @@ def test_an_upload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
         DeviceArrays(driver, {"rows": np.zeros(40, np.uint32)}, fail)
     assert driver.memory_of == {}
     assert driver.streams == set()
+
+
+def test_a_step_copies_a_chunk_and_none_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "STEP_BYTES", 64)
+
+    class BusyDriver(RecordingDriver):
+        """Whose streams are idle when they are told to be."""
+
+        done = True
+
+        def idle(self, stream: int) -> bool:
+            return self.done
+
+        def synchronise(self, stream: int) -> None:
+            assert self.done, "this would wait"
+
+    driver = BusyDriver()
+    array = np.arange(100, dtype=np.uint32)
+    uploaded = DeviceArrays(driver, {"rows": array}, in_steps=True)
+    steps = 0
+    while not uploaded.step():
+        driver.done = not driver.done
+        steps += 1
+        assert len([call for call in driver.calls if call[0] == "copy_to_device"]) <= steps
+    assert steps > 2 * 7, "every other one found the device busy"
+    assert driver.device(uploaded.address["rows"], np.uint32, 100).tolist() == array.tolist()
+    assert driver.streams == set()
+    unfinished = DeviceArrays(driver, {"rows": array}, in_steps=True)
+    unfinished.step()
+    unfinished.close()
+    uploaded.close()
+    assert driver.memory_of == {}
+    assert driver.streams == set()

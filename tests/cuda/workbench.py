@@ -1,7 +1,8 @@
 """A workbench for the kernels: the arrays of a running batch over any driver, and launches one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,14 +96,24 @@ class Workbench:
         self.driver.synchronise(self.stream)
 
     def stages(self, bucket: int, team: int, blocks: int, limit: int, condition: int) -> None:
-        self.launch(layout.GATHER_TASKS, bucket, self.shape.gather_shared_bytes)
-        self.launch(layout.COMPUTE_DISTANCES[team], blocks)
-        numbers = layout.MERGE_TOP_M.argument_values(limit=limit, condition=condition)
-        self.launch(layout.MERGE_TOP_M, bucket, self.shape.merge_shared_bytes, *numbers)
+        for launch in self.stage_launches(bucket, team, blocks, limit, condition):
+            launch()
 
-    def extend_fused(self, limit: int = 1) -> None:
-        numbers = layout.EXTEND_FUSED.argument_values(limit=limit)
-        self.launch(layout.EXTEND_FUSED, self.shape.slots, self.shape.fused_shared_bytes, *numbers)
+    def stage_launches(
+        self, bucket: int, team: int = 8, blocks: int = 3, limit: int = 1, condition: int = 0
+    ) -> list[Callable[[], None]]:
+        """What launches the three stages of an extend, one by one."""
+        numbers = layout.MERGE_TOP_M.argument_values(limit=limit, condition=condition)
+        return [
+            partial(self.launch, layout.GATHER_TASKS, bucket, self.shape.gather_shared_bytes),
+            partial(self.launch, layout.COMPUTE_DISTANCES[team], blocks),
+            partial(self.launch, layout.MERGE_TOP_M, bucket, self.shape.merge_shared_bytes, *numbers),
+        ]
+
+    def extend_fused(self, limit: int = 1, near: bool = False) -> None:
+        kernel = layout.EXTEND_FUSED_NEAR if near else layout.EXTEND_FUSED
+        shared_bytes = self.shape.fused_near_shared_bytes if near else self.shape.fused_shared_bytes
+        self.launch(kernel, self.shape.slots, shared_bytes, *kernel.argument_values(limit=limit))
         self.driver.synchronise(self.stream)
 
     def slot(self, number: int) -> np.void:
@@ -122,7 +133,7 @@ class Workbench:
         return int(self._result(slot).view(layout.RESULT)[0]["ticket"]) == self._owners[slot]
 
     def extends(self, slot: int) -> int:
-        return int(self._result(slot).view(layout.RESULT)[0]["extends"])
+        return int(self.slot(slot)["extends"])
 
     def _result(self, slot: int) -> npt.NDArray[np.uint8]:
         return self.results.view[slot * self.shape.result_bytes :][: layout.RESULT.itemsize]

@@ -9,8 +9,8 @@ from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
 from gpu.cpu.search import search
 from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
-from gpu.reference import search_reference
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
+from tests.gpu.reference import search_reference
 from tests.gpu.test_reference import params, seeds
 
 

@@ -1,6 +1,8 @@
 """The run for a GPU machine: every step of it works on the CPU backend, and its parts do what they say."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from benchmarks.gpu_check.drive import drive, poisson
 from benchmarks.gpu_check.report import Outcome, Skipped
 from benchmarks.gpu_check.sections import peers
 from benchmarks.gpu_check.sections.correctness import poison
+from benchmarks.gpu_check.verdicts import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
 from tests.gpu.cases import clustered
 
@@ -20,7 +23,7 @@ from tests.gpu.cases import clustered
 def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    sections = ["correctness", "exchange", "model", "handover", "steps", "load", "cuvs", "sanitizer"]
+    sections = ["correctness", "steps", "load", "cuvs", "exchange", "model", "handover", "sanitizer"]
     assert list(record["sections"]) == sections
     assert record["settings"]["vectors"] == 1500
     assert record["sections"]["load"]["data"]["capacity_per_s"] > 0
@@ -32,8 +35,11 @@ def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path
     assert "| model | same greedy tokens as transformers on the CPU | 3 of 3 prompts |" in page
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
     assert record["sections"]["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
-    assert "| cuvs | | skipped: no GPU |" in page
+    assert record["sections"]["cuvs"]["data"]["cuvs"] == "none"
+    assert [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]] == [True] * 5
+    assert "A dry run: its figures and verdicts say nothing of a GPU." in page
     assert "FAILED" not in page
+    assert "skipped" not in page.replace("skipped: no GPU", "")
 
 
 def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
@@ -54,6 +60,55 @@ def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
     assert "| third | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 3
+
+
+def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misses(tmp_path: Path) -> None:
+    missing = ("msgspec", "zmq", "torch", "transformers", "cupy", "cuvs", "matplotlib")
+    lines = [
+        "import sys",
+        f"sys.modules.update(dict.fromkeys({missing}))",
+        "from benchmarks.gpu_check import bench",
+        "wanted = ('exchange', 'model', 'handover', 'steps')",
+        "bench.SECTIONS = {name: bench.SECTIONS[name] for name in wanted}",
+        f"sys.exit(bench.main(['--dry-run', '--out', {str(tmp_path)!r}]))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "gpu-dry-run.md").read_text()
+    assert "| exchange | | skipped: the package of the rings needs msgspec |" in page
+    assert "| model | | skipped: the model needs torch: the extra [llm] |" in page
+    assert "| handover | | skipped: msgspec is not installed |" in page
+    assert "| steps | extend of 16 slots |" in page
+
+
+def test_a_setup_that_fails_leaves_its_traceback_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(options: Any) -> None:
+        raise OSError("no room for the data")
+
+    monkeypatch.setattr(gpu_check, "prepare", broken)
+    with pytest.raises(OSError, match="no room"):
+        gpu_check.main(["--dry-run", "--out", str(tmp_path)])
+    assert "OSError: no room for the data" in (tmp_path / "gpu-setup.md").read_text()
+
+
+def cuvs_found(recall: float, per_s: float, p99_s: float, alone_s: float) -> dict[str, Any]:
+    theirs = {"recall": 0.95, "per_s": 1000.0, "stream": {"p99_s": 1.0}, "alone_s": [1.0]}
+    ours = {"recall": recall, "per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": [alone_s]}
+    return {"ours": ours, "theirs": theirs}
+
+
+def test_each_bar_passes_reaches_its_aim_or_fails_and_what_is_missing_was_not_measured() -> None:
+    steps = {
+        "roofline": {"peak_bytes_s": 100.0, "measured": [{"nbytes": 60, "seconds": 2}, {"nbytes": 60, "seconds": 0.5}]}
+    }
+    good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "steps": steps}
+    assert [verdict for _, _, verdict in verdicts(good)] == ["aim", "aim", "aim", "aim", "pass"]
+    assert verdicts(good)[4][1] == "0.600 ≥ 0.5, aim 0.7"
+    fair = {"cuvs": cuvs_found(0.94, 900.0, 0.4, 1.0), "steps": None}
+    assert [verdict for _, _, verdict in verdicts(fair)] == ["FAIL", "pass", "pass", "pass", "not measured"]
+    assert {verdict for _, _, verdict in verdicts({"cuvs": None})} == {"not measured"}
+    nobody_was_answered = {"cuvs": cuvs_found(0.96, 700.0, float("nan"), 1.1)}
+    assert [verdict for _, _, verdict in verdicts(nobody_was_answered)][1:4] == ["FAIL", "FAIL", "FAIL"]
 
 
 def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(

@@ -11,11 +11,13 @@ from gpu import CpuEngine, GraphIndex, SearchParams
 from gpu.build.neighbor_codes import make_codes, rotate_all
 from gpu.compiled import compiled
 from gpu.cpu import scan
+from gpu.cpu.extend.keys import insert_at, insert_by_chunks
+from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.errors import IndexFormatError, InvalidParams
 from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
-from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode
-from gpu.reference import Table, raw_distances, rotated, search_reference
+from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
 from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall
+from tests.gpu.reference import Table, raw_distances, rotated, search_reference
 
 CODED: tuple[Dtype, ...] = ("float32", "float16")
 
@@ -273,3 +275,19 @@ def test_codes_that_are_noise_lead_nowhere_outside(tmp_path: Path, random: np.ra
 def test_codes_do_not_go_with_int8(random: np.random.Generator) -> None:
     with pytest.raises(InvalidParams, match="exact distances"):
         GraphIndex.build(random.standard_normal((10, 8)), dtype="int8", neighbor_codes=True)
+
+
+@pytest.mark.parametrize("top_m", [1, 7, 8, 9, 64, 65, 200])
+def test_a_list_filled_by_whole_registers_is_the_one_filled_key_by_key(random: np.random.Generator, top_m: int) -> None:
+    by_key, by_chunks = (np.full(padded(top_m, KEYS_AT_ONCE) + 8, 77, np.uint64) for _ in range(2))
+    filled = 0
+    for _ in range(4 * top_m + 20):
+        key = np.uint64(2 * random.integers(3 * top_m))  # the same comes again, and is in the list already
+        there = insert_at(np.uint64(by_key.ctypes.data), filled, top_m, key)
+        assert insert_by_chunks(np.uint64(by_chunks.ctypes.data), filled, top_m, key) == there
+        if there >= 0:
+            by_key[there] |= np.uint64(random.integers(2))  # some have been parents
+            by_chunks[there] = by_key[there]
+            filled = min(filled + 1, top_m)
+        np.testing.assert_array_equal(by_chunks[:filled], by_key[:filled])
+        assert (by_chunks[-8:] == 77).all()

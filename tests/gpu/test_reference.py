@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
 from gpu.index.rows import Dtype, Metric
-from gpu.reference import ReferenceSearch, search_reference
 from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
 from tests.gpu.engines import BACKENDS, Backend
+from tests.gpu.reference import ReferenceSearch, search_reference
 
 seeds = st.integers(0, 2**32 - 1)
 params = st.builds(

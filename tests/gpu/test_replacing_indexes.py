@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gpu import Engine, GraphIndex, InvalidParams, SearchParams, UnknownCollection
+from gpu.cuda import upload
 from gpu.index.rows import FloatArray
 from gpu.slots import MAX_COLLECTIONS
 from tests.gpu.cases import clustered
@@ -119,3 +120,35 @@ def test_an_index_with_longer_vectors_and_more_edges_has_room_on_a_cpu_and_is_re
             with pytest.raises(InvalidParams, match="it can be loaded when the engine starts"):
                 engine.load("wide", WIDE)
             assert finished(engine, running) == searched(OLD, query(0))
+
+
+def test_an_index_is_loaded_in_parts_between_extends_while_queries_go_on(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
+    with backend.engine({"docs@old": OLD}, slots=4) as engine:
+        running = engine.admit(query(0), PARAMS, "docs@old")
+        parts = 1
+        while not engine.load_part("docs@new", NEW):
+            with pytest.raises(UnknownCollection):
+                engine.admit(query(0), PARAMS, "docs@new")
+            engine.extend()
+            parts += 1
+        assert parts == 1 if backend.device == "cpu" else parts > NEW.data.rows.codes.nbytes // 16_384
+        later = engine.admit(query(0), PARAMS, "docs@new")
+        while engine.active_slots:
+            engine.extend()
+        assert engine.result(running)[0].tolist() == searched(OLD, query(0))
+        assert engine.result(later)[0].tolist() == searched(NEW, query(0))
+        with pytest.raises(InvalidParams, match="'docs@new' is loaded already"):
+            engine.load_part("docs@new", NEW)
+
+
+def test_what_is_loaded_in_part_can_be_given_up(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
+    with backend.engine({"docs": OLD}, slots=2) as engine:
+        for _ in range(MAX_COLLECTIONS + 1):
+            engine.load_part("new", NEW)
+            assert engine.unload("new")
+        engine.load("new", NEW)
+        assert finished(engine, engine.admit(query(5), PARAMS, "new")) == searched(NEW, query(5))

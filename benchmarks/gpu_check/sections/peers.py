@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.data import nearest
 from benchmarks.gpu_check.drive import Driven, drive, poisson
 from benchmarks.gpu_check.report import Outcome, Skipped, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
@@ -24,13 +25,14 @@ _ALLOWED = 0.002  # recall that cuVS may be behind
 class Peer:
     """A CAGRA index of cuVS over our graph, and searches that have ended when they return."""
 
+    name = "cuVS"
+
     def __init__(self, setup: Setup) -> None:
-        """Raises Skipped where cuVS, CuPy or a GPU is missing."""
-        if not setup.on_gpu:
-            raise Skipped("no GPU")
+        """Raises Skipped where cuVS or CuPy is missing."""
         try:
             self.cupy = importlib.import_module("cupy")
             self.cagra = importlib.import_module("cuvs.neighbors.cagra")
+            self.version = str(importlib.import_module("cuvs").__version__)
         except ImportError as error:
             raise Skipped(f"{error.name} is not installed") from None
         dtype = np.float16 if setup.index.dtype == "float16" else np.float32
@@ -50,39 +52,53 @@ class Peer:
         return found
 
 
+class StandIn:
+    """Exact search on the CPU in cuVS's place, so that a dry run takes every step of this."""
+
+    name, version = "the stand-in", "none"
+
+    def __init__(self, setup: Setup) -> None:
+        self._base = setup.data.base
+
+    def search(self, queries: np.ndarray, k: int, top_m: int) -> np.ndarray:
+        """As `Peer.search`."""
+        return nearest(self._base, queries, k)
+
+
 def check(setup: Setup) -> Outcome:
     """Raises Skipped where cuVS cannot be asked."""
-    peer = Peer(setup)
+    peer: Peer | StandIn = Peer(setup) if setup.on_gpu else StandIn(setup)
     queries = setup.data.queries
+    full, batches, most, singles = (100, 100, 40, 10) if setup.small else (20_000, 10_000, 200_000, 200)
     engine = setup.engine()
-    ours = drive(engine, repeated(queries, 20_000), setup.params)
+    ours = drive(engine, repeated(queries, full), setup.params)
     recall, our_rate = recall_of(setup, ours), ours.finished / ours.seconds
     top_m, their_recall = _equal(setup, peer, recall)
-    batch = repeated(queries, 10_000)
+    batch = repeated(queries, batches)
     peer.search(batch, 10, top_m)
     times = [_timed(lambda: peer.search(batch, 10, top_m)) for _ in range(5)]
     capacity = len(batch) / min(times)
     offered = _SHARE * capacity
-    count = min(int(offered * 2), 200_000)
+    count = min(int(offered * 2), most)
     stream = repeated(queries, count)
     arrivals = poisson(offered, count)
     ours_late = drive(engine, stream, setup.params, arrivals, 20.0)
     theirs_late = windowed(peer, stream, top_m, arrivals, 20.0)
-    alone = [drive(engine, queries[i : i + 1], setup.params).latency_s[0] for i in range(200)]
-    their_alone = [_timed(lambda i=i: peer.search(queries[i : i + 1], 10, top_m)) for i in range(200)]
+    alone = [drive(engine, queries[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
+    their_alone = [_timed(lambda i=i: peer.search(queries[i : i + 1], 10, top_m)) for i in range(singles)]
     engine.close()
     lines = [
         ("recall@10, ours", f"{recall:.4f} (top_m {setup.params.top_m})"),
-        ("recall@10, cuVS", f"{their_recall:.4f} (itopk {top_m})"),
+        (f"recall@10, {peer.name}", f"{their_recall:.4f} (itopk {top_m})"),
         ("full batch, ours, one query at a time admitted", rate(our_rate)),
-        ("full batch, cuVS, 10,000 queries a call", rate(capacity)),
-        (f"Poisson at {_SHARE:.0%} of cuVS's batch ({rate(offered)}), ours", summary(ours_late)),
-        ("… cuVS, windows of 1 ms", summary(theirs_late)),
+        (f"full batch, {peer.name}, {batches:,} queries a call", rate(capacity)),
+        (f"Poisson at {_SHARE:.0%} of {peer.name}'s batch ({rate(offered)}), ours", summary(ours_late)),
+        (f"… {peer.name}, windows of 1 ms", summary(theirs_late)),
         ("one query alone, p50, ours", micros(float(np.median(alone)))),
-        ("one query alone, p50, cuVS", micros(float(np.median(their_alone)))),
+        (f"one query alone, p50, {peer.name}", micros(float(np.median(their_alone)))),
     ]
     data: dict[str, Any] = {
-        "cuvs": importlib.import_module("cuvs").__version__,
+        "cuvs": peer.version,
         "ours": {"recall": recall, "per_s": our_rate, "stream": figures(ours_late), "alone_s": alone},
         "theirs": {"recall": their_recall, "per_s": capacity, "stream": figures(theirs_late), "alone_s": their_alone},
         "itopk": top_m,
@@ -108,7 +124,7 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
     return Driven(ids, np.zeros(ids.shape, np.float32), latency, seconds, batches, 0, 0.0)
 
 
-def _equal(setup: Setup, peer: Peer, recall: float) -> tuple[int, float]:
+def _equal(setup: Setup, peer: Peer | StandIn, recall: float) -> tuple[int, float]:
     """The least itopk with our recall, or the greatest that was tried; and its recall."""
     found = 0.0
     for top_m in _TOP_MS:

@@ -10,7 +10,7 @@ their distances: the results. See `gpu.index.data` for the rule and its source.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.extend.keys import distance_of, insert, insert_at, key_of, node_of, row_distance
+from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, node_of, row_distance
 from gpu.cpu.extend.passing import compare_instead
 from gpu.cpu.extend.results import may_be_result
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
@@ -223,7 +223,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
                 continue
             if distinct:
                 visit(entry, node)
-            position = insert_at(keys, filled, top_m, key_of(distances[lane], node))
+            position = insert_by_chunks(keys, filled, top_m, key_of(distances[lane], node))
             if position >= 0:
                 changed = True
                 filled = min(filled + 1, top_m)

@@ -11,7 +11,9 @@ import numpy as np
 
 from gpu.compiled import compiled
 from gpu.cpu.simd import (
+    KEYS_AT_ONCE,
     bits_float,
+    count_below,
     dot_f16,
     dot_f32,
     dot_i8,
@@ -21,9 +23,12 @@ from gpu.cpu.simd import (
     load_f32,
     load_u64,
     move,
+    shift_in,
     store_u64,
 )
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_L2
+
+_COMPARED = 64  # keys, one register after the other: of more than these the half is looked for first
 
 
 @compiled
@@ -69,6 +74,33 @@ def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
         return -1
     move(here + np.uint64(8), here, (min(filled, top_m - 1) - position) * 8)
     store_u64(here, key)
+    return position
+
+
+@compiled
+def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
+    """`insert_at`, where the room of a top_m is a multiple of KEYS_AT_ONCE.
+
+    Where a key belongs is hard to foresee, so a search that branches, and a copy whose length varies, stall the
+    processor for longer than it takes to compare and move whole registers of keys.
+    """
+    if filled == top_m and key >= load_u64(keys + np.uint64(8 * (top_m - 1))):
+        return -1
+    begin, end = 0, filled
+    while end - begin > _COMPARED:
+        middle = begin + ((end - begin) // 2 & ~(KEYS_AT_ONCE - 1))
+        if load_u64(keys + np.uint64(8 * (middle - 1))) < key:
+            begin = middle
+        else:
+            end = middle
+    position = begin
+    for chunk in range(begin, end, KEYS_AT_ONCE):
+        position += count_below(keys + np.uint64(8 * chunk), key, end - chunk)
+    if position < filled and load_u64(keys + np.uint64(8 * position)) >> np.uint64(1) == key >> np.uint64(1):
+        return -1
+    place = position % KEYS_AT_ONCE
+    first = position - place
+    shift_in(keys + np.uint64(8 * first), place, key, (min(filled, top_m - 1) - first) // KEYS_AT_ONCE + 1)
     return position
 
 

@@ -40,7 +40,7 @@ from gpu.cpu.tables import (
     K,
 )
 
-ROWS_A_STEP = 16
+ROWS_A_STEP = 5
 ROWS_AN_EXTEND = 128  # compared before other slots have their turn
 _LONGEST = 2  # times the longest list: a walk that should have a longer one than this would find too little
 _EMPTY = np.uint32(0xFFFFFFFF)

@@ -1,0 +1,82 @@
+"""Blocks that run at once, each a thread, under the thread sanitizer: fences order what one reads of another's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu import SearchParams
+from gpu.errors import DeviceError
+from tests.cuda.emulation import BLOCKS_AT_ONCE, EmulatedDriver, build, emulator, require_thread_sanitizer
+from tests.cuda.test_planted import planted
+from tests.cuda.workbench import Limits, Workbench
+from tests.gpu.cases import exact_vectors, random_index
+from tests.gpu.reference import search_reference
+
+SLOTS, LIMIT = 4, 3
+
+# What is planted: the text, and what takes its place.
+FAULTS = {
+    "a block leaves without a fence": ("    __threadfence();\n    if (atomicInc(", "    if (atomicInc("),
+    "the last block looks without a fence": ("next launch\n    __threadfence();", "next launch\n"),
+    "blocks leave by a plain count": (
+        "atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1", "counters->left++ < gridDim.x - 1",
+    ),
+    "room for tasks is taken by a plain sum": (
+        "slot->task_begin = atomicAdd(&at<Counters>(batch.counters)->tasks, count);",
+        "slot->task_begin = at<Counters>(batch.counters)->tasks; at<Counters>(batch.counters)->tasks += count;",
+    ),
+    "reasons to stop are read as if nobody wrote them": (
+        "others = load_system(&counters->stop);", "others = counters->stop;",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    require_thread_sanitizer(tmp_path_factory.mktemp("sanitizer"))
+
+
+def search(driver: EmulatedDriver, seed: int) -> None:
+    """Searches of several slots, by launches of the stages and fused in turn, find what the reference finds."""
+    random = np.random.default_rng(seed)
+    data = random_index(random, 200, "l2", "float32", 8, 12)
+    bench = Workbench(driver, [data], Limits(slots=SLOTS))
+    queries = exact_vectors(random, SLOTS)
+    wanted = [SearchParams(k=4, top_m=10 + 8 * slot, search_width=2) for slot in range(SLOTS)]
+    for slot, query in enumerate(queries):
+        bench.admit(slot, query, wanted[slot])
+    number = 0
+    while not all(bench.done(slot) for slot in range(SLOTS)):
+        if number % 2:
+            bench.extend_fused(LIMIT, near=number % 4 == 1)
+        else:
+            bench.stages(SLOTS, 8, 3, LIMIT, 0)
+        number += 1
+    for slot, query in enumerate(queries):
+        ids, distances, extends = search_reference(data, query, wanted[slot])
+        assert (*bench.result(slot, 4), bench.extends(slot)) == (ids.tolist(), distances.tolist(), extends)
+
+
+def report_of(program: Path, seed: int) -> str:
+    """What the sanitizer reports; empty if nothing."""
+    driver = EmulatedDriver(program, seed, block_threads=32)
+    try:
+        search(driver, seed)
+    except DeviceError as error:
+        return str(error)
+    finally:
+        driver.close()
+    return ""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_at_once_race_nowhere_and_find_what_the_reference_finds(seed: int) -> None:
+    assert report_of(emulator(BLOCKS_AT_ONCE), seed) == ""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_fence_or_a_word_that_is_not_atomic_is_caught(fault: str, tmp_path: Path) -> None:
+    program = build(tmp_path, planted(*FAULTS[fault]), sanitizers=BLOCKS_AT_ONCE)
+    reports = (report_of(program, seed) for seed in range(8))
+    assert "ThreadSanitizer: data race" in next(filter(None, reports), "")
