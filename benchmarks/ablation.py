@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.common.machine import machine
+from benchmarks.common.pool_alone import Query, run_pool
 from benchmarks.common.report import keep, table
 from benchmarks.policy.bench import TRACES, node, scarce_pool
 from ipc import Stage
@@ -45,7 +46,6 @@ from runtime.simulator.capacity import capacity
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
-from runtime.simulator.stages.pool_alone import Query, run_pool
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 
@@ -100,8 +100,11 @@ VARIANTS = (
     Variant("no L_pre,max", _CONFIG, 'slo.ttft_s / 20 if self.prefill_target_s == "auto"',
             'slo.ttft_s * 60 if self.prefill_target_s == "auto"'),
     Variant("no room kept in the queue", _SETTINGS, "self.queue - self.queue // 4", "self.queue"),
-    Variant("prefill never yields", _LAW, "elif way < 0:", "elif way > 1:"),
-    Variant("no credit", _POLICY, "float(w[at.AGING_NS]))", "0.0)"),
+    Variant("prefill never yields", _LAW, "flush = {1: most, ", "flush = {1: self.flush_prefill_s, "),
+    Variant("stalls go first when they are too much alone", _LAW, "_STRAINED = 0.3", "_STRAINED = 1.2"),
+    Variant("stalls count as configured alone", _LAW, "if signals.step_s > 0:", "if signals.step_s < 0:"),
+    Variant("nothing is lost", _POLICY, "at.TRINITY:\n        _set_lost_back", "at.STATIC:\n        _set_lost_back"),
+    Variant("no credit", _POLICY, ", float(w[at.AGING_NS]))", ", 0.0)"),
     Variant("credit pauses nobody at once", _POLICY, "pressed = credit or ", "pressed = "),
     Variant("no bursts", _POLICY, "credit and cheap and (there > owed or", "w[at.RULES] < 0 and (there > owed or"),
     Variant("each prefill query a burst", _POLICY, "cheap and (there > owed or", "cheap and (there > 0 or"),
@@ -109,10 +112,9 @@ VARIANTS = (
     Variant(
         "turns pause nobody", _POLICY, "if w[at.RULES] == at.TRINITY and (yields", "if not w[at.RULES] + 1 and (yields"
     ),
-    Variant("_STRETCH 1.2 → .4", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 0.4,"),
-    Variant("turns as in a full pool", _POLICY, "_STRETCH, _MOST_STRETCH = 1.2,", "_STRETCH, _MOST_STRETCH = 6.0,"),
-    Variant("_MOST_STRETCH 6 → 24", _POLICY, "_MOST_STRETCH = 1.2, 6.0", "_MOST_STRETCH = 1.2, 24.0"),
-    Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    slots", "    slots"),
+    Variant("_TURN 6 → 1.5", _POLICY, "_TURN = 6.0", "_TURN = 1.5"),
+    Variant("_TURN 6 → 24", _POLICY, "_TURN = 6.0", "_TURN = 24.0"),
+    Variant("late ones run", _POLICY, "    _drop_late(t, now)\n    if", "    if"),
     Variant("_INERTIA 16 → 0", _TABLES, "_INERTIA = 16.0", "_INERTIA = 1e-9"),
     Variant("_MEMORY 64 → 8", _TABLES, "_MEMORY = 64.0", "_MEMORY = 8.0"),
     Variant("FIXED_SHARE .1 → .03", _SIZING, "FIXED_SHARE = 0.1", "FIXED_SHARE = 0.03"),

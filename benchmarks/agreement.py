@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from benchmarks.common.machine import machine
+from benchmarks.common.pool_alone import Query, run_pool
 from benchmarks.common.report import table, write
 from benchmarks.pool.bench import data_of, parser_of
 from benchmarks.pool.clients import Load
@@ -30,7 +31,6 @@ from benchmarks.pool.processes import Bench
 from ipc import Stage
 from runtime.node.config import CollectionSection, NodeConfig, PoolSection
 from runtime.node.metrics.columns import Counter, PoolMetrics
-from runtime.simulator.stages.pool_alone import Query, run_pool
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.roofline import Roofline
 from runtime.simulator.times.service import ServiceTimes
@@ -80,7 +80,7 @@ def compared(bench: Bench, times: ServiceTimes, config: NodeConfig, rate: float,
 def as_it_was(times: ServiceTimes, counted: dict[Counter, float]) -> tuple[ServiceTimes, Figures]:
     """The costs in a run that has counted so much, and how much slower than calibrated extends and the loop were."""
     extends, active = counted[PoolMetrics.EXTENDS], counted[PoolMetrics.SLOT_STEPS]
-    queries = sum(counted[queries] for queries in PoolMetrics.QUERIES)
+    queries = sum(counted[queries] for queries in PoolMetrics.QUERIES.values())
     extend = counted[PoolMetrics.EXTEND_SECONDS] / (extends * times.extend_s + active * times.extend_slot_s)
     loop = counted[PoolMetrics.LOOP_SECONDS] / (extends * times.round_s + queries * times.query_s)
     found = replace(

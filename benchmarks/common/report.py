@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table in Markdown; all columns but the first are set to the right."""
@@ -25,9 +23,15 @@ def write(found: Any, text: str, out: Path | None) -> None:
 def keep(found: Any, text: str, out: Path) -> None:
     """Write `out`.md and `out`.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    figures = json.dumps(found, indent=1, default=msgspec.to_builtins)
+    figures = json.dumps(found, indent=1, default=_builtins)
     out.with_name(f"{out.name}.json").write_text(figures + "\n", encoding="utf-8")
     out.with_name(f"{out.name}.md").write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _builtins(value: Any) -> Any:
+    import msgspec  # here, since not every benchmark's machine has it: those without keep nothing but dicts and lists
+
+    return msgspec.to_builtins(value)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ the simulator itself, and the same seed gives the same figures on any machine.
    an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
    case that policies are for: searches that are hard for the pool they have. The pool's settings are those that are
    shipped, with the trace's SLOs as the promise: r is where the control law has it.
-2. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
+2. Changing loads: the same over surges and mixes (`benchmarks.policy.changing`).
+3. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
    of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
-3. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
+4. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
 
 Goodput is over *sent* requests: the rate times the share that met TTFT and TPOT. Every policy gets the same requests at
 the same times, from several windows of each trace, each with a seed of its own. The traces' own rates are scaled
@@ -23,21 +24,16 @@ the same times, from several windows of each trace, each with a seed of its own.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as moved
 from functools import cache
-from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.common.machine import machine
-from benchmarks.common.report import write
-from benchmarks.policy.report import draw_goodput, draw_plans, markdown
-from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Day, Planned, Report, Row
+from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Day, Planned, Row
 from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
@@ -80,8 +76,12 @@ class Bench:
     def __init__(self, options: argparse.Namespace, workload: Workload | None = None) -> None:
         self.options, self._workload = options, workload or Workload()
 
-    @cache  # noqa: B019  (lives as long as the process)
     def window(self, trace: str, begin: int) -> Window:
+        """So many requests of a trace, at its own times."""
+        return self._part(trace, begin)
+
+    @cache  # noqa: B019  (lives as long as the process)
+    def _part(self, trace: str, begin: int) -> Window:
         file, _ = TRACES[trace]
         found = load_trace(self.options.data / file, begin + self.options.requests)[begin:]
         return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
@@ -91,17 +91,25 @@ class Bench:
         count = len(load_trace(self.options.data / TRACES[trace][0]))
         return [begin for begin in self.options.windows if begin + self.options.requests <= count]
 
+    def slos(self, trace: str) -> Slos:
+        """What the node promises."""
+        return TRACES[trace][1]
+
+    def arrivals(self, setup: Setup, trace: str, begin: int, load: float) -> Window:
+        """The window, in time for its load."""
+        found = self.window(trace, begin)
+        return at_rate(found, load * capacity(setup, found))
+
     @cache  # noqa: B019
     def setup(self, trace: str, begin: int, fixed_s: float) -> Setup:
         """The first table's node, with a pool that is its scarcest resource for this window."""
-        slos = TRACES[trace][1]
+        slos = self.slos(trace)
         made = Setup(config=node(slos), slos=slos, workload=self._workload, seed=self.options.seed + begin)
         return scarce_pool(made, self.window(trace, begin), fixed_s)
 
     def run(self, job: Job) -> Result:
-        arrivals = self.window(job.trace, job.window)
         setup = replace(self.setup(job.trace, job.window, job.fixed_s), policy=PolicyChoice.parse(job.policy))
-        return simulate(setup, at_rate(arrivals, job.load * capacity(setup, arrivals)))
+        return simulate(setup, self.arrivals(setup, job.trace, job.window, job.load))
 
 
 def node(slos: Slos) -> NodeConfig:
@@ -131,14 +139,14 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
 # ---- the tables
 
 
-def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
+def policies(bench: Bench, pool: ProcessPoolExecutor, traces: Iterable[str], loads: Iterable[float]) -> Iterator[Row]:
     options = bench.options
     names = (SHIPPED, *OTHERS, *FIXED)
-    for trace, fixed_s in product(options.traces.split(","), options.fixed):
+    for trace, fixed_s in product(traces, options.fixed):
         windows = bench.windows(trace)
         setups = [bench.setup(trace, window, fixed_s) for window in windows]
         slots = [slots_of(setup.config.pool, setup.times) for setup in setups]
-        for load in options.loads:
+        for load in loads:
             jobs = [Job(trace, window, fixed_s, load, name) for name in names for window in windows]
             found = list(pool.map(bench.run, jobs))
             runs = {
@@ -146,7 +154,7 @@ def policies(bench: Bench, pool: ProcessPoolExecutor) -> Iterator[Row]:
             }
             row = Row.of(trace, fixed_s, slots, load, runs)
             print(row.line(), file=sys.stderr, flush=True)
-            if load == 1.0 and fixed_s == options.fixed[0]:
+            if trace in TRACES and load == 1.0 and fixed_s == options.fixed[0]:
                 shown = [runs[SHIPPED][0], runs["fifo"][0]]
                 draw(shown, options.out / f"policy-{trace}.png")
             yield row
@@ -175,51 +183,3 @@ def day(bench: Bench) -> Day:
     began = time.process_time()
     result = simulate(Setup(config=node(slos), slos=slos, seed=bench.options.seed), arrivals)
     return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.process_time() - began)
-
-
-def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    bench = Bench(options)
-    with ProcessPoolExecutor(options.processes) as pool:
-        rows = list(policies(bench, pool))
-    report = Report(
-        machine=machine(),
-        versions={name: version(name) for name in ("trinity-runtime", "numpy", "msgspec") if _installed(name)},
-        requests=options.requests,
-        windows=list(options.windows),
-        seed=options.seed,
-        slos={name: slos for name, (_, slos) in TRACES.items()},
-        rows=rows,
-        placements=list(placements(bench)) if not options.quick else [],
-        day=day(bench) if not options.quick else None,
-        took_s=time.monotonic() - began,
-    )
-    write(report, markdown(report), options.out / "policy")
-    draw_goodput(report, options.out / "policy.png")
-    if report.placements:
-        draw_plans(report, options.out / "policy-placements.png")
-
-
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except ModuleNotFoundError:  # PackageNotFoundError is one
-        return False
-    return True
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
-    parser.add_argument("--traces", default=",".join(TRACES))
-    parser.add_argument("--requests", type=int, default=1200, help="of each window")
-    parser.add_argument("--windows", type=int, nargs="+", default=range(0, 12000, 1200), help="first requests")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.9, 1.0, 1.1, 1.2])
-    parser.add_argument("--fixed", type=float, nargs="+", default=[20e-6, 300e-6], help="s, see above")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="the first table only")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    return parser.parse_args()

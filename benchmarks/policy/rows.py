@@ -103,6 +103,7 @@ class Report(msgspec.Struct, kw_only=True):
     seed: int
     slos: dict[str, Slos]
     rows: list[Row]
+    changing: list[Row]
     placements: list[Planned]
     day: Day | None
     took_s: float

@@ -94,9 +94,8 @@ class HttpSection(Section, frozen=True):
 class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     """`engine = "trinity"`, the default: a model that the node's own prefill and decode workers run.
 
-    `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. Its KV is
-    kept in blocks of `kv_block_tokens` tokens: of a prompt's prefix whole blocks are used again, and long ones are read
-    faster than short ones.
+    `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. KV is kept
+    in blocks of `kv_block_tokens` tokens: of a prefix whole blocks are used again; long ones are read faster.
 
     `weights`: the type that large matrices are kept and multiplied in. bfloat16 takes half the memory and, on a
     processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
@@ -244,8 +243,7 @@ class KvSection(Section, frozen=True):
 
     The host tier are files of at most `host_mib` MiB in the run directory, which is memory where that is a tmpfs, and
     else the page cache's; the node removes them when it stops. The disk tier, files of at most `disk_mib` MiB in
-    `disk_path`, stays. 0: none. The longest unused blocks go first. API keys that do not
-    reach the same collections, or parts of them, share no blocks.
+    `disk_path`, stays. 0: none. The longest unused go first. API keys without the same collections share no blocks.
     """
 
     host_mib: Annotated[int, Meta(ge=0, le=1 << 24)] = 512
@@ -259,14 +257,17 @@ class KvSection(Section, frozen=True):
 
 class ControlSection(Section, frozen=True):
     """The control loop (docs/scheduler.md). Every `interval_s` it may move the pool's reserve by at most `step`, within
-    `reserve_min` ("auto": `pool.reserve`) and `reserve_max`.
+    `reserve_min` ("auto": .1) and `reserve_max`.
 
     Targets: prefill's P95 wait for a pool slot ("auto": what a prefill query ought to be answered within,
-    `pool.prefill_target_s`, and half of `slo.ttft_s` while decode stalls too much), the stalled share of decode rows'
-    time, the KV link's use. `pool.flush_prefill_s` grows then, to half of that target. When nobody waits, both go back.
+    `pool.prefill_target_s`); the stalled share of decode rows' time (.8 of what `slo.tpot_s` leaves beside a step, and
+    `decode_stall_target` at least); the KV link's use. While decode stalls too much, `pool.flush_prefill_s` is half of
+    `slo.ttft_s` (or the target of prefill's wait that is configured). When nobody waits, both go back.
+    `planner`: by load, prefill or decode workers are flipped to the other role ("act"), or the log says so ("advise").
     """
 
     enabled: bool = True
+    planner: Literal["off", "advise", "act"] = "off"
     interval_s: Annotated[float, Meta(ge=0.2, le=0.5)] = 0.25
     prefill_wait_target_s: Literal["auto"] | Annotated[float, Meta(gt=0, le=60)] = "auto"
     decode_stall_target: Annotated[float, Meta(gt=0, le=1)] = 0.25
@@ -289,7 +290,7 @@ class ControlSection(Section, frozen=True):
 
     def least_reserve(self, pool: PoolSection) -> float:
         """r is never moved below this."""
-        return min(pool.reserve, self.reserve_max) if self.reserve_min == "auto" else self.reserve_min
+        return min(pool.reserve, self.reserve_max, 0.1) if self.reserve_min == "auto" else self.reserve_min
 
 
 class SloSection(Section, frozen=True):
@@ -303,6 +304,11 @@ class SloSection(Section, frozen=True):
     tpot_s: Seconds = 0.1
     search_s: Seconds = 0.1
     objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
+
+    @property
+    def prefill_wait_s(self) -> float:
+        """How long a prefill query may wait for a slot at most: the other half of TTFT is for all that comes after."""
+        return self.ttft_s / 2
 
 
 class TracingSection(Section, frozen=True):

@@ -71,6 +71,8 @@ class ControlMetrics:
     RESERVE = Figure("trinity_control_reserve", "Share of pool slots owed to prefill queries")
     FLUSH_PREFILL = Figure("trinity_control_flush_prefill_seconds", "How long prefill leaves the slots to decode")
     CHANGES = Figure("trinity_control_changes_total", "Changes made by the control loop")
+    ROLE_LOAD = Figure("trinity_planner_load_ratio", "What a role does over what it can do within the SLOs", "role")
+    MOVES = Figure("trinity_planner_moves_total", "Workers that were to leave a role for the other", "role")
     LINK_TARGET = Figure("trinity_control_link_target_ratio", "KV link use that is wanted at least")
     STALL_TARGET = Figure("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne")
     WAIT_TARGET = Figure("trinity_control_wait_target_seconds", "P95 wait of prefill queries that is borne")

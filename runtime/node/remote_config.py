@@ -18,9 +18,6 @@ class RemoteSection(Section, frozen=True):
     does not, or is down, the search ends with an error if `missing` is "refuse"; with "partial" the answer has what the
     others found, and says so. `api_key_file` holds the key that the nodes ask for on its first line. The nodes'
     collections must have one embedder and metric.
-
-    Workers of `engine = "trinity"` search no remote collections: a node has these without a model, or in front of a
-    server.
     """
 
     name: Name

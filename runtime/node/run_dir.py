@@ -23,6 +23,7 @@ import msgspec
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node.config import Doorbell
 from runtime.node.placement.plan import ANSWERS_FOLDER, default_run_dir, nodes_dir
+from runtime.node.remote_config import RemoteSection
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
 KV = "kv"  # the folder of KV that its workers leave for each other
@@ -36,7 +37,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """What other processes of the user need to talk to a node, and to read its logs.
 
     `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs, `paths` are those of its
-    collections, in their order. `doorbell`: how its pools and their clients wake each other.
+    collections, in their order. `doorbell`: how its pools and their clients wake each other. `remote`: its collections
+    on other nodes.
     """
 
     name: str
@@ -48,6 +50,12 @@ class NodeInfo(msgspec.Struct, frozen=True):
     logs: str = ""
     paths: tuple[str, ...] = ()
     doorbell: Doorbell = "eventfd"
+    remote: tuple[RemoteSection, ...] = ()
+
+
+def paths_of(info: NodeInfo) -> dict[str, str]:
+    """Where a node's collections lie, by their names."""
+    return dict(zip(info.collections, info.paths, strict=False))
 
 
 class RunDir:

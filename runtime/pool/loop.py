@@ -283,8 +283,7 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
     count(loop, STEPS, report[0] * active)
     count(loop, PADDED_STEPS, report[0] * report[1])
     loop[OWN_NS], loop[PADDED] = end, report[1]
-    if t.words[at.RULES] == at.STATIC:
-        return _publish_together(loop, t, desk, done, end)
+    static = t.words[at.RULES] == at.STATIC
     for i in range(done):
         number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
         extends = parts.extends_of(loop, t.entries[number], number, report[3 + 2 * i])
@@ -293,9 +292,11 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
         if extends < 0:
             return False
         policy.finished(t, number, extends)
-        if not _publish(loop, t, desk, number, extends, end):
+        if static:
+            _keep(loop, t, number, extends)
+        elif not _publish(loop, t, desk, number, extends, end):
             return False
-    return True
+    return not static or _publish_together(loop, t, desk, end)
 
 
 # ---- publish
@@ -327,22 +328,20 @@ def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) 
 
 
 @compiled
-def _publish_together(loop: Any, t: Any, desk: Any, done: int, now: int) -> Any:
-    """`static`: answers wait until all of their batch are there."""
-    report, kept = words(loop[REPORT], 2 + 2 * done), words(loop[STATIC_DONE], 2 * t.words[at.ENGINE_SLOTS])
-    for i in range(done):
-        number = words(loop[OWNERS] + 8 * report[2 + 2 * i], 1)[0]
-        extends = parts.extends_of(loop, t.entries[number], number, report[3 + 2 * i])
-        if extends == parts.GOES_ON:
-            continue
-        if extends < 0:
-            return False
-        policy.finished(t, number, extends)
-        t.entries[number, at.STATE] = at.DONE_WAITING
-        kept[2 * loop[DONE_COUNT]], kept[2 * loop[DONE_COUNT] + 1] = number, extends
-        loop[DONE_COUNT] += 1
+def _keep(loop: Any, t: Any, number: int, extends: int) -> None:
+    """`static`: an answer waits until all of its batch are there."""
+    t.entries[number, at.STATE] = at.DONE_WAITING
+    kept = words(loop[STATIC_DONE] + 16 * loop[DONE_COUNT], 2)
+    kept[0], kept[1] = number, extends
+    loop[DONE_COUNT] += 1
+
+
+@compiled
+def _publish_together(loop: Any, t: Any, desk: Any, now: int) -> Any:
+    """What was kept, once nothing of its batch is in a slot. Whether the engine gave it."""
     if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]:
         return True
+    kept = words(loop[STATIC_DONE], 2 * loop[DONE_COUNT])
     for i in range(loop[DONE_COUNT]):
         if t.entries[kept[2 * i], at.STATE] == at.DONE_WAITING and not _publish(
             loop, t, desk, kept[2 * i], kept[2 * i + 1], now

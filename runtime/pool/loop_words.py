@@ -62,10 +62,10 @@ assert at.OWN_WORDS >= 16
 # Addresses of counters in the worker's table; those of histograms come in threes: the first bucket, the edges, and how
 # many edges there are.
 COUNTERS = (
-    *PoolMetrics.QUERIES,
-    *PoolMetrics.DEADLINE_MISSES,
+    *PoolMetrics.QUERIES.values(),
+    *PoolMetrics.DEADLINE_MISSES.values(),
     PoolMetrics.QUERIES_REFUSED,
-    *PoolMetrics.REFUSED,
+    *PoolMetrics.REFUSED.values(),
     PoolMetrics.PREEMPTIONS,
     PoolMetrics.LOOP_SECONDS,
     PoolMetrics.EXTEND_SECONDS,
@@ -89,7 +89,7 @@ COUNTERS = (
     STEPS,
     PADDED_STEPS,
 ) = range(METRICS, METRICS + len(COUNTERS))
-HISTOGRAMS = (*PoolMetrics.WAIT, PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
+HISTOGRAMS = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
 (WAITS, _, TOOK, TOOK_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
 LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
 

@@ -1,41 +1,22 @@
-"""The pool's policy: which queries are active in the next extend. Compiled functions over `Tables`; production's loop,
-the simulator and the tests call these. No clock, no engine, no ring: time is handed in.
+"""The pool's policy: which queries are active in the next extend. docs/scheduler.md has the rules and their reasons.
 
-Two queues. Q_pre has prefill queries by least slack = ddl − (now + Ê·T_ext), ddl = arrival + L_pre,max or the caller's
-deadline if that is earlier. Q_dec has decode queries, first come first served. Of N slots, those that are free are
-given out before every extend:
+Compiled functions over `Tables`, which production's loop, the simulator and the tests call. No clock, no engine, no
+ring: time is handed in. `schedule` goes through the rules in this order, for N slots:
 
-- **Hold.** While fewer queries wait than slots are free, no prefill query has waited for τ_pre and none at all for τ,
-  none is given a slot. (0: never hold.)
-- **Yield.** Until its first query has waited for τ_pre, prefill has only what slots decode leaves free. (0: never.)
-- **Reserve.** From then on it has ⌈rN⌉ of the N slots while its queries wait, decode the rest; what one cannot use is
-  the other's at once.
-- **Preemption.** A prefill query without slack and without a free slot, while fewer than ⌈rN⌉ are prefill's, pauses the
-  decode query with most extends left. That goes on where it stopped, before any decode query that came later; none is
-  paused more than `max_pauses` times.
-- **Aging.** When decode queries wait or are paused and none was active for `aging`, the first of them has the next free
-  slot, before any prefill query, and is not paused any more. So a decode query with `p` others before it is answered,
-  whatever prefill does, no later than (p + 1)·(aging + the rest of one prefill query + the longest decode query + an
-  extend) after it came, where a query's time is its extends with N active.
+- Late: what cannot make its caller's deadline any more is refused. Lost: a prefill query that has waited for so long
+  that its request's TTFT is missed goes behind all others that come within `_LOST_TURN` times that.
+- Hold: while fewer wait than slots are free, and none has waited for its flush timeout, none begins.
+- Aging: decode queries of which none was active for `aging` have the next free slot. So one with `p` others before it
+  is answered, whatever prefill does, no later than (p + 1)·(aging + the rest of one prefill query + the longest decode
+  query + an extend) after it came, where a query's time is its extends with N active.
+- Yield: until its first query has waited for τ_pre, and when that is lost, prefill has what decode leaves free.
+- Reserve: from then on ⌈rN⌉ slots, all N while it has credit (what of r it left to decode before). Without a free one
+  a decode query is paused: with credit at once, else for a query without slack.
+- Burst: with credit, where fewer active slots waste little, no decode query is active beside prefill's.
+- Turns: a decode query's turn is its arrival plus `_TURN` times what one of its size takes alone. Queries alike are
+  first come, first served; shorter ones pass longer ones, and take their slots.
 
-Three rules are not the paper's (`trinity` has them, `paper` does not):
-
-- **Credit.** What of its share r prefill leaves to decode it may take back later, up to `aging` of the whole batch:
-  while it has credit, all N slots are owed to it, and a decode query is paused for it at once. So at less than its
-  share prefill waits for no decode query, and beyond it r divides.
-- **Bursts.** With credit, once more prefill queries are there than ⌈rN⌉ and until none is left, no decode query is
-  active beside them: that makes their extends faster. Who comes in a burst is prefill's p99. Fewer active queries are
-  less throughput, which an overloaded pool misses several times over; so only while a query of so small a batch takes
-  no more than `_BURST_COST` times what it takes of a full one.
-- **Turns.** A decode query's turn is its arrival plus `_STRETCH`/(1 − ρ) times what a query of its size takes alone,
-  `_MOST_STRETCH` times at most. Its size is Ê rounded up to a power of two, ρ the part of the last `_WATCHED_NS` in
-  which the pool was busy: as queries wait longer in a busier pool, so shorter ones have to pass longer ones that came
-  earlier. Q_dec is in the order of turns: queries alike are first come, first served, and `p` above grows no more once
-  a query has waited for `_MOST_STRETCH` times what it takes. One that waits also takes the slot of an active one whose
-  turn is after its own and that has twice its extends left.
-
-What cannot make its deadline any more when its turn comes is late: it is refused, not run. `fifo` is one queue by
-arrival; `static` is that, and a batch begins when the last one is done.
+`paper` is without lost, credit, bursts and turns. `fifo` is one queue by arrival, `static` that in whole batches.
 """
 
 import math
@@ -43,25 +24,11 @@ from typing import Any
 
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
-from runtime.pool.tables import (
-    before,
-    extend_ns,
-    learn_cost,
-    learn_extends,
-    leave,
-    list_in,
-    note,
-    push,
-    queue_of,
-    row_of_kind,
-    take,
-    unlist,
-)
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
-_STRETCH, _MOST_STRETCH = 1.2, 6.0
-_BURST_COST = 1.15
-_WATCHED_NS = 20_000_000
+_TURN = 6.0
+_LOST_TURN = 64
+_BURST_COST = 1.15  # how many times what it takes of a full batch a query may take of a smaller one
 
 
 # ---- queries come and go
@@ -79,48 +46,36 @@ def add(t: Any, entry: int, now: int) -> Any:
         return OVERLOADED
     if e[at.DEADLINE] <= now:
         return TOO_LATE
-    e[at.KIND] = row_of_kind(t, e[at.KIND_A], e[at.KIND_B])
+    e[at.KIND] = at.row_of_kind(t, e[at.KIND_A], e[at.KIND_B])
     e[at.EXTENDS] = max(1, round(t.means[e[at.KIND], 0]))
     e[at.PAUSES], e[at.STATE] = 0, at.WAITING
     e[at.SERIAL] = w[at.SERIALS] = w[at.SERIALS] + 1
     e[at.START_BY] = e[at.ARRIVAL]
     if not decode and w[at.RULES] < at.FIFO:
         due = min(e[at.DEADLINE], e[at.ARRIVAL] + w[at.TARGET_NS])
-        e[at.START_BY] = due - int(e[at.EXTENDS] * extend_ns(t, w[at.SLOTS]))
+        e[at.START_BY] = due - int(e[at.EXTENDS] * at.extend_ns(t, w[at.SLOTS]))
     if decode and w[at.RULES] == at.TRINITY:
-        e[at.START_BY] = _turn(t, e, now)
-    push(t, queue_of(t, entry), entry)
+        e[at.START_BY] = _turn(t, e)
+    at.push(t, at.queue_of(t, entry), entry)
     return ACCEPTED
 
 
 @compiled
-def _turn(t: Any, e: Any, now: int) -> Any:
+def _turn(t: Any, e: Any) -> Any:
     """When a decode query's turn is: of two whose expected extends have as many bits, never the later one's first."""
     bits = 0
     while e[at.EXTENDS] >> bits:
         bits += 1
-    turn = e[at.ARRIVAL] + int(_stretch(t, now) * (1 << bits) * extend_ns(t, 1))
+    turn = e[at.ARRIVAL] + int(_TURN * (1 << bits) * at.extend_ns(t, 1))
     turn = t.words[at.LAST_TURN + bits] = max(turn, t.words[at.LAST_TURN + bits])
     return turn
 
 
 @compiled
-def _stretch(t: Any, now: int) -> Any:
-    """After how many times what it takes alone a decode query's turn is: the busier the pool is, the more."""
-    w, f = t.words, t.floats
-    span = max(now - w[at.SINCE_NS], 1)
-    if span > _WATCHED_NS:
-        f[at.BUSY_NS] *= _WATCHED_NS / 2 / span
-        span = _WATCHED_NS // 2
-        w[at.SINCE_NS] = now - span
-    return _STRETCH / max(1.0 - f[at.BUSY_NS] / span, _STRETCH / _MOST_STRETCH)
-
-
-@compiled
 def finished(t: Any, entry: int, extends: int) -> None:
     """A query is answered, after so many extends, and has left its slot."""
-    learn_extends(t, t.entries[entry, at.KIND], extends)
-    leave(t, entry)
+    at.learn_extends(t, t.entries[entry, at.KIND], extends)
+    at.leave(t, entry)
 
 
 @compiled
@@ -128,10 +83,10 @@ def advanced(t: Any, prefill: int, active: int, extends: int, took_ns: int) -> N
     """So many extends of `active` queries, `prefill` of them prefill's, took so long in all, the loop included."""
     w, f = t.words, t.floats
     w[at.DONE] += extends
-    f[at.BUSY_NS] += took_ns
-    learn_cost(t, active, took_ns / extends)
+    at.learn_cost(t, active, took_ns / extends)
     if w[at.RULES] == at.TRINITY and (prefill < active or w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]):
-        f[at.CREDIT] = min(max(f[at.CREDIT] + (f[at.RESERVE] - prefill / active) * took_ns, 0.0), float(w[at.AGING_NS]))
+        earned = (f[at.RESERVE] - prefill / active) * took_ns
+        f[at.CREDIT] = min(max(f[at.CREDIT] + earned, 0.0), float(w[at.AGING_NS]))
 
 
 # ---- who is active next
@@ -143,6 +98,8 @@ def schedule(t: Any, now: int) -> None:
     w = t.words
     w[at.CHANGED : at.CHANGED + 4] = 0
     _drop_late(t, now)
+    if w[at.RULES] == at.TRINITY:
+        _set_lost_back(t, now)
     slots = w[at.SLOTS]
     if w[at.RULES] >= at.FIFO:
         if w[at.RULES] == at.FIFO or _active(t) == 0:
@@ -155,10 +112,10 @@ def schedule(t: Any, now: int) -> None:
     if now - w[at.RAN_NS] >= w[at.AGING_NS] and _active(t) < slots and _may_start(t, at.DECODE, hold):
         t.entries[_start(t, at.DECODE), at.PAUSES] = w[at.MAX_PAUSES]
     yields = _yields(t, now)
-    owed, credit = reserved(t, slots), t.floats[at.CREDIT] > 0.0
+    owed, credit = math.ceil(t.floats[at.RESERVE] * slots), t.floats[at.CREDIT] > 0.0
     there = w[at.QUEUED] + w[at.LISTED + at.PREFILL]
     alone = min(there, slots)
-    cheap = extend_ns(t, alone) * slots <= _BURST_COST * extend_ns(t, slots) * alone
+    cheap = at.extend_ns(t, alone) * slots <= _BURST_COST * at.extend_ns(t, slots) * alone
     w[at.BURST] = not yields and credit and cheap and (there > owed or (w[at.BURST] and there > 0))
     if credit:
         owed = slots
@@ -183,12 +140,27 @@ def schedule(t: Any, now: int) -> None:
 @compiled
 def _yields(t: Any, now: int) -> Any:
     """Whether prefill leaves the slots to decode queries that want them: its first one has not waited for τ_pre yet,
-    and its caller's deadline is further away than that."""
+    and its caller's deadline is further away than that; or all of its are lost."""
     w = t.words
     if not w[at.QUEUED] or not (w[at.QUEUED + at.DECODE] or w[at.LISTED + at.HELD_BACK]):
         return False
     first, flush = t.entries[t.queues[at.PREFILL, 0]], w[at.FLUSH_PREFILL_NS]
-    return now < min(first[at.ARRIVAL] + flush, first[at.DEADLINE] - flush)
+    lost = first[at.START_BY] == first[at.ARRIVAL] + _LOST_TURN * w[at.LOST_NS] > now
+    return lost or now < min(first[at.ARRIVAL] + flush, first[at.DEADLINE] - flush)
+
+
+@compiled
+def _set_lost_back(t: Any, now: int) -> None:
+    """Prefill queries whose requests have missed their TTFT go behind those that can still make it."""
+    w = t.words
+    while w[at.QUEUED]:
+        first = t.entries[t.queues[at.PREFILL, 0]]
+        back = first[at.ARRIVAL] + _LOST_TURN * w[at.LOST_NS]
+        if first[at.START_BY] == back or now - first[at.ARRIVAL] < w[at.LOST_NS]:
+            return
+        entry = at.take(t, at.PREFILL)
+        first[at.START_BY] = back
+        at.push(t, at.PREFILL, entry)
 
 
 @compiled
@@ -204,12 +176,6 @@ def _let_shorter_run(t: Any, slots: int) -> None:
             return
         _pause_one(t)
         _start(t, at.DECODE)
-
-
-@compiled
-def reserved(t: Any, slots: int) -> Any:
-    """⌈r·slots⌉."""
-    return math.ceil(t.floats[at.RESERVE] * slots)
 
 
 @compiled
@@ -254,21 +220,21 @@ def _start(t: Any, stage: int) -> Any:
     if stage == at.DECODE and w[at.LISTED + at.HELD_BACK]:
         entry = t.lists[at.HELD_BACK, 0]
         for i in range(1, w[at.LISTED + at.HELD_BACK]):
-            if before(t.entries, t.lists[at.HELD_BACK, i], entry):
+            if at.before(t.entries, t.lists[at.HELD_BACK, i], entry):
                 entry = t.lists[at.HELD_BACK, i]
         room = _active(t) + w[at.LISTED + at.HELD_BACK] < w[at.ENGINE_SLOTS]
-        if w[at.QUEUED + at.DECODE] and room and before(t.entries, t.queues[at.DECODE, 0], entry):
+        if w[at.QUEUED + at.DECODE] and room and at.before(t.entries, t.queues[at.DECODE, 0], entry):
             entry = -1
     if entry >= 0:
-        unlist(t, at.HELD_BACK, entry)
-        note(t, at.RESUMED, entry)
+        at.unlist(t, at.HELD_BACK, entry)
+        at.note(t, at.RESUMED, entry)
     else:
-        entry = take(t, stage)
+        entry = at.take(t, stage)
         t.entries[entry, at.BEGAN] = 0
-        note(t, at.ADMITTED, entry)
+        at.note(t, at.ADMITTED, entry)
     t.entries[entry, at.BEGAN] += w[at.DONE]
     t.entries[entry, at.STATE] = at.ACTIVE
-    list_in(t, t.entries[entry, at.STAGE], entry)
+    at.list_in(t, t.entries[entry, at.STAGE], entry)
     return entry
 
 
@@ -278,12 +244,12 @@ def _pause_one(t: Any) -> Any:
     found = _most_left(t)
     if found < 0:
         return False
-    unlist(t, at.DECODE, found)
+    at.unlist(t, at.DECODE, found)
     t.entries[found, at.BEGAN] -= t.words[at.DONE]  # minus the extends that it has had, until it goes on
     t.entries[found, at.PAUSES] += 1
     t.entries[found, at.STATE] = at.PAUSED
-    list_in(t, at.HELD_BACK, found)
-    note(t, at.PAUSING, found)
+    at.list_in(t, at.HELD_BACK, found)
+    at.note(t, at.PAUSING, found)
     return True
 
 
@@ -306,7 +272,7 @@ def _drop_late(t: Any, now: int) -> None:
         while t.words[at.QUEUED + queue]:
             front = t.queues[queue, 0]
             beside = t.words[at.LISTED] if queue == at.PREFILL else min(_active(t), t.words[at.SLOTS] - 1)
-            if t.entries[front, at.DEADLINE] > now + int(t.entries[front, at.EXTENDS] * extend_ns(t, beside + 1)):
+            if t.entries[front, at.DEADLINE] > now + int(t.entries[front, at.EXTENDS] * at.extend_ns(t, beside + 1)):
                 break
-            t.entries[take(t, queue), at.STATE] = at.FREE
-            note(t, at.LATE, front)
+            t.entries[at.take(t, queue), at.STATE] = at.FREE
+            at.note(t, at.LATE, front)

@@ -92,7 +92,6 @@ class Pool:
             ring_slots=limits.ring_slots,
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
-            spin_us=0.0,  # the loop looks before it returns
             arena=self.arena,
             number=self._desk_number,
         )

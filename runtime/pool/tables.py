@@ -47,8 +47,7 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
 # Words. SLOTS … RULES: settings, see `Policy`. Then counts: of free entries, of each queue (QUEUED: prefill's, then
 # decode's), of the lists (LISTED: active prefill, active decode, paused), of the last schedule's changes (CHANGED:
 # admitted, paused, resumed, late); DONE: extends so far; RAN_NS: when a decode query was active, or none wanted to be;
-# BURST: whether more prefill queries were there at once than are reserved slots, and some still are; SINCE_NS: since
-# when BUSY_NS counts.
+# BURST: whether more prefill queries were there at once than are reserved slots, and some still are.
 (
     SLOTS,
     ENGINE_SLOTS,
@@ -59,6 +58,7 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
     FLUSH_PREFILL_NS,
     FLUSH_NS,
     MAX_PAUSES,
+    LOST_NS,
     RULES,
     FREE_ENTRIES,
     SERIALS,
@@ -66,7 +66,6 @@ FREE, WAITING, ACTIVE, PAUSED, DONE_WAITING = range(5)  # the last one under `st
     RAN_NS,
     KINDS_KNOWN,
     BURST,
-    SINCE_NS,
     QUEUED,
 ) = range(18)
 LISTED = QUEUED + 2
@@ -76,10 +75,9 @@ WORDS = LAST_TURN + 32
 TRINITY, PAPER, FIFO, STATIC = range(4)
 ADMITTED, PAUSING, RESUMED, LATE = range(4)  # kinds of change
 
-# Floats. RESERVE: r. CREDIT: what prefill may take beyond ⌈rN⌉, in ns of the whole batch. BUSY_NS: how long the pool
-# was busy. The rest: what extends cost.
-(RESERVE, CREDIT, BUSY_NS, COST_COUNT, COST_A, COST_T, COST_AA, COST_AT, FIXED_NS, EACH_NS) = range(10)
-FLOATS = 10
+# Floats. RESERVE: r. CREDIT: what prefill may take beyond ⌈rN⌉, in ns of the whole batch. The rest: what extends cost.
+(RESERVE, CREDIT, COST_COUNT, COST_A, COST_T, COST_AA, COST_AT, FIXED_NS, EACH_NS) = range(9)
+FLOATS = 9
 KINDS = 1024  # clients choose parameters freely; what is learnt of them is bounded
 
 
@@ -122,6 +120,7 @@ def new_tables(policy: Policy) -> Tables:
         policy.flush_prefill_ns,
         policy.flush_ns,
         policy.max_pauses,
+        policy.lost_ns,
         RULE_NAMES.index(policy.rules),
     )
     made.words[FREE_ENTRIES] = entries

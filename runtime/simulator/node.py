@@ -1,6 +1,6 @@
 """The simulated node: arrivals → router → prefill → link → decode, with pools beside them and the control law above.
 
-Router, scheduler and control law are production's own classes; what stands in for the rest is in the files beside this.
+Router, the pool's policy and control law are production's own; what stands in for the rest is in the files beside this.
 """
 
 import gc
@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from functools import partial
 from random import Random
 
+from msgspec.structs import replace
+
 from runtime.errors import TrinityError
 from runtime.node.config import ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.control.planner import Planner, Work
+from runtime.node.metrics.columns import Stage
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
 from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.result import Result, Sample
+from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import KvRows, SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
@@ -46,6 +51,14 @@ class Simulation:
         self._frontend_ns = ns(setup.times.frontend_s)
         config = setup.config
         self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
+        self._judged = self._missed = self._asked_tokens = self._left_tokens = 0
+        self._roles = Roles(
+            self.events,
+            self.router,
+            Planner(replace(config.slo, ttft_s=setup.slos.ttft_s, tpot_s=setup.slos.tpot_s)),
+            self._work,
+            self._rests,
+        )
         self._build_workers()
         self._law = ControlLaw(config)
         self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
@@ -53,7 +66,14 @@ class Simulation:
     # ---- building
 
     def _build_workers(self) -> None:
-        setup, config = self._setup, self._setup.config
+        setup, config, there = self._setup, self._setup.config, self._setup.config
+        if moves := config.control.planner == "act":  # every GPU has a worker of either role
+            both = config.prefill.workers + config.decode.workers
+            config = replace(
+                config,
+                prefill=replace(config.prefill, workers=both),
+                decode=replace(config.decode, workers=both),
+            )
         shares = setup.placement != "pool"
         slowdown = setup.times.extend_shared if shares else 1.0
         prefill_gpus = [Gpu(slowdown) for _ in range(config.prefill.workers)]
@@ -78,7 +98,7 @@ class Simulation:
         for i in range(len(decode_gpus)):
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
-                self.router.report, self._finish, self._kv_rows(),
+                self._roles.report, self._finish, self._kv_rows(),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
@@ -86,11 +106,40 @@ class Simulation:
             pools = self._pools.group([i]) if coupled else everyone
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                self._asker(pools), self._offer, self.router.report, self._fail,
+                self._asker(pools), self._offer, self._roles.report, self._fail,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
+        if moves:
+            self._plan_roles(there.prefill.workers, there.decode.workers)
+
+    def _plan_roles(self, prefills: int, decodes: int) -> None:
+        names: dict[Stage, list[str]] = {"prefill": list(self.prefills), "decode": list(self.decodes)}
+        self._roles.begin(names, [*names["prefill"][prefills:], *names["decode"][decodes:]])
+
+    def _rests(self, worker: str) -> bool:
+        """Whether a worker has nothing to do now."""
+        found = self.prefills.get(worker) or self.decodes[worker]
+        return found.rests
+
+    def _work(self, workers: dict[Stage, int]) -> Work:
+        """What the planner looks at."""
+        prefills, decodes = self.prefills.values(), self.decodes.values()
+        return Work(
+            pass_s=sum(worker.busy_ns for worker in prefills) / 1e9,
+            passed_tokens=sum(worker.tokens for worker in prefills),
+            asked_tokens=self._asked_tokens,
+            left_tokens=self._left_tokens,
+            prompts=len(self.requests),
+            row_s=sum(worker.row_ns - worker.batch.stall_ns for worker in decodes) / 1e9,
+            tokens=sum(worker.batch.tokens for worker in decodes),
+            judged=self._judged,
+            missed=self._missed,
+            prefill_waiting=sum(worker.queued for worker in prefills),
+            decode_waiting=sum(len(worker.offers) for worker in decodes),
+            workers=workers,
+        )
 
     def _kv_rows(self) -> KvRows | None:
         """A decode worker's KV blocks, if the configuration says how many there are."""
@@ -147,6 +196,7 @@ class Simulation:
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
+        self._asked_tokens += arrival.prompt_tokens
         self._timeouts.begin(request)
         prefill = self.prefills[placement.prefill]
         if self._frontend_ns:
@@ -156,6 +206,7 @@ class Simulation:
 
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         request.left_prefill = True
+        self._left_tokens += request.by_decode * request.arrival.prompt_tokens
         self.router.prefilled(request.placement)
         self.decodes[request.placement.decode].offer(request, pulled)
 
@@ -174,6 +225,9 @@ class Simulation:
 
     def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
+        slos = self._setup.slos
+        self._judged += 1
+        self._missed += not request.met(slos.ttft_s, slos.tpot_s)
         self._timeouts.end(request)
         self._count_end()
         self.router.finished(request.placement, prefilled=request.left_prefill)
@@ -181,6 +235,7 @@ class Simulation:
     def _count_end(self) -> None:
         self._ended += 1
         if self._ended == len(self._arrivals):
+            self._roles.stopped = True
             self.events.stop()
 
     # ---- control and samples
@@ -195,8 +250,7 @@ class Simulation:
 
     def _set_knobs(self) -> None:
         for pool in self.pools:
-            pool.scheduler.reserve = self._law.reserve
-            pool.scheduler.flush_prefill_ns = ns(self._law.flush_prefill_s)
+            pool.set_knobs(self._law.reserve, self._law.flush_prefill_s)
 
     def _readings(self) -> Readings:
         decodes = self.decodes.values()
@@ -204,6 +258,7 @@ class Simulation:
             link_busy_s=sum(decode.link_busy_ns for decode in decodes) / 1e9,
             row_s=sum(decode.row_ns for decode in decodes) / 1e9,
             stall_s=sum(decode.batch.stall_ns for decode in decodes) / 1e9,
+            tokens=sum(decode.batch.tokens for decode in decodes),
             wait_counts=[sum(bucket) for bucket in zip(*(pool.wait_counts for pool in self.pools), strict=True)],
         )
 
@@ -214,10 +269,10 @@ class Simulation:
         self._samples.append(
             Sample(
                 at_s=self.events.now_ns / 1e9,
-                reserve=self.pools[0].scheduler.reserve,
+                reserve=self.pools[0].reserve,
                 flush_prefill_s=self._law.flush_prefill_s,
-                pool_prefill=sum(pool.scheduler.waiting["prefill"] for pool in self.pools),
-                pool_decode=sum(pool.scheduler.waiting["decode"] for pool in self.pools),
+                pool_prefill=sum(pool.waiting[0] for pool in self.pools),
+                pool_decode=sum(pool.waiting[1] for pool in self.pools),
                 prefill=sum(prefill.queued for prefill in prefills),
                 offers=sum(len(decode.offers) for decode in decodes),
                 rows=sum(decode.rows for decode in decodes),
@@ -245,6 +300,7 @@ class Simulation:
             "probes": float(sum(decode.batch.probes for decode in decodes)),
             "changes": float(self._law.changes),
             "span_s": span / 1e9,
+            "moves": float(self._roles.moves),
             "events": float(self.events.happened),
         }
 

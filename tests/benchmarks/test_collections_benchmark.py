@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collections import bench as collections
+from benchmarks.collections import switch
 from tests.gpu.cases import clustered
 
 
@@ -32,3 +33,11 @@ def test_replaced_rows_are_found_as_well_as_in_a_fresh_build(tmp_path: Path) -> 
          "replaced": found, "upserts": upserts, "switch": [], "filtered": []}
     )  # fmt: skip
     assert f"fresh build {found['fresh']:.4f}" in report
+
+
+def test_the_switch_is_measured_through_the_engine_one_extend_a_step() -> None:
+    vectors = clustered(np.random.default_rng(0), 920, 16)
+    found = switch.switched(vectors[:900], vectors[900:], "l2", seed=0)
+    assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "with fewer it would not walk"
+    assert all(one["rows_a_step"] > 0 for one in found)
+    assert "(`ROWS_A_STEP` is 5), 1 at a time: " in switch.report_of(found)

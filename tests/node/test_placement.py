@@ -88,18 +88,17 @@ def test_a_node_of_remote_collections_alone_has_a_frontend_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("names", "nodes", "more", "says"),
+    ("names", "nodes", "says"),
     [
-        (["docs"], ["http://a"], {}, "remote: the name 'docs' is used twice"),
-        (["far", "far"], ["http://a"], {}, "remote: the name 'far' is used twice"),
-        (["far"], ["http://a", "http://a"], {}, "remote: 'far': a node is named twice"),
-        (["far"], ["http://a"], MODEL, "remote: 'far': workers of engine = \"trinity\" search the node's own pools"),
+        (["docs"], ["http://a"], "remote: the name 'docs' is used twice"),
+        (["far", "far"], ["http://a"], "remote: the name 'far' is used twice"),
+        (["far"], ["http://a", "http://a"], "remote: 'far': a node is named twice"),
     ],
 )
 def test_a_remote_collection_that_cannot_be_searched_is_refused(
-    names: list[str], nodes: list[str], more: dict[str, Any], says: str, tmp_path: Path
+    names: list[str], nodes: list[str], says: str, tmp_path: Path
 ) -> None:
-    assert refusal(tmp_path, **more, remote=[{"name": name, "nodes": nodes} for name in names]).startswith(says)
+    assert refusal(tmp_path, remote=[{"name": name, "nodes": nodes} for name in names]).startswith(says)
 
 
 def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:

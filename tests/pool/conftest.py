@@ -15,8 +15,8 @@ from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Timing
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import Limits
-from runtime.retrieval.search.routes import ReplicaPolicy
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.live_stand import Served, Stand
 from tests.pool.pools import Vectors, attached

@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ipc import Stage
-from runtime.pool.scheduler import Entry, Scheduler
 from runtime.pool.settings import Policy
-from runtime.pool.tables import BUSY_NS, NEVER_NS
+from runtime.pool.tables import NEVER_NS
+from tests.pool.scheduler import Entry, Scheduler
 
 STAGES = st.sampled_from(["prefill", "decode"])
 USUAL = 40  # top_m: 13 extends are expected
@@ -40,12 +40,6 @@ def measured(made: Scheduler[int], fixed: float, each: float) -> Scheduler[int]:
     for _ in range(20):
         for active in (1, 8):
             made.learn_cost(active, fixed + each * active)
-    return made
-
-
-def busy(made: Scheduler[int]) -> Scheduler[int]:
-    """A scheduler whose extends have taken all of its time."""
-    made.tables.floats[BUSY_NS] = 1e12
     return made
 
 

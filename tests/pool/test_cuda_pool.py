@@ -1,6 +1,7 @@
 """A pool whose engine is the CUDA engine, over an emulated device: the same answers as on the CPU, of live collections
 too."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,3 +133,37 @@ def test_longer_vectors_than_those_of_the_other_collections_are_sealed_to_a_devi
         until(lambda: client.search(vectors[7], 1, collection="notes").ids.tolist() == [7])
         until(lambda: any(name.startswith("notes") and name.endswith("/0") for name in opened[0].dims))
         assert client.search(vectors[7], 1, collection="notes").ids.tolist() == [7]
+
+
+def test_a_new_segment_is_copied_to_a_device_in_parts_while_the_old_ones_are_searched(
+    stand: Stand, served: Served, opened: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand.upsert(*(f"old-{n}" for n in range(SEALED)))
+    stand.writer.flush()
+    query = stand.held["old-0"][0]
+    served.until_found(query, stand.nearest(query, 10))
+    until(lambda: len(opened[0].dims) == 2)
+    device_has, parts, may_end = dict(opened[0].dims), [0], threading.Event()
+    load_part = CudaEngine.load_part
+
+    def held_up(engine: CudaEngine, collection: str, index: GraphIndex) -> bool:
+        if may_end.is_set() or not index.data.graph.shape[1]:
+            return load_part(engine, collection, index)
+        parts[0] += 1
+        return False
+
+    monkeypatch.setattr(CudaEngine, "load_part", held_up)
+    stand.upsert(*(f"new-{n}" for n in range(SEALED)))
+    stand.writer.compact()
+    until(lambda: parts[0] > 3)
+    stand.upsert("later")
+    served.until_found(stand.held["later"][0], stand.nearest(stand.held["later"][0], 10))
+    for name in ("old-0", "new-5", "later"):
+        near = stand.held[name][0]
+        stand.delete(name)  # acknowledged when the pool has it
+        assert served.find(near) == stand.nearest(near, 10)
+    assert dict(opened[0].dims).keys() <= device_has.keys() | {f"{next(iter(device_has)).rsplit('/', 1)[0]}/growing-2"}
+    may_end.set()
+    until(lambda: any(name.endswith("/2") for name in opened[0].dims))
+    until(lambda: len(opened[0].dims) == 2)
+    served.until_found(query, stand.nearest(query, 10))

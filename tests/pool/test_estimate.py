@@ -3,9 +3,9 @@
 import pytest
 
 from runtime.pool import tables as at
-from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy
 from runtime.pool.tables import kind_a, kind_b, learn_extends, row_of_kind
+from tests.pool.scheduler import Scheduler
 
 
 def learnt(sizes: list[int], fixed: float, each: float, times: int = 100) -> Scheduler[int]:

@@ -2,16 +2,19 @@
 filter."""
 
 import asyncio
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
+from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collections.collection import Collection
@@ -20,6 +23,7 @@ from runtime.retrieval.collections.manifest import WORDS, read_manifest
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -176,3 +180,59 @@ def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePo
         asyncio.run(body())
     finally:
         client.close()
+
+
+# ---- a client that has vectors, and a text for its words
+
+
+@pytest.fixture
+def client(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> Iterator[SearchClient]:
+    pools = serve(plan, make_pool)
+    with found_at(tmp_path / "run", pools, tmp_path / "docs"), SearchClient.connect(tmp_path / "run") as made:
+        yield made
+
+
+@contextmanager
+def found_at(run_dir: Path, pools: list[InProcessPool], collection: Path) -> Iterator[None]:
+    """A node that other processes find by its run directory."""
+    held = RunDir.acquire(run_dir)
+    endpoints = tuple(pool.endpoint for pool in pools)
+    held.write(NodeInfo("n", os.getpid(), "", "", endpoints, ("docs",), paths=(str(collection),)))
+    yield
+    held.release()
+
+
+VECTOR = np.ones(DIM, np.float32)
+
+
+def test_a_search_client_finds_by_words_what_its_vector_does_not(client: SearchClient) -> None:
+    plain = client.search(VECTOR, 4)
+    assert 77 not in plain.ids
+    ten: Any = np.int64(10)
+    all_of_it: Any = np.float32(1)
+    both = client.search(VECTOR, 4, text="which is n77?", hybrid=True)
+    assert set(both.ids[:2].tolist()) == {int(plain.ids[0]), 77}
+    assert len(both.ids) == 4
+    assert set(client.search(VECTOR, ten, text="all of s7", hybrid=all_of_it).ids.tolist()) == set(range(70, 80))
+    blue = client.search(VECTOR, 5, text="all of s7", hybrid=1.0, filter=of("blue"))
+    assert set(blue.ids.tolist()) == set(range(71, 80, 2))
+
+
+def test_an_asyncio_client_does_so_too(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> None:
+    async def ask() -> Any:
+        async with await AsyncSearchClient.connect(tmp_path / "run") as asking:
+            return await asking.search(VECTOR, 10, text="all of s7", hybrid=1.0, deadline_ms=60_000)
+
+    with found_at(tmp_path / "run", serve(plan, make_pool), tmp_path / "docs"):
+        assert set(asyncio.run(ask()).ids.tolist()) == set(range(70, 80))
+
+
+def test_what_a_client_cannot_look_for_words_with_is_refused(
+    client: SearchClient, tmp_path: Path, plan: NodePlan
+) -> None:
+    for wrong in ({"hybrid": 1.5, "text": "a"}, {"hybrid": "yes", "text": "a"}, {"hybrid": True}, {"text": "n77"}):
+        with pytest.raises(InvalidRequest, match="hybrid"):
+            client.search(VECTOR, 4, **wrong)
+    build(tmp_path / "docs", len(plan.of_role("pool")), generation=2)
+    with pytest.raises(Unavailable, match="another build than the pools serve lies in"):
+        client.search(VECTOR, 4, text="n77", hybrid=True)

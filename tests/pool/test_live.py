@@ -65,7 +65,7 @@ def test_what_is_written_is_taken_in_however_seldom_the_pool_does_all_that_only_
     turns = pool.pool.control_turns
     stand.upsert("a")
     until(lambda: len(client.search(np.zeros(DIM, np.float32), 1).ids) == 1)
-    assert pool.pool.control_turns <= turns + 1
+    assert pool.pool.control_turns <= turns + 3  # not one for each look at the files
 
 
 def test_segments_are_sealed_and_merged_under_searches_and_every_answer_is_the_nearest(

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from numba import njit
 
+from benchmarks.common.pool_alone import Query
 from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
@@ -17,7 +18,6 @@ from runtime.pool.loop import run_loop
 from runtime.pool.loop_memory import CALLED
 from runtime.pool.loop_words import CLOCK
 from runtime.pool.settings import Policy, policy_of
-from runtime.simulator.stages.pool_alone import Query
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED, EACH = 500, 4_500

@@ -5,7 +5,7 @@ import heapq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.retrieval.search.routes import ReplicaPolicy, Replicas
+from runtime.retrieval.search.pool_session import ReplicaPolicy, Replicas
 
 MS = 1_000_000
 POLICY = ReplicaPolicy(floor_ns=2 * MS)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.config import NodeConfig
-from runtime.pool.scheduler import Scheduler
 from runtime.pool.settings import Policy, policy_of
+from tests.pool.scheduler import Scheduler
 from tests.pool.schedulers import LONG, STAGES, USUAL, entry, filled, measured, names, scheduler
 
 MS = 1_000_000
@@ -156,6 +156,43 @@ def test_prefill_has_what_decode_leaves_free_before_its_flush_timeout() -> None:
 def test_prefill_whose_deadline_is_as_near_as_its_flush_timeout_does_not_wait_for_it() -> None:
     made = filled(scheduler(1, 1.0, flush_prefill_ns=10), entry("prefill", 1, deadline=9), entry("decode", 2))
     assert names(made.next(0).admitted) == [1]
+
+
+def test_prefill_that_has_missed_its_ttft_goes_behind_what_can_still_make_it_and_what_decode_wants() -> None:
+    queries = [entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=5), entry("prefill", 3, arrival=92)]
+    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), *queries)
+    filled(made, entry("decode", 4, arrival=95), now=95)
+    order = []
+    for _ in range(4):
+        (one,) = made.next(95).admitted
+        order.append(one.query)
+        made.finished(one, 4)
+    assert order == [3, 4, 1, 2]
+
+
+def test_the_papers_prefill_keeps_its_order_however_long_it_has_waited() -> None:
+    queries = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
+    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10, rules="paper"), *queries)
+    assert names(made.next(95).admitted) == [1]
+
+
+def test_a_lost_prefill_query_is_behind_those_alone_that_came_within_64_times_its_wait() -> None:
+    lost, later = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=6_000)
+    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), lost, entry("prefill", 3, arrival=5_700))
+    (one,) = made.next(5_701).admitted
+    assert one.query == 3
+    made.finished(one, 4)
+    filled(made, later, entry("decode", 4, arrival=6_000), now=6_000)
+    (one,) = made.next(6_001).admitted
+    assert one.query == 1
+
+
+def test_a_prefill_query_that_is_set_back_can_still_be_cancelled() -> None:
+    lost, fresh = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
+    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), lost, fresh)
+    assert names(made.next(95).admitted) == [2]
+    made.left(lost)
+    assert made.waiting["prefill"] == 0
 
 
 def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool import tables as at
-from runtime.pool.scheduler import Entry, Scheduler
 from runtime.pool.settings import Policy
 from runtime.pool.tables import NEVER_NS
+from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.schedulers import LONG, STAGES, USUAL, entry
 
 
@@ -29,14 +29,16 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         max_pauses=st.integers(0, 3),
         aging=st.integers(1, 30),
         flush=st.sampled_from([0, 0, 3]),
+        lost=st.sampled_from([20, 10**9]),
         each=st.sampled_from([0.0, 0.0, 0.3]),
         rules=st.sampled_from(["trinity", "trinity", "trinity", "paper", "fifo", "static"]),
     )
     def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
-              flush: int, each: float, rules: str) -> None:  # fmt: skip
+              flush: int, lost: int, each: float, rules: str) -> None:  # fmt: skip
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
-            aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush, flush_ns=2 * flush, rules=rules,
+            aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush, flush_ns=2 * flush,
+            lost_ns=10**9 if flush else lost, rules=rules,
         )  # fmt: skip
         self.reserve = reserve
         self.scheduler: Scheduler[int] = Scheduler(self.policy)
@@ -97,7 +99,10 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         waiting, was_active, was_paused = list(self.waiting), list(self.active), list(self.paused)
         held, credit = self.scheduler.held_until(self.now), self.scheduler.credit_ns
         prefill = [one for one in self.waiting if one.stage == "prefill" and one.deadline_ns > self.now]
-        self.yields = any(one.arrival_ns + self.policy.flush_prefill_ns > self.now for one in prefill)
+        self.yields = any(
+            self.now < one.arrival_ns + self.policy.flush_prefill_ns or self.now >= one.arrival_ns + self.policy.lost_ns
+            for one in prefill
+        )
         changes = self.scheduler.next(self.now)
         for one in changes.late:
             assert one.deadline_ns < NEVER_NS
@@ -142,7 +147,9 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         if self.naive or (one.stage == "decode" and self.policy.rules == "paper"):
             assert row[at.START_BY] == one.arrival_ns
         elif one.stage == "prefill":
-            assert row[at.START_BY] <= min(one.deadline_ns, one.arrival_ns + self.policy.prefill_target_ns)
+            lost = row[at.START_BY] > one.arrival_ns + self.policy.lost_ns
+            assert not lost or self.now - one.arrival_ns >= self.policy.lost_ns
+            assert lost or row[at.START_BY] <= min(one.deadline_ns, one.arrival_ns + self.policy.prefill_target_ns)
         return int(row[at.START_BY]), one.query
 
     def check_shares(

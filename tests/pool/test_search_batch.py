@@ -119,7 +119,7 @@ def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
     make_pool(plan).start()
     clock = Clock()
     client = attached(make_client(plan, clock=clock))
-    batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
+    batch = client.batch(queries, 3, None, collection="docs")
     while not batch.done:
         batch.send()
         client.sleep((), 1)
@@ -137,7 +137,7 @@ def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
     clock = Clock()
     client = attached(make_client(plan, clock=clock))
     with pool.held():
-        batch = client.batch(queries, 3, "docs", "prefill", None, None, None, None)
+        batch = client.batch(queries, 3, None, collection="docs")
         batch.send()
         clock.ahead_ns += PATIENT.wait_ns
         batch.send()
@@ -182,7 +182,7 @@ def test_a_batch_survives_the_death_of_a_pool_under_it(
     plan = plan_of(collection, ring_slots=4, workers=2)
     pools = [make_pool(plan, f"pool-{number}").start() for number in range(2)]
     client = attached(make_client(plan))
-    batch = client.batch(queries, 4, "docs", "prefill", None, 32, 2, None)
+    batch = client.batch(queries, 4, None, collection="docs", top_m=32, search_width=2)
     with pools[0].held():
         batch.send()
         pools[0].die()

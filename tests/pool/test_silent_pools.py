@@ -9,7 +9,7 @@ from runtime.errors import DeadlineExceeded
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.routes import ReplicaPolicy, Replicas
+from runtime.retrieval.search.pool_session import ReplicaPolicy, Replicas
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool

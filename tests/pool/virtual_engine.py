@@ -1,6 +1,7 @@
 """The real loop, over real rings, with an engine whose extends take the time that it is told, on its own clock."""
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.common.pool_alone import Fate, Query
 from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
@@ -16,7 +18,6 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.pool.loop_memory import PoolLoop
 from runtime.pool.loop_words import IDLE
 from runtime.pool.settings import Policy
-from runtime.simulator.stages.pool_alone import Fate, Query
 from tests.pool.callbacks import Callbacks
 
 _FOREVER = 1 << 62
@@ -114,7 +115,8 @@ class VirtualPool:
         )
         thread.start()
         while thread.is_alive():
-            self.server.wait(1)
+            self.server.housekeep(time.monotonic_ns())
+            thread.join(0.001)
         (self._client,) = made
         self._stack.callback(self._client.close)
 

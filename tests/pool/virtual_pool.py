@@ -6,9 +6,9 @@ from random import Random
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded
-from runtime.pool.scheduler import Entry, Scheduler
 from runtime.pool.settings import Policy
 from runtime.pool.tables import NEVER_NS
+from tests.pool.scheduler import Entry, Scheduler
 
 SMALL, USUAL, LARGE = 64, 128, 512  # top_m
 _EXTENDS = {SMALL: 19, USUAL: 35, LARGE: 130}  # as MiniLM's 70,639 vectors have them

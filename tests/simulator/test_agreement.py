@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.common.pool_alone import Fate, Query, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.pool.settings import policy_of
 from runtime.simulator.stages.pool import slots_of
-from runtime.simulator.stages.pool_alone import Fate, Query, run_pool
 from runtime.simulator.times.service import ServiceTimes
 from tests.pool.virtual_engine import VirtualPool
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import Disaggregate
+from runtime.node.config import Disaggregate, SloSection
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import fitting_slots, greatest_rate, plans
 from runtime.simulator.policies import PolicyChoice
@@ -65,17 +65,18 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
     assert all(worker.free == worker.slots for worker in simulation.decodes.values())
     for pool in simulation.pools:
         assert pool.empty
-        assert not any(pool.scheduler.waiting.values())
+        assert not any(pool.waiting)
 
 
 def test_with_a_pool_that_is_too_small_prefill_first_protects_the_first_token_and_decode_first_does_not() -> None:
     arrivals = poisson(400, 6.5)
-    waits = {}
-    for policy in POLICIES:
-        waits[policy] = simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals).ttft_s.p90
+    found = {policy: simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals) for policy in POLICIES}
+    waits = {policy: result.ttft_s.p90 for policy, result in found.items()}
     assert waits["prefill-first"] < waits["fifo"] < waits["decode-first"]
     assert waits["fixed:0.3"] < waits["fifo"]
-    assert waits["adaptive"] < waits["fifo"]
+    # Neither: some lose their TTFT by much, and the others keep both promises.
+    others = ("fixed:0.3", "fifo", "prefill-first", "decode-first")
+    assert found["adaptive"].goodput > max(found[name].goodput for name in others)
 
 
 def test_with_a_pool_that_is_never_full_all_policies_do_alike() -> None:
@@ -85,10 +86,11 @@ def test_with_a_pool_that_is_never_full_all_policies_do_alike() -> None:
 
 
 def test_the_control_loop_has_prefill_yield_while_decode_stalls_which_brings_tokens_sooner() -> None:
-    result = simulate(setup("adaptive", slot_s=6e-4), poisson(300, 10.0))
+    node = replace(config(), slo=SloSection(tpot_s=0.008))
+    result = simulate(setup("adaptive", slot_s=6e-4, node=node), poisson(300, 10.0))
     assert result.use["changes"] > 0
     assert max(sample.flush_prefill_s for sample in result.samples) > 0
-    fixed = simulate(setup("fixed:0.3", slot_s=6e-4), poisson(300, 10.0))
+    fixed = simulate(setup("fixed:0.3", slot_s=6e-4, node=node), poisson(300, 10.0))
     assert {(sample.reserve, sample.flush_prefill_s) for sample in fixed.samples} == {(0.3, 0.0)}
     assert result.tpot_s.p90 < fixed.tpot_s.p90
 

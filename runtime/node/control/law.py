@@ -2,23 +2,21 @@
 
 The supervisor and the simulator run this same class on clocks of their own. Its rules are those of arXiv 2512.02281:
 
+- **Decode stalls**: its rows spend more than a third of the time waiting for probes that they can for their tokens to
+  come within `slo.tpot_s`. r falls, to `reserve_min`. Where they stall for all of that time, τ_pre is first set to what
+  prefill may wait for, half of the promised TTFT, for a prompt that is computed sooner would only wait among decode's
+  rows. This goes before all others: prefill has what is left, and its queries that can still make their TTFT first.
 - **Prefill waits too long**: the P95 wait of its queries for a slot is over its target. τ_pre is halved, and once that
   is nothing r grows.
 - **The KV link is used less than its target** while prefill queries wait: decode will soon have too little to do. The
-  same is done, by this alone, unless decode stalls too much. (A link that idles while no prefill query waits for more
-  than τ_pre says nothing about the pool: neither r nor τ_pre could fill it.)
-- **Decode stalls too much**: its rows spend a greater share of their time waiting for probes than its target. r falls,
-  and once that is where it was configured τ_pre grows, to half of what prefill may wait for.
+  same is done, by this alone. (A link that idles while no prefill query waits for more than τ_pre says nothing about
+  the pool: neither r nor τ_pre could fill it.)
 - **Nobody waits**: r goes back, step by step, to its configured value; and τ_pre to its own, or to half of the target
   if that is less, so that it cannot press prefill by itself.
 
-While decode stalls too much, prefill may wait for half of the promised TTFT: a prompt that is computed sooner would
-only wait among decode's rows, where it counts for TPOT. When prefill and decode are both over target, the one that is
-further over (signal ÷ target: its *pressure*) gets more.
-
-Against oscillation: pressures within a band of 1, or of each other, change nothing (hysteresis); a direction must hold
-without a break for the dwell before each step, so signals that alternate faster never act; a reversal halves the step,
-and only steady movement one way lets it grow back, so slower alternation is damped.
+Against oscillation: a pressure (signal ÷ target) within a band over 1 changes nothing (hysteresis); a direction must
+hold without a break for the dwell before each step, so signals that alternate faster never act; a reversal halves the
+step, and only steady movement one way lets it grow back, so slower alternation is damped.
 """
 
 from collections.abc import Sequence
@@ -31,6 +29,8 @@ from runtime.node.metrics.columns import PoolMetrics
 Knob = Literal["reserve", "flush_prefill_s"]
 _WAIT = PoolMetrics.WAIT["prefill"]
 
+_STRAINED = 0.3  # pressure from which decode's stalls go before prefill's waits
+_TPOT_SHARE = 0.8  # of what a token may take beyond its step: what stalls may take of it, in the mean of all rows
 _MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
 _AT_EASE = 0.1  # pressure under which nobody waits to speak of
 _MAY_WAIT = 0.5  # pressure under which prefill can afford a longer τ_pre
@@ -38,7 +38,8 @@ _MAY_WAIT = 0.5  # pressure under which prefill can afford a longer τ_pre
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s.
+    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s, and
+    how long a token takes a row without stalls (0: not known).
 
     A node without decode workers of its own has no link to fill: it counts as used.
     """
@@ -46,6 +47,7 @@ class Signals:
     link_use: float
     prefill_wait_p95_s: float
     decode_stall: float
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +69,26 @@ class ControlLaw:
         self._wait_target_s = settings.wait_target_s(pool, config.slo)
         self._longest_wait_s = self._wait_target_s  # while decode stalls too much
         if settings.prefill_wait_target_s == "auto":
-            self._longest_wait_s = max(self._wait_target_s, config.slo.ttft_s / 2)
+            self._longest_wait_s = max(self._wait_target_s, config.slo.prefill_wait_s)
+        self._tpot_s = config.slo.tpot_s
         self._reserve_min = settings.least_reserve(pool)
         self.reserve = self._reserve_at_rest = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
         self.flush_prefill_s = self._flush_at_rest = pool.flush_prefill_s
         self.changes = 0
         self._step = settings.step
         self._last_way = 0  # of r's last move: 1 up, -1 down
-        self._way = 0
-        self._since_s = float("inf")  # since when the signals have pointed `_way`, and no step was taken
+        self._ways = 0, 0
+        self._since_s = float("inf")  # since when the signals have pointed `_ways`, and no step was taken
 
     def update(self, now_s: float, signals: Signals) -> list[Change]:
         """Take the signals of the time until `now_s` (never earlier than the last call's); what was changed."""
-        way = self._direction(signals)
-        if way != self._way or self._since_s > now_s:
-            self._way, self._since_s = way, now_s
+        ways = self._directions(signals)
+        if ways != self._ways or self._since_s > now_s:
+            self._ways, self._since_s = ways, now_s
         if now_s - self._since_s < self._settings.dwell_s:
             return []
         cause = self._cause(signals)
-        change = self._relax(signals, cause) if way == 0 else self._move(way, cause)
+        change = self._move(*ways, cause) if any(ways) else self._relax(signals, cause)
         if change is None:
             return []
         self._since_s = now_s
@@ -94,35 +97,38 @@ class ControlLaw:
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
         """Prefill's wait and decode's stall, each over its target."""
-        decode = signals.decode_stall / self._settings.decode_stall_target
-        return signals.prefill_wait_p95_s / (self._longest_wait_s if decode > 1 else self._wait_target_s), decode
+        target = self._settings.decode_stall_target
+        if signals.step_s > 0:
+            target = max(target, _TPOT_SHARE * (1 - signals.step_s / self._tpot_s))
+        return signals.prefill_wait_p95_s / self._wait_target_s, signals.decode_stall / target
 
-    def _direction(self, signals: Signals) -> int:
-        """1: more for prefill; -1: more for decode; 0: neither."""
+    def _directions(self, signals: Signals) -> tuple[int, int]:
+        """Which way to move τ_pre and r: 1 up, -1 down, 0 not at all."""
+        settings = self._settings
         prefill, decode = self.pressures(signals)
-        band = 1 + self._settings.hysteresis
-        if max(prefill, decode) > band:
-            if max(prefill, decode) < band * min(prefill, decode):
-                return 0
-            return 1 if prefill > decode else -1
-        starved = signals.link_use < self._settings.link_target * (1 - self._settings.hysteresis)
-        return 1 if starved and decode <= 1 and self._prefill_waits(signals) else 0
+        band = 1 + settings.hysteresis
+        waits = prefill > band
+        if decode > _STRAINED:
+            return (1 if decode > band else -waits), -1
+        if decode > _STRAINED / band:
+            return -waits, 0
+        starved = signals.link_use < settings.link_target * (1 - settings.hysteresis)
+        return (-1, 1) if waits or (starved and self._prefill_waits(signals)) else (0, 0)
 
     def _prefill_waits(self, signals: Signals) -> bool:
         """Whether prefill's queries wait, beyond the batching delay that they are given on purpose."""
         return signals.prefill_wait_p95_s > _AT_EASE * self._wait_target_s + self.flush_prefill_s
 
-    def _move(self, way: int, cause: str) -> Change | None:
-        if way > 0 and (change := self._set_flush(self.flush_prefill_s / 2, cause)) is not None:
+    def _move(self, flush_way: int, way: int, cause: str) -> Change | None:
+        most = max(self._flush_at_rest, self._longest_wait_s)
+        flush = {1: most, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_way]
+        if (change := self._set_flush(flush, cause)) is not None:
             return change
         settings = self._settings
         step = self._step * (0.5 if way == -self._last_way else 1.5)
         self._step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
         if (change := self._set_reserve(self.reserve + way * self._step, cause)) is not None:
             self._last_way = way
-        elif way < 0:
-            most = max(self._flush_at_rest, self._longest_wait_s / 2)
-            change = self._set_flush(min(max(self.flush_prefill_s * 2, self._longest_wait_s / 4), most), cause)
         return change
 
     def _relax(self, signals: Signals, cause: str) -> Change | None:
@@ -177,6 +183,7 @@ class Readings:
     link_busy_s: float
     row_s: float
     stall_s: float
+    tokens: float
     wait_counts: Sequence[float]
 
 
@@ -187,7 +194,7 @@ class SignalMeter:
         self.links = links
         self._half_life_s = 4 * interval_s
         self._last: tuple[float, Readings] | None = None
-        self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = 0.0
+        self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = self._tokens = 0.0
         self._waits = [0.0] * (len(_WAIT.buckets) + 1)
 
     def update(self, now_s: float, readings: Readings) -> Signals:
@@ -200,12 +207,14 @@ class SignalMeter:
         self._link_busy_s = self._link_busy_s * keep + readings.link_busy_s - last.link_busy_s
         self._row_s = self._row_s * keep + readings.row_s - last.row_s
         self._stall_s = self._stall_s * keep + readings.stall_s - last.stall_s
+        self._tokens = self._tokens * keep + readings.tokens - last.tokens
         deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
             link_use=_share(self._link_busy_s, self._elapsed_s * self.links) if self.links else 1.0,
             prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, self._waits),
             decode_stall=_share(self._stall_s, self._row_s),
+            step_s=max(self._row_s - self._stall_s, 0.0) / self._tokens if self._tokens > 0 else 0.0,
         )
 
 

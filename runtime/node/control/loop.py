@@ -1,13 +1,22 @@
-"""The control loop's hands: reads the workers' tables, asks the law, turns the pools' knobs."""
+"""The control loop's hands: reads the workers' tables, asks the law and the planner, turns the pools' knobs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from runtime.node.config import NodeConfig
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.control.planner import Move, Planner, Work
 from runtime.node.figures import ControlMetrics
-from runtime.node.metrics.columns import Counter, DecodeMetrics, PoolMetrics
+from runtime.node.metrics.columns import (
+    Counter,
+    DecodeMetrics,
+    FrontendMetrics,
+    Gauge,
+    PoolMetrics,
+    PrefillMetrics,
+    Stage,
+)
 from runtime.node.metrics.table import WorkerTable
 
 if TYPE_CHECKING:
@@ -16,7 +25,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("control")
 
 _WAIT = PoolMetrics.WAIT["prefill"]
-_COUNTERS = (DecodeMetrics.LINK_BUSY_SECONDS, DecodeMetrics.ROW_SECONDS, DecodeMetrics.STALL_SECONDS)
+_COUNTERS: dict[str, tuple[Counter, ...]] = {
+    "prefill": (
+        PrefillMetrics.PASS_SECONDS,
+        PrefillMetrics.PROMPT_TOKENS,
+        PrefillMetrics.PREFIX_HIT_TOKENS,
+        *PrefillMetrics.NEW_TOKENS.values(),
+        *PrefillMetrics.PROMPTS.values(),
+    ),
+    "decode": (
+        DecodeMetrics.LINK_BUSY_SECONDS,
+        DecodeMetrics.ROW_SECONDS,
+        DecodeMetrics.STALL_SECONDS,
+        DecodeMetrics.GENERATION_TOKENS,
+    ),
+}
 
 
 class ControlLoop:
@@ -26,10 +49,16 @@ class ControlLoop:
         settings = self._settings = config.control
         self._reserve = config.pool.reserve
         self._pools = [table for table in tables.values() if table.role == "pool"]
-        self._decodes = [table for table in tables.values() if table.role == "decode"]
-        self._meter = SignalMeter(len(self._decodes), settings.interval_s)
-        self.law = ControlLaw(config)
-        self._left = dict.fromkeys(_COUNTERS, 0.0)  # what workers had counted that have left the node
+        self._of: dict[Stage, list[WorkerTable]] = {
+            role: [table for table in tables.values() if table.role == role] for role in get_args(Stage)
+        }
+        self._frontends = [table for table in tables.values() if table.role == "frontend"]
+        self._meter = SignalMeter(len(self._of["decode"]), settings.interval_s)
+        self.law, self._planner = ControlLaw(config), Planner(config.slo)
+        self._advised: Stage | None = None
+        self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
+        # What workers had counted that have left the node.
+        self._left = dict.fromkeys((counter for counters in _COUNTERS.values() for counter in counters), 0.0)
         self._left_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
         for table in self._pools:
@@ -43,20 +72,20 @@ class ControlLoop:
 
     def joined(self, table: WorkerTable) -> None:
         """A worker has come to the node."""
-        if table.role == "decode":
-            self._decodes.append(table)
-            self._meter.links = len(self._decodes)
+        if table.role == "prefill" or table.role == "decode":
+            self._of[table.role].append(table)
+            self._meter.links = len(self._of["decode"])
         elif table.role == "pool":
             self._pools.append(table)
             self._tell(table)
 
     def left(self, table: WorkerTable) -> None:
         """A worker has gone: what it has counted stays counted."""
-        if table in self._decodes:
-            for counter in _COUNTERS:
+        if table.role == "prefill" or table.role == "decode":
+            for counter in _COUNTERS[table.role]:
                 self._left[counter] += table.value(counter)
-            self._decodes.remove(table)
-            self._meter.links = len(self._decodes)
+            self._of[table.role].remove(table)
+            self._meter.links = len(self._of["decode"])
         elif table in self._pools:
             self._pools.remove(table)
             counts = table.read(_WAIT)[:-1]
@@ -72,11 +101,45 @@ class ControlLoop:
             for table in self._pools:
                 table.set_knob(change.knob, change.after)
 
+    def plan(self, now_s: float) -> Move | None:
+        """Have the planner look, if there is to be one, at a node whose workers are all ready. A new advice is logged,
+        and returned if it is to be followed."""
+        if self._settings.planner == "off":
+            return None
+        move = self._planner.update(now_s, self._work())
+        if move is None or (self._settings.planner == "advise" and move.role == self._advised):
+            return None
+        self._advised = move.role
+        self._moves[move.role] += 1
+        log.info("a %s worker ought to change its role: %s", move.role, move.cause)
+        return move if self._settings.planner == "act" else None
+
+    def _work(self) -> Work:
+        slo_requests, slo_violations = FrontendMetrics.SLO_REQUESTS["all"], FrontendMetrics.SLO_VIOLATIONS["all"]
+        left_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
+        not_passed = left_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
+        return Work(
+            pass_s=self._sum(PrefillMetrics.PASS_SECONDS),
+            passed_tokens=self._sum(PrefillMetrics.PROMPT_TOKENS) - not_passed,
+            asked_tokens=sum(map(self._sum, PrefillMetrics.NEW_TOKENS.values())),
+            left_tokens=left_tokens,
+            prompts=sum(map(self._sum, PrefillMetrics.PROMPTS.values())),
+            row_s=self._sum(DecodeMetrics.ROW_SECONDS) - self._sum(DecodeMetrics.STALL_SECONDS),
+            tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
+            judged=sum(table.value(slo_requests) for table in self._frontends),
+            missed=sum(table.value(slo_violations) for table in self._frontends),
+            prefill_waiting=self._now("prefill", PrefillMetrics.WAITING),
+            decode_waiting=self._now("decode", DecodeMetrics.WAITING),
+            workers={role: len(tables) for role, tables in self._of.items()},
+        )
+
     def families(self) -> "Iterator[Family]":
         """What the loop wants now, and how often it has changed its mind, for Prometheus."""
         yield ControlMetrics.RESERVE.now(self.law.reserve if self._settings.enabled else self._reserve)
         yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)
         yield ControlMetrics.CHANGES.now(self.law.changes)
+        yield ControlMetrics.ROLE_LOAD.of(self._planner.loads)
+        yield ControlMetrics.MOVES.of(self._moves)
 
     def readings(self) -> Readings:
         counts = [self._left_waits, *(table.read(_WAIT)[:-1] for table in self._pools)]
@@ -84,8 +147,13 @@ class ControlLoop:
             link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS),
             stall_s=self._sum(DecodeMetrics.STALL_SECONDS),
+            tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
             wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)],
         )
 
     def _sum(self, counter: Counter) -> float:
-        return self._left[counter] + sum(table.value(counter) for table in self._decodes)
+        role: Stage = "prefill" if counter in _COUNTERS["prefill"] else "decode"
+        return self._left[counter] + sum(table.value(counter) for table in self._of[role])
+
+    def _now(self, role: Stage, gauge: Gauge) -> float:
+        return sum(table.value(gauge) for table in self._of[role])

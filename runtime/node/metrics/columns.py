@@ -8,9 +8,9 @@ and bytes; buckets of waits begin at 50 µs, since a pool answers in less than a
 reason or outcome alone is one name with a label; labels have a handful of values, fixed here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from runtime.node.config import Role, SloSection
 from runtime.node.figures import Named
@@ -67,20 +67,12 @@ Value = TypeVar("Value", bound=str)
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 
-class ByLabel(Named, Generic[Value, Kind]):
+class ByLabel(Named, dict[Value, Kind]):
     """Metrics of one name, by the value of a label: the values of the type `values`, a `Literal`."""
 
     def __init__(self, kind: Callable[..., Kind], name: str, help: str, label: str, values: Any, *more: Any) -> None:
+        super().__init__({value: kind(name, help, *more, label=(label, value)) for value in get_args(values)})
         self.name = name
-        self._metrics: dict[Value, Kind] = {
-            value: kind(name, help, *more, label=(label, value)) for value in get_args(values)
-        }
-
-    def __getitem__(self, value: Value) -> Kind:
-        return self._metrics[value]
-
-    def __iter__(self) -> Iterator[Kind]:
-        return iter(self._metrics.values())
 
 
 Stage = Literal["prefill", "decode"]
@@ -93,6 +85,8 @@ Outcome = Literal["finished", "cancelled", "failed", "refused"]
 StatusClass = Literal["2xx", "4xx", "5xx"]
 Tier = Literal["host", "disk"]
 """Where KV blocks are kept beside a worker's own memory."""
+BuildPart = Literal["rows", "graph", "written"]
+"""What a segment's build has to do: read its rows, build its graph, write the segment."""
 CacheEvent = Literal["hit", "miss", "stored", "expired", "evicted"]
 
 
@@ -184,6 +178,10 @@ class PrefillMetrics(KvMetrics):
         Counter, "trinity_prompts_total", "Prompts, by the workers that compute them", "by", Stage
     )
     PROMPT_TOKENS = Counter("trinity_prompt_tokens_total", "Prompt tokens run through prefill")
+    NEW_TOKENS = ByLabel[Stage, Counter](
+        Counter, "trinity_prompt_new_tokens_total", "Tokens to compute of prompts that came, by who is to", "by", Stage
+    )
+    PASS_SECONDS = Counter("trinity_prefill_pass_seconds_total", "Time in passes through the model")
     OFFERS = ByLabel[OfferOutcome, Counter](
         Counter,
         "trinity_kv_offers_total",
@@ -327,6 +325,13 @@ class FrontendMetrics(RetrievingMetrics):
     LIVE_BUILDING = Gauge(
         "trinity_live_builds_running", "Segments that are being sealed or merged beside their writers"
     )
+    LIVE_BUILT = ByLabel[BuildPart, Gauge](
+        Gauge,
+        "trinity_live_build_done_ratio",
+        "Of the build that runs, or the one that is least far: how much is done of each part, 0 to 1",
+        "part",
+        BuildPart,
+    )
     IN_FLIGHT = Gauge("trinity_requests_in_flight", "Requests accepted and not yet ended")
     # What it says of answers that others' servers write; of the node's own the workers say it.
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS
@@ -344,7 +349,7 @@ def _of(owner: type) -> tuple[Metric, ...]:
     declared = [value for cls in owner.__mro__ for value in vars(cls).values()]
     found: list[Metric] = []
     for value in declared:
-        found += [value] if isinstance(value, Metric) else value if isinstance(value, ByLabel) else ()
+        found += [value] if isinstance(value, Metric) else value.values() if isinstance(value, ByLabel) else ()
     return tuple(found)
 
 

@@ -286,11 +286,6 @@ def _check_remote(config: NodeConfig) -> None:
         seen.add(remote.name)
         if len(set(remote.nodes)) < len(remote.nodes):
             raise ConfigError(f"remote: {remote.name!r}: a node is named twice")
-    if config.remote and config.own_model is not None:
-        raise ConfigError(
-            f'remote: {config.remote[0].name!r}: workers of engine = "trinity" search the node\'s own pools alone; '
-            "put remote collections on a node without a model, or in front of a server"
-        )
 
 
 def _check_engine(config: NodeConfig) -> None:

@@ -58,13 +58,24 @@ class Written(msgspec.Struct, frozen=True):
     tombstones: int
     log_bytes: int
     building: int
+    built: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the build that is least far: rows read, graph, written
 
     @classmethod
     def of(cls, tables: Iterable[WorkerTable]) -> "Written | None":
         """As frontends tell it; None if nothing was written since they began."""
+        tables = list(tables)
         found = [[int(table.value(gauge)) for gauge in _WRITTEN] for table in tables]
-        sums = cls(*map(sum, zip(*found, strict=True))) if found else None
-        return sums if sums and sums.log_bytes else None
+        rows, graph, written = FrontendMetrics.LIVE_BUILT.values()
+        builds = [
+            (table.value(rows), table.value(graph), table.value(written))
+            for table in tables
+            if table.value(FrontendMetrics.LIVE_BUILDING)
+        ]
+        if not found:
+            return None
+        documents, segments, growing, tombstones, log_bytes, building = map(sum, zip(*found, strict=True))
+        built = min(builds, default=(0.0, 0.0, 0.0))
+        return cls(documents, segments, growing, tombstones, log_bytes, building, built) if log_bytes else None
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

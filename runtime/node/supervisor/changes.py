@@ -124,6 +124,11 @@ class Changes:
                 log.info("%s has left", child.name)
 
     @property
+    def under_way(self) -> bool:
+        """Whether somebody comes, leaves or is not ready."""
+        return bool(self._flips) or not all(self._stays(child) for child in self._children)
+
+    @property
     def vacant(self) -> tuple[WorkerPlan, ...]:
         """The places of the plan whose workers have left."""
         return tuple(place for place in self._planned if self._named(place.name) is None)

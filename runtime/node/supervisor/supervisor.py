@@ -17,7 +17,7 @@ from types import FrameType
 
 from msgspec.structs import replace
 
-from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
 from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
 from runtime.node.metrics.exporter import NodeCollector, engine_families, render, vllm_families
@@ -117,6 +117,7 @@ class Supervisor:
             spares = self._standbys.step(may_start=self._announced)
             self._lifecycle.reconcile((*self.children, *spares))
             self._control_loop.step(self._clock())
+            self._plan()
             if not self._announced and all(child.phase is Phase.READY for child in self.children):
                 self._announced = True
                 on_ready(self._info)
@@ -124,6 +125,14 @@ class Supervisor:
             self._answer(control)
 
     # ---- the steps of the loop
+
+    def _plan(self) -> None:
+        """Flip the worker that the planner wants to move, one at a time: it looks while every worker is ready."""
+        if not self._changes.under_way and (move := self._control_loop.plan(self._clock())) is not None:
+            try:
+                self._changes.ask("flip", move.role)
+            except InvalidRequest as error:
+                log.warning("the %s worker stays what it is: %s", move.role, error)
 
     def _wait(self, control: ControlServer) -> None:
         """Until something may have happened: a control message, a child's end, a signal, or a tenth of a second."""
@@ -304,6 +313,7 @@ class Supervisor:
             paths=tuple(collection.path for collection in self.plan.config.collections),
             logs=str(log_directory(self.plan)),
             doorbell=self.plan.config.pool.doorbell,
+            remote=self.plan.config.remote,
         )
 
     def status(self) -> NodeStatus:

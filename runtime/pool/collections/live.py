@@ -23,11 +23,13 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.applied import Applied
-from runtime.retrieval.live.storage.manifest import Description
+from runtime.retrieval.live.storage.manifest import Description, SegmentFacts
 from runtime.retrieval.live.storage.segment import Segment
 
 POLL_NS = 20_000_000
 """How often it is looked whether something was written: as late it can be found, and as long a delete takes."""
+PART_NS = 1_000_000
+"""The same while a new segment is copied to a device: a megabyte each time."""
 _NEVER_NS = 1 << 62
 _SEEDS = 128  # as many as searches of a large index begin at
 
@@ -78,6 +80,9 @@ class LiveIndexes:
         self._key, self.reader, self._engine, self._scopes = key, reader, engine, scopes
         self._number_of = engine.backend().number
         self._segments: dict[int, _Own] = {}
+        self._fresh: dict[SegmentFacts, _Own | None] = {}  # of segments to come; None: the engine has a part of it
+        self._refused: GpuError | None = None
+        reader.ready = self._take_in
         self._growing: _Own | None = None
         self._grown = 0
         self._leaving: dict[str, int] = {}
@@ -113,6 +118,35 @@ class LiveIndexes:
         self._applied.tell(self.reader.state.sequence)
         if self._leaving:
             self._unload(self._scopes.indexes(in_use()))
+        if self._refused is not None:
+            raise self._refused
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine has a part of a new segment."""
+        return None in self._fresh.values()
+
+    def _take_in(self, segments: Sequence[Segment]) -> bool:
+        """Have the engine load new segments, a part at a time. Whether it has them all."""
+        self._refused = None
+        for facts in set(self._fresh) - {segment.facts for segment in segments}:  # merged away before they were there
+            del self._fresh[facts]
+            self._engine.unload(self._name(facts))
+        for segment in segments:
+            name = self._name(segment.facts)
+            if self._fresh.get(segment.facts) is None:
+                try:
+                    whole = self._engine.load_part(name, segment.index)
+                except GpuError as error:
+                    self._refused = error
+                    return False
+                self._fresh[segment.facts] = self._own(name, segment.index, segment) if whole else None
+                if not whole:
+                    return False
+        return True
+
+    def _name(self, facts: SegmentFacts) -> str:
+        return f"{self._key}/{facts.number}"
 
     @property
     def indexes(self) -> dict[str, GraphIndex]:
@@ -127,7 +161,9 @@ class LiveIndexes:
         self._scopes.release(self._scope)
         for own in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._leaving[own.key] = own.number
-        self._segments, self._growing = {}, None
+        for facts in self._fresh:
+            self._engine.unload(self._name(facts))
+        self._segments, self._growing, self._fresh = {}, None, {}
         self.reader.close()
 
     def leave(self) -> None:
@@ -153,7 +189,9 @@ class LiveIndexes:
         for segment in state.segments:
             number = segment.facts.number
             if number not in self._segments:
-                self._segments[number] = self._load(f"{self._key}/{number}", segment.index, segment)
+                self._segments[number] = self._fresh.pop(segment.facts, None) or self._load(
+                    self._name(segment.facts), segment.index, segment
+                )
         there = [segment.facts.number for segment in state.segments]
         for number in set(self._segments) - set(there):
             own = self._segments.pop(number)
@@ -180,6 +218,9 @@ class LiveIndexes:
 
     def _load(self, key: str, index: GraphIndex, source: object) -> _Own:
         self._engine.load(key, index)
+        return self._own(key, index, source)
+
+    def _own(self, key: str, index: GraphIndex, source: object) -> _Own:
         return _Own(key, self._number_of(key), index.size, source)
 
     def _all(self) -> list[_Own]:
@@ -247,7 +288,6 @@ class LiveCollections:
         """Bring them up to date, as often as is due."""
         if now_ns < self._due_ns or not self._served:
             return
-        self._due_ns = now_ns + POLL_NS
         for key, one in self._served.items():
             try:
                 one.step(in_use, forget)
@@ -257,6 +297,8 @@ class LiveCollections:
             if trouble != self._troubles.get(key, ""):
                 self._log.error("collection %s: what was written last is not served: %s", key, trouble or "it is now")
             self._troubles[key] = trouble
+        loading = any(one.loading for one in self._served.values())
+        self._due_ns = now_ns + (PART_NS if loading else POLL_NS)
 
     def close(self) -> None:
         """The process ends."""

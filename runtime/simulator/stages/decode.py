@@ -333,6 +333,11 @@ class SimDecode:
     # ---- what others see
 
     @property
+    def rests(self) -> bool:
+        """Whether it has nothing to do."""
+        return not self.offers and self.free == self.slots
+
+    @property
     def row_ns(self) -> int:
         """The time of all rows, up to now."""
         self._count_row_time()

@@ -10,10 +10,11 @@ import numpy as np
 from ipc import STAGES, Stage
 from runtime.node.config import PoolSection
 from runtime.node.metrics.columns import PoolMetrics
-from runtime.pool.scheduler import Scheduler
+from runtime.pool import tables as at
+from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import Measured, fewest_slots
-from runtime.pool.tables import NEVER_NS, handle_of
+from runtime.pool.tables import NEVER_NS, handle_of, learn_cost, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages.gpu import Gpu
@@ -42,16 +43,38 @@ class PoolRules:
     first: Stage | None = None
 
 
+@compiled
+def _learn(handle: Any, active: float, took_ns: float) -> None:
+    """An extend of so many took so long, in a calibration."""
+    learn_cost(tables_at(handle), active, took_ns)
+
+
 class SimPool:
-    """One pool worker: its scheduler, and what it has counted."""
+    """One pool worker: its policy's tables, and what it has counted."""
 
     def __init__(self, rules: PoolRules, times: ServiceTimes) -> None:
         self.rules = rules
-        self.scheduler: Scheduler[None] = Scheduler(rules.policy)
+        self.tables = new_tables(rules.policy)
         for active in (1, 2, 4, 8) * 4:  # as a pool has measured it before its first query
-            self.scheduler.learn_cost(active, (times.extend_time_s(active) + times.round_s) * 1e9)
+            _learn(handle_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
         self.words = np.zeros(core.POOL_WORDS, np.int64)
         self.waits = np.zeros(len(_WAIT.buckets) + 1)
+
+    @property
+    def reserve(self) -> float:
+        """r."""
+        return float(self.tables.floats[at.RESERVE])
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Queries of prefill and of decode that wait for a slot."""
+        prefill, decode = self.tables.words[at.QUEUED : at.QUEUED + 2].tolist()
+        return prefill, decode
+
+    def set_knobs(self, reserve: float, flush_prefill_s: float) -> None:
+        """Set r and τ_pre."""
+        self.tables.floats[at.RESERVE] = reserve
+        self.tables.words[at.FLUSH_PREFILL_NS] = ns(flush_prefill_s)
 
     @property
     def wait_counts(self) -> list[float]:
@@ -117,7 +140,7 @@ class Pools:
             pools=np.zeros((count, core.POOL_WORDS), np.int64),
             costs=np.array([(gpu.slowdown, times.round_s, times.query_s) for gpu in self._gpus]),
             extend_s=np.array([times.extend_time_s(active) for active in range(most + 1)]),
-            handles=np.concatenate([handle_of(pool.scheduler.tables) for pool in self.pools]),
+            handles=np.concatenate([handle_of(pool.tables) for pool in self.pools]),
             groups=np.zeros((0, 2 + count), np.int64),
             drawn=np.zeros(0, np.int64),
             waits=np.zeros((count, len(_WAIT.buckets) + 1)),

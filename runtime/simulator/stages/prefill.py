@@ -192,6 +192,11 @@ class SimPrefill:
         self.free += 1
 
     @property
+    def rests(self) -> bool:
+        """Whether it has nothing to do."""
+        return not self.queued and self.free == self.slots
+
+    @property
     def queued(self) -> int:
         return self.asking + len(self.waiting)
 

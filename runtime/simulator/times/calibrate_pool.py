@@ -117,7 +117,7 @@ def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
     """So far; the last one's count comes just after its answers."""
     time.sleep(0.01)
     extends, seconds = table.value(PoolMetrics.EXTENDS), table.value(PoolMetrics.LOOP_SECONDS)
-    queries = sum(map(table.value, PoolMetrics.QUERIES))
+    queries = sum(map(table.value, PoolMetrics.QUERIES.values()))
     return Totals(extends, queries, seconds)
 
 

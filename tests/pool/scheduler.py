@@ -1,4 +1,4 @@
-"""The policy for callers in Python (the simulator and tests): queries are objects, and refusals are errors."""
+"""The pool's policy for tests in Python: queries are objects, and refusals are errors."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar

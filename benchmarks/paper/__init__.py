@@ -1,0 +1,1 @@
+"""Experiments of papers on disaggregated serving and vector search, as commands."""

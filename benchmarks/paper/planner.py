@@ -1,0 +1,151 @@
+"""The planner against every fixed split while the mix of requests changes."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from benchmarks.common.report import plot, table
+from benchmarks.paper.pool import Found
+from benchmarks.paper.serving import GPUS, SHARE, Lengths, arrivals, greatest, lengths, node, trace_lengths
+from runtime.node.config import Disaggregate
+from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.setup import Setup
+from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Slos
+
+Split = tuple[int, Disaggregate]
+SPLITS: tuple[Split, ...] = (*((prefill, "auto") for prefill in range(1, GPUS)), (1, "never"))
+_PHASE_S, _PHASES, _CROSS = 900.0, 2, 1 / 3
+
+
+class Change(NamedTuple):
+    """Two kinds of requests that take turns."""
+
+    name: str
+    slos: Slos
+    day: Lengths
+    night: Lengths
+    most: tuple[float, float]  # requests/s that are more than any split serves
+
+
+class Request(NamedTuple):
+    arrival: Arrival
+    by_night: bool
+
+
+def changes(options: Namespace) -> list[Change]:
+    chats, documents = lengths(400, 600, 0.5), lengths(10_000, 60, 0.3)
+    found = [
+        Change("chats, documents; 2 s, 15 ms", Slos(ttft_s=2.0, tpot_s=0.015), chats, documents, (120, 20)),
+        Change("chats, documents; 5 s, 50 ms", Slos(ttft_s=5.0, tpot_s=0.05), chats, documents, (300, 22)),
+    ]
+    if options.data:
+        mooncake = trace_lengths(options.data / "mooncake-conversation.jsonl.gz")
+        found.append(Change("chats, Mooncake; 2 s, 25 ms", Slos(ttft_s=2.0, tpot_s=0.025), chats, mooncake, (200, 4)))
+    return found
+
+
+def requests(change: Change, rates: Sequence[float], phase_s: float) -> list[Request]:
+    """Day and night in turn; each begins with the other's end."""
+    random, at_s, sent, counts = Random(3), 0.0, list[Request](), [0, 0]
+    while at_s < phase_s * _PHASES:
+        number, into = divmod(at_s / phase_s, 1.0)
+        night = min(into / _CROSS, 1.0) if number % 2 else max(1 - into / _CROSS, 0.0) * (number > 0)
+        shares = rates[0] * (1 - night), rates[1] * night
+        at_s += random.expovariate(sum(rates))
+        if random.random() * sum(rates) > sum(shares):
+            continue
+        by_night = random.random() * sum(shares) > shares[0]
+        kind = change.night if by_night else change.day
+        sent.append(Request(Arrival(at_s, *kind[counts[by_night] % len(kind)]), by_night))
+        counts[by_night] += 1
+    return sent
+
+
+def kept(setup: Setup, sent: Sequence[Request]) -> tuple[float, float, int]:
+    """What share of the day's requests, and of the night's, met both SLOs; and how many workers moved."""
+    simulation = Simulation(setup, [request.arrival for request in sent])
+    moves = simulation.run().use["moves"]
+    night = {request.arrival.at_s for request in sent if request.by_night}
+    good = [0, 0]
+    for request in simulation.requests:
+        good[request.arrival.at_s in night] += request.met(setup.slos.ttft_s, setup.slos.tpot_s)
+    return good[0] / max(len(sent) - len(night), 1), good[1] / max(len(night), 1), int(moves)
+
+
+def alone(change: Change, split: Split, kind: Lengths, most: float) -> float:
+    """Requests/s of one kind that a split serves."""
+    setup, seconds = node(*split, change.slos), max(1500 / most, 60.0)
+    return greatest(lambda rate: simulate(setup, arrivals(kind, rate, seconds)).attainment >= SHARE, most, 5)
+
+
+def run_change(change: Change, phase_s: float = _PHASE_S) -> dict[str, Any]:
+    """No split serves more of a changing mix than of both kinds alone: that is what the planner is compared with."""
+    names = [f"{p} + {GPUS - p}" if mode != "never" else f"{GPUS} colocated" for p, mode in SPLITS]
+    both = zip((change.day, change.night), change.most, strict=True)
+    days, nights = ([alone(change, split, kind, most) for split in SPLITS] for kind, most in both)
+    rates = max(days), max(nights)
+    fixed = {name: min(day / rates[0], night / rates[1]) for name, day, night in zip(names, days, nights, strict=True)}
+    begin = max(range(GPUS - 1), key=lambda i: days[i])
+    setup = node(*SPLITS[begin], change.slos, "act")
+
+    def run(share: float) -> tuple[float, float, int]:
+        return kept(setup, requests(change, [rate * share for rate in rates], phase_s))
+
+    found = greatest(lambda share: min(run(share)[:2]) >= SHARE, 1.0, 4, 0.4)
+    one = {
+        "change": change.name,
+        "rates": rates,
+        "alone": {name: pair for name, *pair in zip(names, days, nights, strict=True)},
+        "fixed": fixed,
+        "planner": found,
+        "moves": run(found)[2],
+        "lead": found / max(fixed.values()),
+        "oracle": 1 / max(fixed.values()),
+    }
+    print(one, file=sys.stderr, flush=True)
+    return one
+
+
+HEAD = (
+    "by day, by night; SLOs", "best by day", "best by night", "best fixed split", "planner", "planner / fixed",
+    "oracle / fixed", "moves",
+)  # fmt: skip
+
+
+def planner(options: Namespace) -> Found:
+    """By day chats (400 tokens, answers of 600), by night documents (10,000 and 60; or Mooncake's prompts), in turn.
+
+    Rates are the same share of what the best fixed split for each alone serves (TTFT; TPOT); they cross over in 300 of
+    900 s. Found is the greatest share at which 90% of the day's requests and 90% of the night's meet both SLOs; of a
+    fixed split it is the lesser of what it serves of each alone. The oracle has the best split of each all the time. A
+    GPU that changes its role has its new model in 10 s, beside the old one, which then drains. The planner begins with
+    the day's best split.
+    """
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = list(pool.map(run_change, changes(options)))
+    rows = []
+    for one in found:
+        (day, night) = (max(one["alone"], key=lambda name: one["alone"][name][i]) for i in (0, 1))
+        fixed = max(one["fixed"], key=lambda name: one["fixed"][name])
+        rows.append(
+            (
+                one["change"], f"{day}: {one['rates'][0]:.0f}/s", f"{night}: {one['rates'][1]:.1f}/s",
+                f"{fixed}: {one['fixed'][fixed]:.2f}", f"{one['planner']:.2f}", f"{one['lead']:.2f}",
+                f"{one['oracle']:.2f}", one["moves"],
+            )
+        )  # fmt: skip
+
+    def draw(path: Path) -> None:
+        with plot(path, len(found), width=3.5) as panels:
+            for axes, one in zip(panels, found, strict=True):
+                bars = one["fixed"] | {"planner": one["planner"]}
+                axes.bar(bars.keys(), bars.values(), color=["0.6"] * len(one["fixed"]) + ["C0"])
+                axes.set_title(one["change"], fontsize=9)
+                axes.set_ylim(0, 1)
+
+    return found, table(HEAD, rows), draw

@@ -1,0 +1,191 @@
+"""The planner: which worker changes its role, by what there is to do; the node that follows it, or only logs it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.node.config import ControlSection, NodeConfig, SloSection
+from runtime.node.control.loop import ControlLoop
+from runtime.node.control.planner import Move, Planner, Work
+from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics, Stage
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.supervisor.admin import ask
+from runtime.testing.tiny_node import serve
+from tests.node.conftest import StartTiny
+
+SLO = SloSection(ttft_s=2.0, tpot_s=0.03, objective=0.9)
+
+
+class Node:
+    """A node whose workers do the same all the time, as its planner sees it once a second."""
+
+    def __init__(self, prefill: int = 4, decode: int = 4) -> None:
+        self.planner = Planner(SLO)
+        self.workers: dict[Stage, int] = {"prefill": prefill, "decode": decode}
+        self.now_s = 0.0
+        self.work = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, self.workers)
+
+    def run(
+        self,
+        seconds: int,
+        *,
+        asked: float = 2.0,
+        token_s: float = 0.015,
+        waiting: int = 0,
+        left: float = 0.0,
+        missed: float = 0.0,
+        unpulled: int = 0,
+    ) -> list[Move]:
+        """asked: what prompts that come would take, in prefill workers (10,000 tokens a second each); left: what of
+        that is decode's; token_s: of an answer's tokens, a hundred rows a decode worker."""
+        moves = []
+        for _ in range(seconds):
+            pass_s, rows, old = min(asked - left, self.workers["prefill"]), 100.0 * self.workers["decode"], self.work
+            self.work = Work(
+                old.pass_s + pass_s, old.passed_tokens + pass_s * 10_000, old.asked_tokens + asked * 10_000,
+                old.left_tokens + left * 10_000, old.prompts + 10, old.row_s + rows, old.tokens + rows / token_s,
+                old.judged + 10, old.missed + 10 * missed, waiting, unpulled, dict(self.workers),
+            )  # fmt: skip
+            self.now_s += 1.0
+            if (move := self.planner.update(self.now_s, self.work)) is not None:
+                moves.append(move)
+        return moves
+
+
+def roles(moves: list[Move]) -> set[str]:
+    return {move.role for move in moves}
+
+
+def test_a_node_at_ease_keeps_its_workers() -> None:
+    assert Node().run(120) == []
+    assert Node(prefill=7, decode=1).run(120, asked=0.7, token_s=0.018) == []
+
+
+def test_prefill_that_cannot_keep_up_gets_a_worker_of_decode() -> None:
+    moves = Node().run(30, asked=5.0, waiting=30)
+    assert roles(moves) == {"decode"}
+    assert "4 prefill workers have a load of 1." in moves[0].cause
+
+
+def test_decode_that_takes_too_long_for_a_token_gets_a_worker_of_prefill() -> None:
+    assert roles(Node().run(60, asked=1.2, token_s=0.029)) == {"prefill"}
+
+
+def test_a_missed_promise_makes_a_move_due_that_pays_though_no_role_is_busy() -> None:
+    assert Node().run(60, asked=2.4, token_s=0.011) == []
+    assert roles(Node().run(60, asked=2.4, token_s=0.011, missed=0.2)) == {"decode"}
+
+
+def test_a_load_of_a_moment_moves_nobody() -> None:
+    node = Node()
+    for _ in range(5):
+        assert node.run(5, asked=3.5) == []
+        assert node.run(15) == []
+
+
+def test_a_role_keeps_its_last_worker() -> None:
+    assert Node(prefill=7, decode=1).run(60, asked=9.0) == []
+    assert Node(prefill=1, decode=7).run(60, asked=0.1, token_s=0.05) == []
+
+
+def test_when_both_have_too_much_to_do_nobody_moves() -> None:
+    assert Node().run(60, asked=4.0, token_s=0.03, missed=1.0) == []
+
+
+def test_prompts_that_decode_computes_are_work_that_prefill_would_do() -> None:
+    assert Node().run(60, asked=2.6, token_s=0.013) == []
+    assert roles(Node().run(60, asked=4.6, token_s=0.02, left=2.0)) == {"decode"}
+
+
+def test_prompts_that_wait_while_decode_has_no_room_wait_for_decode() -> None:
+    assert Node().run(60, asked=2.0, token_s=0.018, waiting=30) == []
+    assert roles(Node().run(60, asked=2.0, token_s=0.018, waiting=30, unpulled=20)) == {"prefill"}
+
+
+def test_a_role_whose_load_rises_gives_no_worker() -> None:
+    node = Node()
+    node.run(31, asked=0.5, token_s=0.011)
+    for token_s in (0.0115, 0.012, 0.013, 0.015, 0.018):
+        assert node.run(5, asked=4.5, token_s=token_s) == []
+    assert roles(node.run(30, asked=4.5, token_s=0.018)) == {"decode"}
+
+
+def test_with_the_worker_that_it_asked_for_it_is_content() -> None:
+    node = Node()
+    assert roles(node.run(30, asked=3.8, token_s=0.0134)) == {"decode"}
+    node.workers = {"prefill": 5, "decode": 3}
+    assert node.run(120, asked=3.8, token_s=0.0151) == []
+
+
+# ---- what the supervisor makes of it
+
+
+def restless(planner: Planner, now_s: float, work: Work) -> Move | None:
+    """Wants a decode worker to move whenever it is asked."""
+    return Move("decode", "it wants it")
+
+
+@pytest.fixture
+def tables() -> Iterator[dict[str, WorkerTable]]:
+    made = {name: WorkerTable.create(name[:-2], name, SLO) for name in ("prefill-0", "decode-0", "decode-1")}  # type: ignore[arg-type]
+    yield made
+    for table in made.values():
+        table.close()
+
+
+def busy_prefill(tables: dict[str, WorkerTable], mode: str) -> list[Move]:
+    """What comes of a minute in which prefill has too much to do."""
+    loop = ControlLoop(NodeConfig(control=ControlSection(planner=mode), slo=SLO), tables)  # type: ignore[arg-type]
+    moves = []
+    for second in range(60):
+        tables["prefill-0"].add(PrefillMetrics.PASS_SECONDS, 1.0)
+        tables["prefill-0"].add(PrefillMetrics.PROMPT_TOKENS, 10_000)
+        tables["prefill-0"].add(PrefillMetrics.PROMPTS["prefill"], 10)
+        tables["prefill-0"].add(PrefillMetrics.NEW_TOKENS["prefill"], 15_000)
+        tables["prefill-0"].set(PrefillMetrics.WAITING, 20)
+        tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
+        tables["decode-0"].add(DecodeMetrics.GENERATION_TOKENS, 100)
+        if (move := loop.plan(float(second))) is not None:
+            moves.append(move)
+    counted = {family.name: family for family in loop.families()}["trinity_planner_moves"]
+    assert {sample.labels["role"]: bool(sample.value) for sample in counted.samples} == {
+        "prefill": False,
+        "decode": mode != "off",
+    }
+    return moves
+
+
+def test_by_default_there_is_no_planner(tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture) -> None:
+    assert ControlSection().planner == "off"
+    with caplog.at_level("INFO", "control"):
+        assert busy_prefill(tables, "off") == []
+    assert not caplog.messages
+
+
+def test_an_advice_is_logged_once_with_its_cause(
+    tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "control"):
+        assert busy_prefill(tables, "advise") == []
+    (line,) = caplog.messages
+    assert line.startswith("a decode worker ought to change its role: 0% of requests miss what is promised; 1 prefill")
+
+
+def test_a_move_that_is_to_be_made_is_returned(tables: dict[str, WorkerTable]) -> None:
+    assert roles(busy_prefill(tables, "act")) == {"decode"}
+
+
+def serve_restless(*args: str) -> None:
+    Planner.update = restless  # type: ignore[assignment]
+    serve(*args)  # type: ignore[arg-type]
+
+
+def test_the_supervisor_flips_workers_one_at_a_time_and_leaves_a_role_its_last(start_tiny: StartTiny) -> None:
+    more = '[model]\nname = "/nowhere"\n[decode]\nworkers = 3\n[control]\nplanner = "act"\n'
+    node = start_tiny(more=more, process=serve_restless)
+    node.eventually(lambda status: "prefill-2" in {found.name for found in status.workers}, "two flips")
+    node.eventually(lambda status: sum("decode" in found.name for found in status.workers) == 1, "the last one")
+    log = node.log.read_text()
+    assert log.index("decode-2 has left") < log.index("prefill-2 is added")
+    assert b"trinity_planner_moves_total" in ask(node.info.control, "metrics")
+    node.eventually(lambda status: "the decode worker stays what it is" in node.log.read_text(), "a refusal")
