@@ -17,22 +17,19 @@ from ipc.errors import (
     ProtocolViolation,
     RingFull,
     StaleEpoch,
-    UnknownRequest,
 )
 from ipc.memory.shared import MemoryReference, SharedMemory
-from ipc.ring.descriptors import STAGES, STATUSES, Cancel, Request, Result, SearchSpec, Stage
+from ipc.ring.descriptors import STAGES, STATUSES, Result, SearchSpec, Stage
 
 if TYPE_CHECKING:
     from ipc.client.client import RingClient
     from ipc.client.session import Memo
     from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
-    from ipc.handover.arena import KvArena
     from ipc.handover.messages import Offer, Outcome
     from ipc.handover.sink import HandoverSink
-    from ipc.handover.source import HandoverSource
+    from ipc.handover.source import HandoverSource, KvArena
     from ipc.memory.device import DeviceSpan
     from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, format_ring
-    from ipc.server.ring_server import RingServer
     from ipc.server.server import SessionServer
     from ipc.session.messages import Catalogue, ClientStatistics, Served, ServerStatistics, Unserved
 
@@ -41,12 +38,11 @@ _HOME = {
     "DeviceSpan": "memory.device",
     "HandoverSink": "handover.sink",
     "HandoverSource": "handover.source",
-    "KvArena": "handover.arena",
+    "KvArena": "handover.source",
     "Memo": "client.session",
     "Offer": "handover.messages",
     "Outcome": "handover.messages",
     "RingClient": "client.client",
-    "RingServer": "server.ring_server",
     "SessionServer": "server.server",
     **dict.fromkeys(("Catalogue", "ClientStatistics", "Served", "ServerStatistics", "Unserved"), "session.messages"),
     **dict.fromkeys(("RingConsumer", "RingLayout", "RingProducer", "format_ring"), "ring.ring"),
@@ -60,7 +56,6 @@ __all__ = [
     "STATUSES",
     "AttachRefused",
     "AttachTimeout",
-    "Cancel",
     "Catalogue",
     "ClientStatistics",
     "DeviceSpan",
@@ -77,14 +72,12 @@ __all__ = [
     "Outcome",
     "PeerLost",
     "ProtocolViolation",
-    "Request",
     "Result",
     "RingClient",
     "RingConsumer",
     "RingFull",
     "RingLayout",
     "RingProducer",
-    "RingServer",
     "SearchSpec",
     "Served",
     "ServerStatistics",
@@ -92,7 +85,6 @@ __all__ = [
     "SharedMemory",
     "Stage",
     "StaleEpoch",
-    "UnknownRequest",
     "Unserved",
     "bind",
     "check_endpoint",

@@ -44,10 +44,3 @@ class MemoryRefused(IpcError):
 
 class InvalidArgument(IpcError, ValueError):
     """The caller passed a value out of its range."""
-
-
-class UnknownRequest(IpcError, KeyError):
-    """No such request is outstanding: it has ended already, or never was."""
-
-    def __str__(self) -> str:  # KeyError would show the repr
-        return str(self.args[0])

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import zmq
 
+from benchmarks.ring.server import RingServer
 from ipc import (
     RingClient,
     RingConsumer,
     RingLayout,
     RingProducer,
-    RingServer,
     SearchSpec,
     SharedMemory,
     bind,

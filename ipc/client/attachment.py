@@ -70,7 +70,7 @@ class Attachment:
             self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
             self._epoll.register(self.pidfd, select.EPOLLIN)
             # Last: from here on the pool keeps the place until the session ends, before it takes it back.
-            self.results.beat(time.monotonic_ns())
+            self.results.join()
             undo.pop_all()
         if mailbox is not None:
             mailbox.close()

@@ -7,10 +7,28 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ipc.client.session import ClientSession, rehearse
-from ipc.errors import Draining, InvalidArgument, MemoryRefused, PeerLost, ProtocolViolation, RingFull
+from ipc.client.session import ClientSession
+from ipc.errors import (
+    Draining,
+    InvalidArgument,
+    MemoryRefused,
+    PeerLost,
+    ProtocolViolation,
+    RingFull,
+    StaleEpoch,
+)
 from ipc.memory.device import DeviceSpan
-from ipc.ring.descriptors import MAX_I64, Float32s, Result, SearchSpec
+from ipc.ring.descriptors import (
+    LOST,
+    MAX_I64,
+    RESULT_HEADER,
+    STATUS_CODES,
+    STATUSES,
+    Float32s,
+    Result,
+    SearchSpec,
+)
+from ipc.ring.ring import RingConsumer
 from ipc.session.messages import ClientStatistics
 
 FLOAT32 = np.dtype(np.float32)
@@ -29,8 +47,7 @@ class RingClient(ClientSession):
     `top_m` is that of specs that name none.
 
     Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
-    was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`
-    until `reconnect` succeeds.
+    was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`.
 
     asyncio: `loop.add_reader(client.fileno(), wake)`, and whenever there is nothing left to do: `if client.arm():` go
     back to the loop, else poll again; on wake-up `client.disarm()` and poll. `zmq.Poller` takes `fileno()` too.
@@ -181,6 +198,17 @@ class RingClient(ClientSession):
 
     # ---- results
 
+    def _read_ring(self) -> None:
+        """Move what the pool has published from the ring to what has ended."""
+        try:
+            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.ended)
+        except StaleEpoch:
+            self._counts["stale"] += 1
+            raise
+        except ProtocolViolation as error:
+            self._lose(str(error), read=False)
+            raise
+
     def poll(self) -> list[Result]:
         """All results that are there, in the order in which the pool published them. Never blocks.
 
@@ -243,3 +271,50 @@ def check_deadline(deadline_ns: int) -> None:
     """Raises `InvalidArgument` for what does not fit a request's header."""
     if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
         raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")
+
+
+# ---- results as the pool wrote them: nothing in a slot is trusted
+
+_LOST_CODE = STATUS_CODES[LOST]
+
+
+def read_results(ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[int, int], ended: list[Result]) -> None:
+    """Append all results that are in the ring to `ended`; each ends its request in `outstanding` (id → enqueue_ns).
+
+    Nothing in a slot is trusted. Raises `StaleEpoch`, or `ProtocolViolation` for what no correct pool writes; such a
+    slot is given back and ends nothing, the ones before it count.
+    """
+    slots = ring.layout.slots
+    while count := ring.ready(slots):
+        first, done = ring.first, 0
+        try:
+            for slot in range(first, first + count):
+                done += 1
+                ended.append(_read(ring, slot, epoch, max_k, outstanding))
+        finally:
+            ring.release(done)
+        if first + count < slots:  # what is ready ends here, or at the last slot
+            return
+
+
+def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: dict[int, int]) -> Result:
+    fields = RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
+    request_id, found_epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
+    if found_epoch != epoch:
+        raise StaleEpoch(f"a result of epoch {found_epoch} in a session of epoch {epoch}")
+    if request_id not in outstanding or status >= _LOST_CODE or found > max_k:
+        raise ProtocolViolation(f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked")
+    ids, distances = np.empty(found, np.int64), np.empty(found, np.float32)
+    ring.take_pairs(slot, ids, distances)
+    enqueue_ns = outstanding.pop(request_id)
+    return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
+
+
+def rehearse(ring: RingConsumer) -> None:
+    """Read the next result before it is there, for nothing: who does so while it waits reads the real one in half the
+    time if there was a pause before, for the code and its memory are back in the caches."""
+    slot = ring.first
+    RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
+    ids, distances = np.empty(1, np.int64), np.empty(1, np.float32)
+    ring.take_pairs(slot, ids, distances)
+    Result(0, LOST, ids, distances, 0, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A client's session with a pool: attached, looked after, slept in, lost, attached anew."""
+"""A client's session with a pool: attached, looked after, slept in, lost."""
 
 import contextlib
 import time
@@ -10,20 +10,17 @@ import numpy as np
 
 from ipc.client.arena import ClientArena
 from ipc.client.attachment import Attachment
-from ipc.errors import InvalidArgument, IpcError, PeerLost, ProtocolViolation, StaleEpoch
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
 from ipc.ring.descriptors import (
     LOST,
     REQUEST_HEADER,
-    RESULT_HEADER,
     SEARCH,
     SEARCH_ARENA,
-    STATUS_CODES,
-    STATUSES,
     Result,
     SearchSpec,
 )
 from ipc.ring.doorbell import SpinBudget
-from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingConsumer, RingProducer
+from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingProducer
 from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics
 from ipc.session.parameters import Limits, Packed, pack, pack_cancel
 
@@ -53,7 +50,7 @@ _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class Outstanding(dict[int, int]):
-    """Request id → enqueue_ns, from submission to result; over all sessions of a client."""
+    """Request id → enqueue_ns, from submission to result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +94,7 @@ _ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this 
 
 
 class ClientSession:
-    """What of a `RingClient` is not about requests and results; see there. What is outstanding outlasts a session.
+    """What of a `RingClient` is not about requests and results; see there.
 
     Its parts, for those who look into it: `attachment`, the rings and doorbells of this session; `pending`, what is
     outstanding; `arena`, its slots of the pool's arena or None; `spin`, how long `wait` looks at the ring.
@@ -118,9 +115,6 @@ class ClientSession:
             raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
         self.endpoint = endpoint
         self.name = name
-        self._doorbell = doorbell
-        self._wants_arena = arena
-        self._top_m = top_m
         self.spin = SpinBudget(int(spin_us * 1000))
         self.pending = Outstanding()
         self._lost: str | None = None
@@ -128,10 +122,7 @@ class ClientSession:
         self._returned = 0
         self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
         self._open = True
-        self._attach(timeout_ms)
-
-    def _attach(self, timeout_ms: float) -> None:
-        self.attachment = Attachment(self.endpoint, self.name, self._doorbell, timeout_ms, self._wants_arena)
+        self.attachment = Attachment(endpoint, name, doorbell, timeout_ms, arena)
         answer = self.attachment.answer
         self.epoch = answer.epoch
         self.catalogue = answer.catalogue
@@ -141,24 +132,15 @@ class ClientSession:
         self.slots = answer.results.slots
 
         def packed(kind: int) -> Memo[SearchSpec, Packed]:
-            return Memo(lambda spec: pack(spec, answer.epoch, limits, self._top_m, kind))
+            return Memo(lambda spec: pack(spec, answer.epoch, limits, top_m, kind))
 
         self._packed, self._packed_in_arena = packed(SEARCH), packed(SEARCH_ARENA)
         fits = self.attachment.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
         self.arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
-        self._lost = None
-        self._counts["attached"] += 1
 
     def _read_ring(self) -> None:
         """Move what the pool has published from the ring to what has ended."""
-        try:
-            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.ended)
-        except StaleEpoch:
-            self._counts["stale"] += 1
-            raise
-        except ProtocolViolation as error:
-            self._lose(str(error), read=False)
-            raise
+        raise NotImplementedError
 
     def _check_peer(self) -> None:
         if self._lost is not None:
@@ -197,7 +179,7 @@ class ClientSession:
         return news
 
     def fileno(self) -> int:
-        """Readable when armed and results came, or when the pool died; level-triggered. Changes with `reconnect`."""
+        """Readable when armed and results came, or when the pool died; level-triggered."""
         return self.attachment.fileno()
 
     def arm(self) -> bool:
@@ -229,41 +211,16 @@ class ClientSession:
         """Requests submitted and not yet read back."""
         return len(self.pending)
 
-    @property
-    def heartbeat_age_ns(self) -> int:
-        """Nanoseconds since the pool last looked after its rings; a live pool does so at least every 100 ms."""
-        if not self._open:
-            raise PeerLost("the client was closed")
-        return max(time.monotonic_ns() - self.attachment.requests.heartbeat_ns, 0)
-
-    def reconnect(self, timeout_ms: float = 5000.0) -> None:
-        """Attach anew. What was outstanding ends with status 'lost', `epoch`, `fileno()` and the limits may change.
-
-        Raises what the constructor raises; the client stays lost then, and may try again.
-        """
-        if not self._open:
-            raise PeerLost("the client was closed")
-        if self._lost is None:
-            self._lose("the client reconnected")
-        old = self.attachment
-        self._leave_arena()
-        self._attach(timeout_ms)
-        old.close()
-
     def close(self) -> None:
         """End the session. Idempotent."""
         if self._open:
             self._open = False
             if self._lost is None:
                 self._lose("the client was closed")
-            self._leave_arena()
+            if self.arena is not None:  # before the pool can free it: it does so when the session is over
+                self.arena.close()
+                self.arena = None
             self.attachment.close()
-
-    def _leave_arena(self) -> None:
-        """Before the pool can free it: it does so when the session is over."""
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
 
     @property
     def has_arena(self) -> bool:
@@ -275,50 +232,3 @@ class ClientSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# ---- results as the pool wrote them: nothing in a slot is trusted
-
-_LOST_CODE = STATUS_CODES[LOST]
-
-
-def read_results(ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[int, int], ended: list[Result]) -> None:
-    """Append all results that are in the ring to `ended`; each ends its request in `outstanding` (id → enqueue_ns).
-
-    Nothing in a slot is trusted. Raises `StaleEpoch`, or `ProtocolViolation` for what no correct pool writes; such a
-    slot is given back and ends nothing, the ones before it count.
-    """
-    slots = ring.layout.slots
-    while count := ring.ready(slots):
-        first, done = ring.first, 0
-        try:
-            for slot in range(first, first + count):
-                done += 1
-                ended.append(_read(ring, slot, epoch, max_k, outstanding))
-        finally:
-            ring.release(done)
-        if first + count < slots:  # what is ready ends here, or at the last slot
-            return
-
-
-def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: dict[int, int]) -> Result:
-    fields = RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
-    request_id, found_epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
-    if found_epoch != epoch:
-        raise StaleEpoch(f"a result of epoch {found_epoch} in a session of epoch {epoch}")
-    if request_id not in outstanding or status >= _LOST_CODE or found > max_k:
-        raise ProtocolViolation(f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked")
-    ids, distances = np.empty(found, np.int64), np.empty(found, np.float32)
-    ring.take_pairs(slot, ids, distances)
-    enqueue_ns = outstanding.pop(request_id)
-    return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
-
-
-def rehearse(ring: RingConsumer) -> None:
-    """Read the next result before it is there, for nothing: who does so while it waits reads the real one in half the
-    time if there was a pause before, for the code and its memory are back in the caches."""
-    slot = ring.first
-    RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
-    ids, distances = np.empty(1, np.int64), np.empty(1, np.float32)
-    ring.take_pairs(slot, ids, distances)
-    Result(0, LOST, ids, distances, 0, 0, 0, 0, 0)

@@ -1,10 +1,23 @@
 """KV hand-over between processes: prefill owns an arena of slots, decode pulls, and its word frees the slot.
 
-Here is what they say to each other; `handover_source.py` is prefill's end, `handover_sink.py` decode's. The memory, and
-how a torn copy is noticed, are `arena.py`'s. Offers travel prefill → decode and outcomes decode → prefill, over one-way
-ZeroMQ sockets. Each offer ends exactly once at its source: accepted, rejected (with a reason), withdrawn, 'lost' (the
-decode process died), or 'expired' (no word within the lease; safe, because a late puller meets another generation). A
-sink that lives says `Held` of what it has not answered yet, and the leases begin anew.
+Here is what they agree on, messages and memory; `source.py` is prefill's end, `sink.py` decode's. Offers travel prefill
+→ decode and outcomes decode → prefill, over one-way ZeroMQ sockets. Each offer ends exactly once at its source:
+accepted, rejected (with a reason), withdrawn, 'lost' (the decode process died), or 'expired' (no word within the lease;
+safe, because a late puller meets another generation). A sink that lives says `Held` of what it has not answered yet,
+and the leases begin anew.
+
+```
+arena, byte 0     magic | version | slots | payload offset | payload bytes | epoch | 0 | 0       int64, written once
+            64    generation of slot 0 | of slot 1 | …                                           int64
+payload offset    payload: what it means is the users' business (a KV tensor)
+```
+The payload may lie in a GPU's memory instead; then the offset is 0 and nothing follows the generations. These stay in
+host memory, so that looking at one is a load and never a question to a device.
+
+Only the owner can map it writable. A slot's generation rises in `begin`, before the slot is written anew; an offer
+carries the generation it was made under. So the puller copies first and asks `current` then: if the generation
+moved, the copy may be torn and is thrown away. On a GPU the same holds because the owner's kernels that write a slot
+anew are launched after `begin`, and the puller asks after its copy has ended.
 """
 
 from typing import Annotated
@@ -19,6 +32,13 @@ MAX_PAYLOAD_BYTES = 1 << 22  # of an offer's message, not of the arena
 MAX_PEERS = 1024
 MAX_REASON = 500
 MAX_HELD = 256  # offers in one message
+
+MAGIC = 0x3141564B49525254  # "TRRIKVA1"
+VERSION = 1
+HEADER_BYTES = 64
+MAX_SLOTS = 1 << 20
+MAX_ARENA_BYTES = 1 << 42
+PAGE = 4096
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):

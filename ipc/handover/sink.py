@@ -1,7 +1,10 @@
 """Decode's end of the KV hand-over: receives offers, maps their arenas read-only, and answers each offer once."""
 
+import contextlib
+import ctypes
 import os
 import select
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,12 +14,16 @@ import zmq
 
 from ipc.endpoints import bind, connect, receive_all, send_now
 from ipc.errors import MALFORMED, InvalidArgument, IpcError, MemoryRefused, PeerLost, ProtocolViolation, StaleEpoch
-from ipc.handover.arena import MappedArena, OpenDevice
 from ipc.handover.messages import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_ARENA_BYTES,
     MAX_HELD,
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
     MAX_REASON,
+    MAX_SLOTS,
+    VERSION,
     Ended,
     Held,
     Offer,
@@ -25,8 +32,128 @@ from ipc.handover.messages import (
     decode_at_sink,
     encode,
 )
-from ipc.memory.device import DeviceMemory
-from ipc.memory.shared import MemoryReference
+from ipc.memory import atomics
+from ipc.memory.device import CudaReference, DeviceMemory
+from ipc.memory.shared import MemoryReference, SharedMemory
+
+# ---- page tables filled ahead of use
+# The first touch of a mapped page is a fault, and a copy of a few MiB out of another process's memory spends half its
+# time on them. A thread of low priority takes them all once, when the memory is mapped; what it has not reached yet
+# still works, by faults.
+
+
+_MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14; an older kernel refuses it and nothing is filled
+_CHUNK_BYTES = 4 << 20  # one call; the process can map nothing else meanwhile
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Prefault:
+    """Fills the page tables of `size` bytes from `address` on, a page's begin. `close` it before they are unmapped."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._closing = threading.Event()
+        self._filled = False
+        self._thread = threading.Thread(target=self._run, args=(address, size), name="prefault", daemon=True)
+        self._thread.start()
+
+    def _run(self, address: int, size: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for begin in range(0, size, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, size - begin)
+            if self._closing.is_set() or _libc.madvise(address + begin, length, _MADV_POPULATE_READ) != 0:
+                return
+        self._filled = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all of them are filled, within that time; False too if the kernel cannot."""
+        self._thread.join(timeout_s)
+        return self._filled
+
+    def close(self) -> None:
+        """Stop; returns within one call to the kernel. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+
+
+# ---- a source's arena, mapped
+
+OpenDevice = Callable[[CudaReference], DeviceMemory]
+"""Opens another process's GPU memory, to pull from it. Raises `MemoryRefused`."""
+
+
+class MappedArena:
+    """A source's arena as mapped by a sink: checked header, read-only `payload` or `device` memory to read from.
+
+    What is mapped here is faulted in ahead.
+    """
+
+    def __init__(
+        self,
+        reference: MemoryReference,
+        epoch: int,
+        device: CudaReference | None = None,
+        open_device: OpenDevice | None = None,
+    ) -> None:
+        self.device: DeviceMemory | None = None
+        self._map(reference, epoch, device)
+        if device is None:
+            return
+        try:
+            if open_device is None:
+                raise MemoryRefused(f"the payload is on {device.device} of process {device.pid}, and we have no GPU")
+            self.device = open_device(device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, reference: MemoryReference, epoch: int, device: CudaReference | None) -> None:
+        self.memory = SharedMemory.open(reference, max_size=MAX_ARENA_BYTES)
+        try:
+            if self.memory.size < HEADER_BYTES:
+                raise ProtocolViolation(f"an arena has at least {HEADER_BYTES} bytes, got {self.memory.size}")
+            magic, version, slots, offset, length, found, *_ = self.memory.view[:HEADER_BYTES].cast("q").tolist()
+            if (magic, version) != (MAGIC, VERSION):
+                raise ProtocolViolation(f"not an arena of version {VERSION}: magic {magic:#x}, version {version}")
+            if found != epoch:
+                raise StaleEpoch(f"the offer is of epoch {epoch}, the arena of epoch {found}")
+            begin = HEADER_BYTES + 8 * slots
+            if not 1 <= slots <= MAX_SLOTS or length < 1 or self.memory.size < begin or (offset and offset < begin):
+                raise ProtocolViolation(f"impossible arena: {slots} slots, payload of {length} bytes at {offset}")
+            if offset and offset + length != self.memory.size:
+                raise ProtocolViolation(f"payload of {length} bytes at {offset} in a memory of {self.memory.size}")
+            announced = 0 if device is None else device.size
+            if announced != (0 if offset else length):
+                raise ProtocolViolation(f"payload of {length} bytes at {offset}, {announced} bytes of GPU memory")
+            self.slots = slots
+            self.epoch = epoch
+            self.payload = self.memory.view[offset : offset + length] if offset else self.memory.view[:0]
+            self.pidfd = os.pidfd_open(reference.pid)
+            self.prefault = Prefault(self.memory.address, self.memory.size)
+        except OSError as error:
+            self.memory.close()
+            raise MemoryRefused(f"the arena's owner (process {reference.pid}) is gone: {error.strerror}") from error
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def generation(self, slot: int) -> int:
+        # SYNC POINT: generation, see `KvArena.begin`.
+        atomics.fence()
+        return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * slot)
+
+    def close(self) -> None:
+        self.prefault.close()
+        os.close(self.pidfd)
+        if self.device is not None:
+            self.device.close()
+        with contextlib.suppress(BufferError):
+            self.payload.release()
+        self.memory.close()
+
+
+# ---- its offers
 
 RENEW_NS = 5_000_000_000  # between two words that offers are held: a sixth of the default lease
 
@@ -137,6 +264,11 @@ class HandoverSink:
 
     def _is_open(self, offer: Offer) -> bool:
         return self._open.get((offer.reply, offer.offer_id)) is offer
+
+    @property
+    def on_device(self) -> bool:
+        """Whether payloads are taken out of a GPU's memory."""
+        return self._open_device is not None
 
     def memory(self, offer: Offer) -> memoryview:
         """The arena's whole payload, read-only; mapped once per arena. Raises `PeerLost` if its owner is gone.

@@ -1,20 +1,27 @@
-"""Prefill's end of the KV hand-over: offers slots of its arena, and hears how each offer ended."""
+"""Prefill's end of the KV hand-over: owns an arena, offers its slots, and hears how each offer ended."""
 
+import contextlib
 import os
 import select
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
 
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
 from ipc.errors import MALFORMED, InvalidArgument, PeerLost
-from ipc.handover.arena import KvArena
 from ipc.handover.messages import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_ARENA_BYTES,
     MAX_PAYLOAD_BYTES,
     MAX_PEERS,
     MAX_REASON,
+    MAX_SLOTS,
+    PAGE,
+    VERSION,
     Held,
     Offer,
     Outcome,
@@ -23,6 +30,89 @@ from ipc.handover.messages import (
     decode_at_source,
     encode,
 )
+from ipc.memory import atomics
+from ipc.memory.device import CudaReference, DeviceMemory
+from ipc.memory.shared import SharedMemory
+from ipc.ring.ring import MAX_EPOCH
+
+
+class KvArena:
+    """The owner's end: a generation for each of `slots`, and the payload.
+
+    `payload` is a writable memoryview, empty where the payload is in `device`'s memory (`device_reference` to others).
+    """
+
+    def __init__(self, memory: SharedMemory, slots: int, epoch: int, payload: memoryview) -> None:
+        self.memory = memory
+        self.slots = slots
+        self.epoch = epoch
+        self.payload = payload
+        self.device: DeviceMemory | None = None
+        self.device_reference: CudaReference | None = None
+        self._generations = [0] * slots
+
+    @classmethod
+    def create(cls, slots: int, payload_bytes: int, epoch: int) -> "KvArena":
+        """An arena of zeros. `epoch` is another one in every life of the owner. Raises `InvalidArgument`."""
+        offset = _payload_offset(slots, epoch)
+        if not 1 <= payload_bytes <= MAX_ARENA_BYTES - offset:
+            raise InvalidArgument(f"payload must be within 1..{MAX_ARENA_BYTES - offset} bytes, got {payload_bytes}")
+        memory = _format(slots, offset, payload_bytes, epoch, offset + payload_bytes)
+        return cls(memory, slots, epoch, memory.view[offset:])
+
+    @classmethod
+    def create_on(cls, device: DeviceMemory, slots: int, epoch: int) -> "KvArena":
+        """An arena whose payload is all of `device`, memory of a GPU, which it closes in the end.
+
+        Raises `InvalidArgument`, and `MemoryRefused` where that memory cannot be shared (a MIG device's).
+        """
+        reference = device.reference
+        if not isinstance(reference, CudaReference):
+            raise InvalidArgument(f"the payload must be in a GPU's memory, not {reference}")
+        memory = _format(slots, 0, device.size, epoch, _payload_offset(slots, epoch))
+        arena = cls(memory, slots, epoch, memory.view[:0])
+        arena.device, arena.device_reference = device, reference
+        return arena
+
+    def begin(self, slot: int) -> int:
+        """The slot is about to be written anew: every offer of its old content turns stale. Returns the generation."""
+        if not 0 <= slot < self.slots:
+            raise InvalidArgument(f"slot must be within 0..{self.slots - 1}, got {slot}")
+        self._generations[slot] += 1
+        # SYNC POINT: generation. The fence keeps the writes that follow behind the store; it pairs with the fence in
+        # `MappedArena.generation`, which keeps the reads of the copy before its load.
+        atomics.store_release(self.memory.address + HEADER_BYTES + 8 * slot, self._generations[slot])
+        atomics.fence()
+        return self._generations[slot]
+
+    def generation(self, slot: int) -> int:
+        """How often the slot was begun."""
+        return self._generations[slot]
+
+    def close(self) -> None:
+        """Give the memory back; who has mapped it keeps it until they close theirs. Idempotent."""
+        with contextlib.suppress(BufferError):
+            self.payload.release()
+        if self.device is not None:
+            self.device.close()
+        self.memory.close()
+
+
+def _payload_offset(slots: int, epoch: int) -> int:
+    if not 1 <= slots <= MAX_SLOTS or not 0 <= epoch <= MAX_EPOCH:
+        raise InvalidArgument(f"slots {slots} must be within 1..{MAX_SLOTS}, epoch {epoch} within 0..{MAX_EPOCH}")
+    return -(-(HEADER_BYTES + 8 * slots) // PAGE) * PAGE
+
+
+def _format(slots: int, offset: int, payload_bytes: int, epoch: int, size: int) -> SharedMemory:
+    memory = SharedMemory.create("trinity-kv", size, peers_write=False)
+    header = memory.view[:HEADER_BYTES].cast("q")
+    for i, word in enumerate((MAGIC, VERSION, slots, offset, payload_bytes, epoch)):
+        header[i] = word
+    return memory
+
+
+# ---- offers of its slots
 
 LEASE_MS = 30_000.0
 
@@ -85,6 +175,7 @@ class _Target:
 class HandoverSource:
     """Offers slots of one arena to sinks. One thread; nothing here blocks.
 
+    A slot is leased for what it stands for, until it may be written anew; the last one announces what is to come.
     `socket` (ZeroMQ, bound) is readable when outcomes came; deaths and leases are noticed by `poll`, so call it at
     least every few 100 ms while offers are outstanding. An offer of whose sink nothing is heard for `lease_ms` expires:
     more than a few of `sink.RENEW_NS`, at which a sink that lives is heard.
@@ -102,6 +193,8 @@ class HandoverSource:
             raise InvalidArgument(f"lease_ms must be within 0..1e9, got {lease_ms}")
         self.name = name
         self._arena, self._reference = arena, arena.memory.reference
+        self.memory: Any = arena.payload if arena.device is None else arena.device
+        """The arena's payload: a memoryview, or memory of a GPU."""
         self._lease_ns, self._clock = int(lease_ms * 1e6), clock
         self.endpoint = private_endpoint(new_token(), "outcomes")
         self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
@@ -109,7 +202,27 @@ class HandoverSource:
         self._pending: dict[int, _Pending] = {}
         self._buried: list[Outcome] = []  # ended between two polls
         self._next_id = 1
+        self._announcing = arena.slots - 1  # never begun anew
+        self._free = list(range(self._announcing))
         self._counts = dict.fromkeys(SourceStatistics.__struct_fields__, 0)
+
+    @property
+    def free_leases(self) -> int:
+        """Leases that are not out."""
+        return len(self._free)
+
+    def lease(self) -> int | None:
+        """A slot of the arena, or None while all are out."""
+        return self._free.pop() if self._free else None
+
+    def release(self, lease: int) -> None:
+        """What the slot stands for may be written anew; whoever still pulls it finds that out."""
+        self._arena.begin(lease)
+        self._free.append(lease)
+
+    def announce(self, endpoint: str, payload: bytes) -> int:
+        """Send a message that asks the sink at `endpoint` to keep room; the id of the outcome. Raises as `offer`."""
+        return self.offer(endpoint, self._announcing, payload)
 
     def offer(self, endpoint: str, slot: int, payload: bytes) -> int:
         """Offer the slot's content to the sink at `endpoint`, with a message of at most 4 MiB; returns the offer's id.

@@ -51,12 +51,6 @@ def store_release(address: int, value: int) -> None:
     instructions.store_release(address, value)
 
 
-@entry_point("int64(int64, int64)")
-def exchange(address: int, value: int) -> int:
-    """Swap a word in one step, sequentially consistent; returns what was there."""
-    return instructions.exchange(address, value)
-
-
 @entry_point("void()")
 def fence() -> None:
     """A full fence: no load or store moves over it in either direction."""

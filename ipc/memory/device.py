@@ -61,23 +61,6 @@ class CudaArray(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
-def span_of(array: object) -> Source:
-    """A GPU array (anything with `__cuda_array_interface__`) as a span, any other as a C-ordered numpy array.
-
-    Raises InvalidArgument for a GPU array that is not contiguous. The caller's own work on it must be done, or be on
-    the stream that the copy will be on.
-    """
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None:
-        return np.ascontiguousarray(array)
-    if interface.get("strides") is not None:
-        raise InvalidArgument(f"a GPU array of shape {interface['shape']} must be contiguous")
-    count = 1
-    for length in interface["shape"]:
-        count *= int(length)
-    return DeviceSpan(int(interface["data"][0]), count * np.dtype(interface["typestr"]).itemsize)
-
-
 class DeviceMemory(Protocol):
     """`size` bytes that two processes share. Offsets of words are multiples of 64; words are 0..2³²-1."""
 

@@ -62,29 +62,6 @@ class SearchSpec(msgspec.Struct, frozen=True):
     filter: bytes = b""
 
 
-class Request(msgspec.Struct, frozen=True, eq=False):
-    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
-
-    (`client`, `request_id`) names it. `identity` is that of the collection in the session that it came through: it is
-    to be answered from this content and no other.
-    """
-
-    client: int
-    request_id: int
-    spec: SearchSpec
-    identity: str
-    enqueue_ns: int
-    receive_ns: int
-    vector: Float32s
-
-
-class Cancel(msgspec.Struct, frozen=True):
-    """A client does not want a request's result any more (or is gone). The request still ends with one `publish`."""
-
-    client: int
-    request_id: int
-
-
 class Result(msgspec.Struct, frozen=True, eq=False):
     """How a request ended: `ids` int64 [count], `distances` float32 [count] (own copies), empty unless status is 'ok'.
 

@@ -2,7 +2,7 @@
 
 Everything is at addresses, so that a call costs next to nothing from Python and from compiled code alike. A *desk*,
 int64 [DESK_WORDS], is what a server knows; its words up to `FOUND` are the server's, the rest is the request that
-`next_request` has found. A *client row*, int64 [CLIENT_WORDS], is what it knows of one client; row i of the clients is
+`find_request` has found. A *client row*, int64 [CLIENT_WORDS], is what it knows of one client; row i of the clients is
 also row i of the watch table over their request rings (`atomics.py`). A client whose HANDLE is 0 is none.
 
     next_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is owed
@@ -248,7 +248,7 @@ def _read(desk: Any, slot: int) -> Any:
 
 @compiled
 def find_request(desk: Any) -> Any:
-    """See `next_request`; for compiled code."""
+    """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
     rows = desk[ROWS]
     for i in range(rows):
         row = (desk[TURN] + i) % rows
@@ -268,7 +268,7 @@ def find_request(desk: Any) -> Any:
 
 @compiled
 def anything_new(desk: Any) -> Any:
-    """Whether a client has sent what `next_request` would find."""
+    """Whether a client has sent what `find_request` would find."""
     for row in range(desk[ROWS]):  # noqa: SIM110  (numba has no generators in `any`)
         if atomics.has_news(desk[WATCH] + row * 8 * WATCH_COLUMNS):
             return True
@@ -279,12 +279,6 @@ def anything_new(desk: Any) -> Any:
 def sleep(desk: Any, descriptor: int, timeout_ms: int) -> Any:
     """Sleep until a client rings, which makes `descriptor` readable, or the time is over. Whether there is news."""
     return atomics.sleep_on(desk[WATCH], desk[ROWS], descriptor, timeout_ms) >= 0
-
-
-@entry_point("int64(int64)")
-def next_request(desk: int) -> int:
-    """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
-    return int(find_request(instructions.words(desk, DESK_WORDS)))
 
 
 @entry_point("void(int64)")
@@ -303,25 +297,3 @@ def accept_request(desk: int) -> None:
 def refuse_request(desk: int, status: int) -> int:
     """The request found, which was not accepted, ends with this status. EVICT: its client must be evicted."""
     return int(_refuse(instructions.words(desk, DESK_WORDS), status))
-
-
-@entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
-def answer_with(
-    desk: int,
-    row: int,
-    request_id: int,
-    status: int,
-    ids: Any,
-    values: Any,
-    extends: int,
-    receive_ns: int,
-    begin_ns: int,
-) -> int:
-    """End a request with results, [count] both, at most MAX_K. Below 0: the client must be evicted."""
-    words = instructions.words(desk, DESK_WORDS)
-    place = payload_of_result(words, row)
-    if place < 0:
-        return int(place)
-    instructions.copy(place, ids.ctypes.data, 8 * len(ids))
-    instructions.copy(place + 8 * words[MAX_K], values.ctypes.data, 4 * len(values))
-    return int(answer(words, row, request_id, status, len(ids), extends, receive_ns, begin_ns))

@@ -7,7 +7,7 @@ byte    0  magic | version | slots | stride | payload bytes | epoch | 0 | 0     
       192  sleeping: 1 while the consumer sleeps and wants to be rung           consumer sets, producer takes back
       256  consumer state: OPEN, DRAINING, CLOSED, EVICTED                      consumer
       320  producer state: OPEN, CLOSED                                         producer
-      384  heartbeat: monotonic ns of the consumer's last sign of life          consumer
+      384  joined: 1 once the consumer has its end                              consumer
       512  slot 0:  sequence (8) | header (56) | payload (a multiple of 64)
            slot 1 …
 ```
@@ -44,7 +44,7 @@ _WRITER, _READER, _SLEEPING, _CONSUMER_STATE = (
     atomics.SLEEPING,
     atomics.CONSUMER_STATE,
 )
-_PRODUCER_STATE, _HEARTBEAT = 320, 384
+_PRODUCER_STATE, _JOINED = 320, 384
 _POSITION, _READER_SEEN = atomics.END_POSITION, atomics.END_READER
 
 MAX_SLOTS = 1 << 20
@@ -232,9 +232,9 @@ class RingProducer(_End):
         atomics.store_release(self._address + _PRODUCER_STATE, CLOSED)
 
     @property
-    def heartbeat_ns(self) -> int:
-        """`time.monotonic_ns()` of the consumer's last sign of life, 0 before the first."""
-        return self._word(_HEARTBEAT)
+    def joined(self) -> bool:
+        """Whether the consumer has opened its end."""
+        return self._word(_JOINED) != 0
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap."""
@@ -300,9 +300,9 @@ class RingConsumer(_End):
         """Tell the producer: OPEN, DRAINING, CLOSED or EVICTED. (It notices when it looks; ring it.)"""
         atomics.store_release(self._address + _CONSUMER_STATE, state)
 
-    def beat(self, now_ns: int) -> None:
-        """Leave a sign of life for the producer."""
-        atomics.store_release(self._address + _HEARTBEAT, now_ns)
+    def join(self) -> None:
+        """Tell the producer that this end is open."""
+        atomics.store_release(self._address + _JOINED, 1)
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap. `used` is what the producer claims to have written and is not yet released."""

@@ -175,7 +175,7 @@ class ClientPlace:
 
     def has_joined(self) -> bool:
         """Whether the client has opened the rings: one that gave up while it was being answered never does."""
-        self.joined = self.joined or self.results.heartbeat_ns > 0
+        self.joined = self.joined or self.results.joined
         return self.joined
 
     def traffic(self) -> dict[str, int]:

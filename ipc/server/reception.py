@@ -44,13 +44,10 @@ class Reception:
         """Of the eventfd that clients ring."""
         return self._bell_fd
 
-    def listen(self, timeout_s: float) -> set[int]:
-        """Sleep until something is heard, at most so long; bells are silenced.
-
-        Returns the pidfds of watched processes that have died, and `ASKED` if messages may wait.
-        """
+    def listen(self) -> set[int]:
+        """The pidfds of watched processes that have died, and `ASKED` if messages may wait; bells are silenced."""
         heard: set[int] = set()
-        for fd, _ in self._epoll.poll(timeout_s):
+        for fd, _ in self._epoll.poll(0):
             if fd == self._bell_fd:
                 self._bell.silence()
             elif fd == self._zmq_bell_fd:

@@ -34,8 +34,8 @@ class Roster:
         self._draining = False
 
     def look_after(self, now: int) -> None:
-        """Part with who is gone, give signs of life, and let in who asks. Monotonic ns."""
-        heard = self._reception.listen(0)
+        """Remove clients that are gone, and let in those that ask. Monotonic ns."""
+        heard = self._reception.listen()
         for client in tuple(self.turns):
             try:
                 absent = not client.joined and not client.has_joined() and now > client.granted_ns + JOIN_NS
@@ -44,7 +44,6 @@ class Roster:
                     self.counts["lost"] += 1
                     self._forget(client, CLOSED)
                     continue
-                client.requests.beat(now)
                 if client.results.free() > client.outstanding:
                     client.requests.resume()
             except ProtocolViolation:

@@ -1,13 +1,11 @@
-"""The pool's side of sessions: who is attached, whose requests may be read, and sleeping until something comes."""
+"""The pool's side of sessions: who is attached, and whose requests may be read."""
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Self
 
 from ipc.errors import InvalidArgument, IpcError, MemoryRefused, ProtocolViolation
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
-from ipc.ring.doorbell import SpinBudget
 from ipc.server.arena_grants import ArenaGrants
 from ipc.server.desk import Desk
 from ipc.server.places import ClientPlace, Number, Terms
@@ -16,19 +14,15 @@ from ipc.server.roster import Roster
 from ipc.session.device_arena import DeviceArena
 from ipc.session.messages import Catalogue, Served, ServerStatistics
 
-HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
-SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
-
 
 class SessionServer:
-    """Serves sessions to clients; requests and results themselves are exchanged over its `desk` (`exchange.py`), by
-    `RingServer`, or by a compiled loop. One thread; nothing here blocks except `wait`.
+    """Serves sessions to clients; requests and results themselves are exchanged over its `desk` (`exchange.py`), by a
+    compiled loop. One thread; nothing here blocks.
 
     SessionServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
     simply name → vector dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a
     client may have outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status
-    'invalid_request'); `spin_us` how long `wait` looks at the rings, at most, before it sleeps (`SpinBudget` learns how
-    long it is worth); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
+    'invalid_request'); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
     `max_clients`-th of its slots, at most `ring_slots`; `number` what the desk calls each collection.
     """
 
@@ -42,19 +36,16 @@ class SessionServer:
         max_k: int = 128,
         max_top_m: int = 1024,
         max_clients: int = 64,
-        spin_us: float = 200.0,
         arena: DeviceArena | None = None,
         number: Number = lambda served: 0,
     ) -> None:
-        if max_clients < 1 or spin_us < 0:
-            raise InvalidArgument(f"max_clients {max_clients} must be at least 1, spin_us {spin_us} at least 0")
+        if max_clients < 1:
+            raise InvalidArgument(f"max_clients must be at least 1, got {max_clients}")
         self.endpoint = endpoint
         self.epoch = epoch
         self._sizes = (ring_slots, max_k, max_top_m)
         self._number = number
         terms = self._terms(collections)
-        self._spin = SpinBudget(int(spin_us * 1000))
-        self._next_housekeeping = 0
         self._generation = 0  # of the filter that was read last
         each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
         self._arena = ArenaGrants(arena, each)
@@ -77,7 +68,6 @@ class SessionServer:
     def housekeep(self, now: int) -> None:
         """Let in who asks, evict dead clients, beat. Those that have gone: `desk.take_vacated`."""
         self._roster.look_after(now)
-        self._next_housekeeping = now + HOUSEKEEPING_NS
 
     def evict(self, row: int) -> None:
         """The client in this row wrote what no correct client writes."""
@@ -157,72 +147,20 @@ class SessionServer:
         """Session messages so far that were none."""
         return self._roster.counts["malformed"]
 
-    @property
-    def _ended(self) -> bool:
-        """Whether there is something to do that is in no ring."""
-        return self.desk.vacant or self.reading
-
-    # ---- sleeping and sessions
+    # ---- sessions
 
     def has_news(self) -> bool:
         """Whether a client has sent something. Cheap; for loops that are busy elsewhere."""
         return self.desk.watch.look(0) >= 0
 
-    def wait(self, timeout_ms: float) -> bool:
-        """Sleep until there is something in a ring, or a client has gone, or the time is over (False).
-
-        Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
-        """
-        begin = time.monotonic_ns()
-        if begin >= self._next_housekeeping:
-            self.housekeep(begin)
-        limit = int(timeout_ms * 1e6)
-        if self.desk.watch.spin(min(self._spin.ns, limit)) >= 0:
-            return True
-        end = begin + limit
-        while True:
-            now = time.monotonic_ns()
-            self.housekeep(now)
-            if self._ended:
-                return True
-            if self.desk.watch.sleep(self.fileno(), max(min(end - now, SLEEP_NS), 0)):
-                self._spin.learn(time.monotonic_ns() - begin)
-                return True
-            if time.monotonic_ns() >= end:
-                self.housekeep(time.monotonic_ns())
-                return self._ended
-
     def fileno(self) -> int:
-        """Readable when a doorbell, a session message or a client's end wants attention; level-triggered.
-
-        To sleep on it in a loop of one's own: `arm()`, poll, `disarm()`.
-        """
+        """Readable when a doorbell, a session message or a client's end wants attention; level-triggered."""
         return self._reception.fileno()
 
     @property
     def bell_fileno(self) -> int:
         """Of the eventfd that clients ring, for compiled code that silences it."""
         return self._reception.bell_fileno
-
-    def arm(self) -> bool:
-        """Ask to be rung. False: something waits already, do not sleep."""
-        self.housekeep(time.monotonic_ns())
-        if self._ended or not self.desk.watch.arm():
-            self.desk.watch.disarm()
-            return False
-        return True
-
-    def disarm(self) -> None:
-        """Awake again."""
-        self.desk.watch.disarm()
-        self._listen(0)
-
-    def _listen(self, timeout_s: float) -> set[int]:
-        """Sessions and deaths are left to housekeeping, which comes at once then."""
-        heard = self._reception.listen(timeout_s)
-        if heard:
-            self._next_housekeeping = 0
-        return heard
 
     def renew(self, catalogue: Catalogue) -> None:
         """Offer another catalogue: sessions opened from now on have it, the present ones drain.

@@ -158,10 +158,10 @@ def session_bytes(requests: RingLayout, results: RingLayout) -> int:
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
-    """Counters of a client since it was made, over all its sessions.
+    """Counters of a client since it was made.
 
     `submitted` requests; `returned` results (of them `lost`); `outstanding` now; submissions refused because the ring
-    was `full`; doorbells `rung`; `cancelled` requests; results of a `stale` epoch; sessions `attached`.
+    was `full`; doorbells `rung`; `cancelled` requests; results of a `stale` epoch.
     """
 
     submitted: int
@@ -172,7 +172,6 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     rung: int
     cancelled: int
     stale: int
-    attached: int
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):

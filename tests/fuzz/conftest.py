@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ipc import RingClient, RingServer
+from benchmarks.ring.server import RingServer
+from ipc import RingClient
 from tests.fuzz.peers import pool
 from tests.ipc.processes import attach
 

@@ -10,10 +10,8 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from ipc import (
-    RingClient,
-    RingServer,
-)
+from benchmarks.ring.server import RingServer
+from ipc import RingClient
 from ipc.memory.device import HostMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from tests.ipc.processes import endpoint

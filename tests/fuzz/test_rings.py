@@ -8,12 +8,8 @@ from collections.abc import Callable
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ipc import (
-    IpcError,
-    RingClient,
-    RingServer,
-    SharedMemory,
-)
+from benchmarks.ring.server import RingServer
+from ipc import IpcError, RingClient, SharedMemory
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import SMALL, WORDS, answer, expect_served, scribbles
 from tests.ipc.processes import attach

@@ -12,14 +12,8 @@ import zmq
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ipc import (
-    AttachTimeout,
-    IpcError,
-    RingClient,
-    RingServer,
-    bind,
-    connect,
-)
+from benchmarks.ring.server import RingServer
+from ipc import AttachTimeout, IpcError, RingClient, bind, connect
 from ipc.endpoints import receive_all
 from ipc.server.roster import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached

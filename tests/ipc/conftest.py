@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ipc import HandoverSink, HandoverSource, KvArena, RingClient, RingServer
+from benchmarks.ring.server import RingServer
+from ipc import HandoverSink, HandoverSource, KvArena, RingClient
 from ipc.memory.device import HostMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from tests.ipc.handovers import address, make_arena, open_device

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from ipc import RingClient, RingServer, new_token, private_endpoint
+from benchmarks.ring.server import RingServer
+from ipc import RingClient, new_token, private_endpoint
 from tests.forked import FORKSERVER
 
 JOIN_S = 60.0

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ipc import RingClient, RingServer, SearchSpec
+from benchmarks.ring.server import RingServer
+from ipc import RingClient, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from ipc.server.places import ClientPlace
 

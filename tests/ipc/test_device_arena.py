@@ -30,7 +30,6 @@ from ipc.memory.device import (
     DeviceSpan,
     HostMemory,
     reached,
-    span_of,
 )
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes, open_memory
@@ -288,21 +287,6 @@ def test_gpu_memory_is_not_copied_to_an_arena_on_the_host() -> None:
     with pytest.raises(MemoryRefused, match="16 bytes of GPU memory"):
         memory.write(0, DeviceSpan(0x1000, 16))
     memory.close()
-
-
-class GpuArray:
-    """What CuPy, PyTorch and numba arrays show."""
-
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": (0x7000, False), "strides": strides}
-
-
-def test_gpu_arrays_are_spans_and_others_are_numpy_arrays() -> None:
-    assert span_of(GpuArray((2, 3))) == DeviceSpan(0x7000, 24)
-    with pytest.raises(InvalidArgument, match="must be contiguous"):
-        span_of(GpuArray((2, 3), (4, 8)))
-    found = span_of([1.0, 2.0])
-    assert isinstance(found, np.ndarray)
 
 
 LAYOUT = RingLayout(8, 16)

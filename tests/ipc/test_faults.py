@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, RingServer, SearchSpec
+from benchmarks.ring.server import RingServer
+from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from tests.ipc.leaks import settled
 from tests.ipc.processes import attach, child, endpoint
@@ -98,48 +99,43 @@ def _serve(address: str, epoch: int, seed: int) -> None:
 def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: str) -> None:
     rng = random.Random(2)
     address = endpoint()
-    ends: Counter[int] = Counter()
+    ends: Counter[tuple[int, int]] = Counter()
     statuses: Counter[str] = Counter()
-    submitted: list[int] = []
-    client: RingClient | None = None
+    submitted: list[tuple[int, int]] = []
     before = settled()
     vector = np.ones(DIM, np.float32)
 
-    def note(results: list[Result]) -> None:
+    def note(epoch: int, results: list[Result]) -> None:
         for result in results:
-            ends[result.request_id] += 1
+            ends[epoch, result.request_id] += 1
             statuses[result.status] += 1
             assert result.status in ("ok", "lost")
-            assert result.status == "lost" or client is None or result.ids.tolist()
+            assert result.status == "lost" or result.ids.tolist()
 
     for epoch in range(1, POOL_ROUNDS + 1):
         with child(_serve, address, epoch, epoch) as process:
-            if client is None:
-                client = RingClient(address, "client", doorbell=doorbell, timeout_ms=60_000, spin_us=5)
-            else:
-                client.reconnect(60_000)
+            client = RingClient(address, "client", doorbell=doorbell, timeout_ms=60_000, spin_us=5)
             assert client.epoch == epoch
             until = len(submitted) + rng.randrange(1, 60)
             alive = True
             while client.lost is None or client.outstanding:
                 try:
-                    submitted.append(client.submit(vector, SearchSpec("docs", 1, "decode")))
+                    submitted.append((epoch, client.submit(vector, SearchSpec("docs", 1, "decode"))))
                 except (RingFull, PeerLost, Draining):
                     client.wait(20)
-                note(client.poll())
+                note(epoch, client.poll())
                 if alive and len(submitted) >= until:
                     process.kill()
                     alive = False
-            note(client.poll())
-    assert client is not None
+            note(epoch, client.poll())
+            client.close()
     assert ends == Counter(submitted)
     assert statuses["ok"]
     assert statuses["lost"]
-    client.close()
     assert settled() == before
 
 
-def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> None:
+def test_a_client_without_a_pool_stays_lost_and_another_attaches_when_one_comes() -> None:
     address = endpoint()
     before = settled()
     with child(_serve, address, 1, 1) as process:
@@ -150,11 +146,11 @@ def test_a_client_without_a_pool_stays_lost_and_recovers_when_one_comes() -> Non
             client.wait(20)
         for _ in range(3):
             with pytest.raises(AttachTimeout):
-                client.reconnect(10)
+                RingClient(address, "client", timeout_ms=10)
             with pytest.raises(PeerLost, match="died"):
                 client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
-    with child(_serve, address, 2, 2), client:
-        client.reconnect(60_000)
+        client.close()
+    with child(_serve, address, 2, 2), RingClient(address, "client", timeout_ms=60_000) as client:
         client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
         assert client.wait(60_000)
         assert [result.status for result in client.poll()] == ["ok"]

@@ -11,9 +11,8 @@ import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, PeerLost
 from ipc.endpoints import receive_all
-from ipc.handover.arena import MappedArena
 from ipc.handover.messages import MAX_PAYLOAD_BYTES, Ended, decode_at_source
-from ipc.handover.sink import RENEW_NS
+from ipc.handover.sink import RENEW_NS, MappedArena
 from tests.ipc.handovers import (
     SLOT_BYTES,
     SLOTS,

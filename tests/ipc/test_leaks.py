@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from ipc import HandoverSink, HandoverSource, KvArena, RingServer, SearchSpec, SharedMemory, new_token, private_endpoint
+from benchmarks.ring.server import RingServer
+from ipc import HandoverSink, HandoverSource, KvArena, SearchSpec, SharedMemory, new_token, private_endpoint
 from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, RingServer, SearchSpec
+from benchmarks.ring.server import RingServer
+from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
 from ipc.session.device_arena import DeviceArena, Lease, Place, arena_bytes
@@ -299,7 +300,7 @@ def test_a_place_without_an_arena_is_no_request() -> None:
         assert server.statistics().evicted == 1
 
 
-def test_a_client_that_reconnects_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:
+def test_a_client_that_attaches_again_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
     with attach(server, arena=True) as client:
         ask(client, seed=1)

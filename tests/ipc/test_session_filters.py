@@ -2,7 +2,8 @@
 
 import pytest
 
-from ipc import InvalidArgument, RingClient, RingFull, RingServer, SearchSpec
+from benchmarks.ring.server import RingServer
+from ipc import InvalidArgument, RingClient, RingFull, SearchSpec
 from ipc.ring.filters import MAX_FILTER_BYTES, PLACES
 from tests.ipc.sessions import answer, ask, forge_requests, vector
 

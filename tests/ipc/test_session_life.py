@@ -1,22 +1,13 @@
-"""The beginning and the end of a session: attaching, draining, closing, reconnecting."""
+"""The beginning and the end of a session: attaching, draining, closing."""
 
 from typing import Any
 
 import pytest
 
-from ipc import (
-    AttachRefused,
-    AttachTimeout,
-    Cancel,
-    Draining,
-    InvalidArgument,
-    PeerLost,
-    Result,
-    RingClient,
-    RingServer,
-)
-from tests.ipc.processes import attach, endpoint, served
-from tests.ipc.sessions import DIM, answer, ask, void
+from benchmarks.ring.server import Cancel, RingServer
+from ipc import AttachRefused, AttachTimeout, Draining, InvalidArgument, PeerLost, Result, RingClient
+from tests.ipc.processes import attach, endpoint
+from tests.ipc.sessions import DIM, answer, ask
 
 
 def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(server: RingServer, client: RingClient) -> None:
@@ -72,17 +63,6 @@ def test_only_so_many_clients_are_taken(server: RingServer) -> None:
         client.close()
 
 
-def test_reconnect_begins_a_new_session_and_ids_go_on(server: RingServer, client: RingClient) -> None:
-    first = ask(client)
-    with served(server, lambda s: void(s.receive())):
-        client.reconnect()
-    server.wait(0)
-    assert [(r.request_id, r.status) for r in client.poll()] == [(first, "lost")]
-    assert ask(client) > first
-    assert answer(server) == 1
-    assert [r.status for r in client.poll()] == ["ok"]
-
-
 def test_nobody_at_the_endpoint_is_said_in_time() -> None:
     with pytest.raises(AttachTimeout):
         RingClient(endpoint(), "test", timeout_ms=30)
@@ -105,14 +85,6 @@ def test_only_abstract_endpoints_are_bound_or_connected(address: str) -> None:
 def test_an_endpoint_that_is_taken_is_refused(server: RingServer) -> None:
     with pytest.raises(InvalidArgument, match="cannot bind"):
         RingServer(server.endpoint, {"docs": DIM}, epoch=1)
-
-
-def test_the_heartbeat_says_that_the_pool_looks_after_its_rings(server: RingServer, client: RingClient) -> None:
-    server.wait(0)
-    young = client.heartbeat_age_ns
-    assert young < client.heartbeat_age_ns
-    server.wait(0)
-    assert server.statistics().clients == 1
 
 
 @pytest.mark.parametrize(

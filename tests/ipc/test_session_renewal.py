@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from ipc import Catalogue, Draining, InvalidArgument, RingClient, RingServer, SearchSpec, Served, Unserved
+from benchmarks.ring.server import RingServer
+from ipc import Catalogue, Draining, InvalidArgument, RingClient, SearchSpec, Served, Unserved
 from ipc.server.roster import RENEW_NS
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach

@@ -1,22 +1,87 @@
-"""A server that hands out requests as objects and takes results one by one: for loops in Python."""
+"""A session server that hands out requests as objects and takes results one by one: for loops in Python, of
+benchmarks and tests. A pool's own loop is compiled."""
 
 import time
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ipc.errors import InvalidArgument, UnknownRequest
+from ipc.errors import InvalidArgument, IpcError
+from ipc.memory import instructions
+from ipc.memory.compiled import entry_point
 from ipc.ring import exchange
-from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Cancel, Float32s, Request, SearchSpec
+from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Float32s, SearchSpec
+from ipc.ring.doorbell import SpinBudget
 from ipc.ring.filters import PLACES
 from ipc.server.places import ClientPlace
 from ipc.server.server import SessionServer
 
+HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
+SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
 LATE_HOUSEKEEPING_NS = 10_000_000  # how much later housekeeping may come while there are requests
 _PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
+
+    (`client`, `request_id`) names it. `identity` is that of the collection in the session that it came through: it is
+    to be answered from this content and no other.
+    """
+
+    client: int
+    request_id: int
+    spec: SearchSpec
+    identity: str
+    enqueue_ns: int
+    receive_ns: int
+    vector: Float32s
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """A client does not want a request's result any more (or is gone). The request still ends with one `publish`."""
+
+    client: int
+    request_id: int
+
+
+class UnknownRequest(IpcError, KeyError):
+    """No such request is outstanding: it has ended already, or never was."""
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])
+
+
+@entry_point("int64(int64)")
+def next_request(desk: int) -> int:
+    """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
+    return int(exchange.find_request(instructions.words(desk, exchange.DESK_WORDS)))
+
+
+@entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
+def answer_with(
+    desk: int,
+    row: int,
+    request_id: int,
+    status: int,
+    ids: Any,
+    values: Any,
+    extends: int,
+    receive_ns: int,
+    begin_ns: int,
+) -> int:
+    """End a request with results, [count] both, at most MAX_K. Below 0: the client must be evicted."""
+    words = instructions.words(desk, exchange.DESK_WORDS)
+    place = exchange.payload_of_result(words, row)
+    if place < 0:
+        return int(place)
+    instructions.copy(place, ids.ctypes.data, 8 * len(ids))
+    instructions.copy(place + 8 * words[exchange.MAX_K], values.ctypes.data, 4 * len(values))
+    return int(exchange.answer(words, row, request_id, status, len(ids), extends, receive_ns, begin_ns))
 
 
 class _Session(NamedTuple):
@@ -34,9 +99,11 @@ class RingServer(SessionServer):
     client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """As `SessionServer`."""
+    def __init__(self, *args: Any, spin_us: float = 200.0, **options: Any) -> None:
+        """As `SessionServer`. `spin_us`: how long `wait` looks at the rings, at most, before it sleeps."""
         super().__init__(*args, **options)
+        self._spin = SpinBudget(int(spin_us * 1000))
+        self._next_housekeeping = 0
         self._sessions: dict[int, _Session] = {}  # by the client's handle
         self._cancelled: list[Cancel] = []
         self._filters: dict[int, bytes] = {}  # by the number of a client's row and its place there
@@ -55,7 +122,7 @@ class RingServer(SessionServer):
         left, accepted = 2 * limit, 0  # some of what is found are no requests
         while found != exchange.NONE and left and accepted < limit:
             left -= 1
-            found = exchange.next_request(desk.address)
+            found = next_request(desk.address)
             if found == exchange.CANCEL:
                 row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
                 requests += [self._request(vector, now) for vector in self.arrived()]  # it may be one of them
@@ -116,10 +183,57 @@ class RingServer(SessionServer):
             self._cancelled += [Cancel(handle, request_id) for request_id in gone]
         self.desk.take_vacated()
 
+    # ---- sleeping
+
     @property
     def _ended(self) -> bool:
+        """Whether there is something to do that is in no ring."""
         self._part()
         return bool(self._cancelled) or self.reading
+
+    def housekeep(self, now: int) -> None:
+        super().housekeep(now)
+        self._next_housekeeping = now + HOUSEKEEPING_NS
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Sleep until there is something in a ring, or a client has gone, or the time is over (False).
+
+        Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
+        """
+        begin = time.monotonic_ns()
+        if begin >= self._next_housekeeping:
+            self.housekeep(begin)
+        limit = int(timeout_ms * 1e6)
+        if self.desk.watch.spin(min(self._spin.ns, limit)) >= 0:
+            return True
+        end = begin + limit
+        while True:
+            now = time.monotonic_ns()
+            self.housekeep(now)
+            if self._ended:
+                return True
+            if self.desk.watch.sleep(self.fileno(), max(min(end - now, SLEEP_NS), 0)):
+                self._spin.learn(time.monotonic_ns() - begin)
+                return True
+            if time.monotonic_ns() >= end:
+                self.housekeep(time.monotonic_ns())
+                return self._ended
+
+    def arm(self) -> bool:
+        """Ask to be rung. False: something waits already, do not sleep."""
+        self.housekeep(time.monotonic_ns())
+        if self._ended or not self.desk.watch.arm():
+            self.desk.watch.disarm()
+            return False
+        return True
+
+    def disarm(self) -> None:
+        """Awake again."""
+        self.desk.watch.disarm()
+        if self._reception.listen():  # sessions and deaths are left to housekeeping, which comes at once then
+            self._next_housekeeping = 0
+
+    # ---- ends
 
     def cancellations(self) -> list[Cancel]:
         """Outstanding requests whose client cancelled them, or is gone, since the last call.
@@ -170,9 +284,7 @@ class RingServer(SessionServer):
                 f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to {most}"
             )
         row, desk = session.place.row, self.desk
-        sent = exchange.answer_with(
-            desk.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns
-        )
+        sent = answer_with(desk.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns)
         del session.receive_ns[request_id]
         session.cancelled.discard(request_id)
         if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
