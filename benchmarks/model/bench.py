@@ -5,14 +5,11 @@ prefill (tokens/s by prompt length, by chunk size, and of several prompts in one
 (ms a step by rows; also with rows of very different lengths, where `generate()` pads all to the longest), and the
 copy of a prompt's KV between two models against one plain copy of as many bytes. Greedy tokens of all runs are
 compared; a difference ends the benchmark with an error. All that is float32; `weights` is bfloat16 against it: its
-speed, and how often it chooses the same token.
+speed, and how often it chooses the same token. `--vllm PYTHON` adds a table beside vLLM's build for CPUs, in bfloat16.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +18,13 @@ import transformers
 from transformers.utils import logging
 
 from benchmarks.common.machine import machine, machine_load
-from runtime.node.config import ModelSection
+from benchmarks.model.beside_vllm import measure_vllm
+from benchmarks.model.driver import BLOCK_TOKENS, Ours, Tokens, paired, random_prompts
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import model_directory
 
-Tokens = list[int]
-BLOCK_TOKENS = ModelSection(name="").kv_block_tokens
 ANSWER = 48  # tokens
 QUESTIONS = (
     "What is the capital of France?", "Count to ten.", "Name three colours.", "What is a list in Python?",
@@ -36,63 +32,6 @@ QUESTIONS = (
     "How do plants make sugar?", "What is 12 times 12?", "Explain what a closure is.", "Tell me a short story.",
     "What is a prime number?", "Give me a recipe for bread.", "What is the largest planet?", "Translate 'good day'.",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of repeated runs."""
-
-    seconds: Sequence[float]
-
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-
-def paired(runs: Sequence[Callable[[], object]], rounds: int) -> list[Times]:
-    """Time functions turn by turn, so that a noisy neighbour meets all of them; one round first is not counted."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for number in range(rounds + 1):
-        for run, kept in zip(runs, seconds, strict=True):
-            begin = time.perf_counter()
-            run()
-            if number:
-                kept.append(time.perf_counter() - begin)
-    return [Times(kept) for kept in seconds]
-
-
-class Ours:
-    """The paged model, driven as a worker drives it: every row has blocks for the whole context."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        each = -(-model.context_tokens // model.block_tokens)
-        self.tables = [range(row * each, (row + 1) * each) for row in range(model.blocks // each)]
-
-    def prefill(self, prompts: Sequence[Tokens]) -> Tokens:
-        logits = self.model.forward(
-            [Chunk(table, 0, prompt) for table, prompt in zip(self.tables, prompts, strict=False)]
-        )
-        return [int(token) for token in logits.argmax(-1)]
-
-    def prefill_chunked(self, prompt: Tokens, size: int) -> int:
-        for start in range(0, len(prompt), size):
-            logits = self.model.forward([Chunk(self.tables[0], start, prompt[start : start + size])])
-        return int(logits[0].argmax())
-
-    def decode(self, prompts: Sequence[Tokens], first: Tokens, steps: int) -> list[Tokens]:
-        answers = [[token] for token in first]
-        for step in range(steps):
-            chunks = [
-                Chunk(self.tables[row], len(prompt) + step, answers[row][-1:]) for row, prompt in enumerate(prompts)
-            ]
-            for answer, token in zip(answers, self.model.forward(chunks).argmax(-1), strict=True):
-                answer.append(int(token))
-        return answers
 
 
 class Theirs:
@@ -226,11 +165,6 @@ def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[
         )
 
 
-def random_prompts(lengths: Sequence[int], model: LanguageModel, random: np.random.Generator) -> list[Tokens]:
-    """Prompts of ordinary tokens."""
-    return [random.integers(3, model.info.vocabulary, length).tolist() for length in lengths]
-
-
 def check(ours: object, theirs: object) -> None:
     """End the benchmark if two greedy runs differ: the speed of a wrong answer is worth nothing."""
     if ours != theirs:
@@ -245,10 +179,12 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument(
-        "--part", choices=["prefill", "chunks", "packing", "decode", "copy", "weights"], help="this table alone"
-    )
+    parts = ["prefill", "chunks", "packing", "decode", "copy", "weights", "vllm"]
+    options.add_argument("--part", choices=parts, help="this table alone")
+    options.add_argument("--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, for its table")
     given = options.parse_args()
+    if given.part == "vllm" and not given.vllm:
+        options.error("--part vllm needs --vllm PYTHON")
 
     logging.disable_progress_bar()
     random = np.random.default_rng(given.seed)
@@ -293,6 +229,9 @@ def main() -> None:
         "weights": lambda: measure_weights(ours, bfloat16(), (1, 4, 8, 16), random, rounds, given.steps),
         "copy": lambda: measure_copy(model, target, [128, 512, 1000], rounds),
     }
+    if given.vllm:
+        directory = model_directory(given.model)
+        tables["vllm"] = lambda: measure_vllm(bfloat16(), given.vllm, directory, random, rounds, given.steps)
     for name, measure in tables.items():
         if given.part in (None, name):
             measure()

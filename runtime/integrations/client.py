@@ -9,13 +9,15 @@ from urllib.parse import quote
 
 import httpx
 
-from runtime.errors import Unavailable, error_of
+from runtime.errors import InvalidRequest, Unavailable, error_of
 
 _BODY_BYTES = 1_000_000  # of a write: the node takes 1 MiB
 _BODY_DOCUMENTS = 4096
 
 Filter = Mapping[str, Any]
 """In OpenAI's format, as docs/collections.md has it."""
+Hybrid = bool | float
+"""Whether a text's words are looked for too, or their share, 0 to 1 (docs/hybrid.md)."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class CollectionClient:
         )
         self.close = weakref.finalize(self, self._http.close)
 
-    def search(self, query: str, k: int, filter: Filter | None = None) -> list[Found]:
-        """The k nearest passages to a text that pass a filter, nearest first."""
-        asked = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {})
+    def search(self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False) -> list[Found]:
+        """The k nearest passages to a text that pass a filter, nearest first; with `hybrid` the best of both sides."""
+        asked = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {}) | _ranking(hybrid)
         return [
             Found(
                 one["id"],
@@ -84,6 +86,17 @@ class CollectionClient:
         except (ValueError, KeyError, TypeError, AttributeError):
             raised = Unavailable(f"{answer.url} answered with status {answer.status_code}: {answer.text[:200]!r}")
         raise raised
+
+
+def _ranking(hybrid: Hybrid) -> dict[str, Any]:
+    """Raises `InvalidRequest`."""
+    if not 0 <= hybrid <= 1:
+        raise InvalidRequest(
+            f"hybrid is {hybrid}; it must be true, false or the words' share between 0 and 1", "hybrid"
+        )
+    share = 0.5 if hybrid is True else hybrid
+    weights = {"embedding_weight": 1 - share, "text_weight": share}
+    return {"ranking_options": {"score_threshold": -1e9, "hybrid_search": weights}} if share else {}
 
 
 def _json(value: object) -> bytes:

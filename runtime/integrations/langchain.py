@@ -12,13 +12,15 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 from pydantic import Field, SecretStr
 
-from runtime.integrations.client import CollectionClient, Filter, Found
+from runtime.integrations.client import CollectionClient, Filter, Found, Hybrid
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
-    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format).
+    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format); with `hybrid`
+    by the text's words too.
 
-    `k` and `filter` may be given to `invoke` too. A document's metadata has the passage's attributes and title.
+    `k`, `filter` and `hybrid` may be given to `invoke` too. A document's metadata has the passage's attributes and
+    title.
     """
 
     url: str
@@ -26,6 +28,7 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
     api_key: SecretStr = SecretStr("")
     k: int = Field(4, ge=1)
     filter: Filter | None = None
+    hybrid: Hybrid = False
 
     @cached_property
     def _client(self) -> CollectionClient:
@@ -38,8 +41,10 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
         run_manager: CallbackManagerForRetrieverRun,
         k: int | None = None,
         filter: Filter | None = None,
+        hybrid: Hybrid | None = None,
     ) -> list[Document]:
-        found = self._client.search(query, k or self.k, self.filter if filter is None else filter)
+        wanted, words = self.filter if filter is None else filter, self.hybrid if hybrid is None else hybrid
+        found = self._client.search(query, k or self.k, wanted, words)
         return [_document(one) for one in found]
 
     def close(self) -> None:
@@ -50,8 +55,9 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
 class TrinityVectorStore(VectorStore):  # type: ignore[misc]
     """A live collection of a node, which embeds the texts itself: there is no `embedding` here.
 
-    `filter` of a search is in OpenAI's format; metadata are the documents' attributes: strings, integers, floats,
-    booleans and lists of strings. What is added is found some 20 ms later, what is deleted is not found any more.
+    `filter` of a search is in OpenAI's format; with `hybrid` a text's words are looked for too; metadata are the
+    documents' attributes: strings, integers, floats, booleans and lists of strings. What is added is found some 20 ms
+    later, what is deleted is not found any more.
     """
 
     def __init__(self, url: str, collection: str, api_key: str = "") -> None:
@@ -99,15 +105,17 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         self._client.delete(ids)
         return True
 
-    def similarity_search(self, query: str, k: int = 4, *, filter: Filter | None = None, **_: Any) -> list[Document]:
+    def similarity_search(
+        self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
+    ) -> list[Document]:
         """The k nearest documents that pass a filter, nearest first."""
-        return [_document(one) for one in self._client.search(query, k, filter)]
+        return [_document(one) for one in self._client.search(query, k, filter, hybrid)]
 
     def similarity_search_with_score(
-        self, query: str, k: int = 4, *, filter: Filter | None = None, **_: Any
+        self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
     ) -> list[tuple[Document, float]]:
         """The same with their scores: the cosine; the dot product; 1 / (1 + squared distance)."""
-        return [(_document(one), one.score) for one in self._client.search(query, k, filter)]
+        return [(_document(one), one.score) for one in self._client.search(query, k, filter, hybrid)]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda score: score

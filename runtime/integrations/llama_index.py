@@ -5,25 +5,33 @@ import asyncio
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from runtime.integrations.client import CollectionClient, Filter
+from runtime.integrations.client import CollectionClient, Filter, Hybrid
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
-    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format), as nodes.
+    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format), as nodes;
+    with `hybrid` by the text's words too.
 
     A node's metadata has the passage's attributes and title.
     """
 
     def __init__(
-        self, url: str, collection: str, api_key: str = "", *, k: int = 4, filter: Filter | None = None
+        self,
+        url: str,
+        collection: str,
+        api_key: str = "",
+        *,
+        k: int = 4,
+        filter: Filter | None = None,
+        hybrid: Hybrid = False,
     ) -> None:
         self._client = CollectionClient(url, collection, api_key)
-        self._k, self._filter = k, filter
+        self._k, self._filter, self._hybrid = k, filter, hybrid
         self.close = self._client.close
         super().__init__()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        found = self._client.search(query_bundle.query_str, self._k, self._filter)
+        found = self._client.search(query_bundle.query_str, self._k, self._filter, self._hybrid)
         return [
             NodeWithScore(node=TextNode(id_=one.id, text=one.text, metadata=one.metadata), score=one.score)
             for one in found

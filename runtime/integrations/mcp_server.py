@@ -15,6 +15,7 @@ _FILTER = (
     'Only passages whose attributes pass it: {"type": "eq", "key": "source", "value": "a.pdf"}; types are eq, ne, gt, '
     'gte, lt, lte, in and nin, and {"type": "and" or "or", "filters": [...]}.'
 )
+_HYBRID = "Look for the query's words too, beside its meaning: for names, numbers and rare words."
 
 
 def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
@@ -29,9 +30,10 @@ def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
         query: Annotated[str, Field(description="What to look for, as a question or a few words.")],
         k: Annotated[int, Field(description="How many passages.", ge=1, le=64)] = 5,
         filter: Annotated[dict[str, Any] | None, Field(description=_FILTER)] = None,
+        hybrid: Annotated[bool, Field(description=_HYBRID)] = False,
     ) -> list[dict[str, Any]]:
         try:
-            found = await asyncio.to_thread(client.search, query, k, filter)
+            found = await asyncio.to_thread(client.search, query, k, filter, hybrid)
         except TrinityError as error:  # for the model to read: it may mend its filter
             raise ToolError(error.message) from error
         return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in found]

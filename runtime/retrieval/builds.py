@@ -7,6 +7,7 @@ from pathlib import Path
 
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
+from runtime.retrieval.about import About
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.built_words import BuiltWords
 from runtime.retrieval.collections.checksums import Checksums, open_unchanged
@@ -16,22 +17,6 @@ from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
 from runtime.retrieval.live.reader import LiveDocuments
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
-
-
-@dataclass(frozen=True)
-class About:
-    """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
-    or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
-    """
-
-    here: bool = False
-    size: int = 0
-    files: int = 0
-    document_bytes: int = 0
-    created_at: int = 0
-    dim: int = 0
-    metric: str = ""
-    embedder: str = ""
 
 
 @dataclass(frozen=True)

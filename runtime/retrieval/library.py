@@ -26,15 +26,15 @@ from runtime.node.config import Verify
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import decode_filter
-from runtime.retrieval.builds import About, Build, file_of, identity_of, open_build
+from runtime.retrieval.builds import Build, file_of, identity_of, open_build
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, name_of
 from runtime.retrieval.embedding.loading import EmbedderPlace, LazyEmbedder, load_embedder, place_of
 from runtime.retrieval.live.reader import LiveDocuments
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.nearest import DEPTH, Nearest
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.fusion import DEPTH
 from runtime.retrieval.search.query import Accept, SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way

@@ -1,5 +1,6 @@
-"""The nearest vectors, as searches give them: ids and distances; merged, and compared with the truth."""
+"""The nearest vectors, as searches give them: ids and distances; merged, fused, and compared with the truth."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Nearest = tuple[NDArray[np.int64], NDArray[np.float32]]
+DEPTH = 4  # times as many results of each side as are wanted of two that are fused
+_RANK_CONSTANT = 60  # of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)
 
 
 def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
@@ -18,6 +21,23 @@ def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
     distances = np.concatenate([distances for _, distances in parts], axis=-1)
     order = np.lexsort((ids, distances), axis=-1)[..., :k]
     return np.take_along_axis(ids, order, -1), np.take_along_axis(distances, order, -1)
+
+
+def fused(vectors: Nearest, words: Nearest, k: int, share: float = 0.5) -> Nearest:
+    """The k best of what vectors and words have found: ids int64 [≤ k] and distances float32 [≤ k], the best first.
+
+    By reciprocal rank: each side gives an id `share` (the words'; 1 - `share` the vectors') / (60 + its rank there,
+    from 1); the sums are what is compared, then the distances.
+    """
+    scores: defaultdict[int, float] = defaultdict(float)
+    distance: dict[int, float] = {}
+    for (ids, distances), part in ((vectors, 1 - share), (words, share)):
+        for rank, (row, far) in enumerate(zip(ids.tolist(), distances.tolist(), strict=True), 1):
+            if row >= 0:
+                scores[row] += part / (_RANK_CONSTANT + rank)
+                distance.setdefault(row, far)
+    best = sorted(scores, key=lambda row: (-scores[row], distance[row], row))[:k]
+    return np.array(best, np.int64), np.array([distance[row] for row in best], np.float32)
 
 
 def recall(ids: NDArray[Any], truth: NDArray[Any]) -> float:

@@ -6,7 +6,7 @@ metric. One that does not answer is out until it has said so again, for which it
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -18,11 +18,14 @@ import msgspec
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_of
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.builds import About
+from runtime.retrieval.about import About
+from runtime.retrieval.attributes.filters import Wanted, as_json, decode_filter, filter_bytes
 from runtime.retrieval.embedding.loading import read_key
 from runtime.retrieval.passages import Partial, Passage
 
 LOOK_S = 2.0
+_LONGEST_S = 3600.0  # of a search
+_KEEP_S = 30.0  # an idle connection: nodes keep it longer
 MAX_ANSWER_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 
@@ -89,12 +92,18 @@ class RemoteCollection:
 
         asked: the body of a search, with its `k`.
         """
+        until = asyncio.get_running_loop().time() + min(timeout_s, _LONGEST_S)
         if any(node.about is None and node.trouble == _Node.trouble for node in self._nodes):
-            await self.look()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self.look()
+            except TimeoutError:
+                out = ", ".join(node.url for node in self._nodes if node.about is None)
+                raise DeadlineExceeded(f"{out} did not tell in time what {self._section.name!r} is") from None
         if why := self.unavailable:
             raise Unavailable(f"collection {self._section.name!r} is unavailable: {why}")
         body = msgspec.json.encode({**asked, "collection": self._section.collection or self._section.name})
-        within_s = min(timeout_s, self._section.timeout_s)
+        within_s = min(until - asyncio.get_running_loop().time(), self._section.timeout_s)
         used = [node for node in self._nodes if node.about is not None]
         answers = await asyncio.gather(*(self._ask(node, body, within_s) for node in used))
         found = [answer for answer in answers if not isinstance(answer, TrinityError)]
@@ -165,6 +174,59 @@ class RemoteCollection:
                 error = msgspec.json.decode(content, type=_Failed).error
                 raise error_of(error.code, f"{got.url.origin()}: {error.message}", error.param)
             raise ValueError(f"it answered with status {got.status}")
+
+
+class RemoteCollections:
+    """All of a node's, over one set of connections, within one event loop. `run` must run."""
+
+    def __init__(self, sections: Iterable[RemoteSection]) -> None:
+        """Raises `ConfigError` for a key that cannot be read."""
+        self._made: aiohttp.ClientSession | None = None
+        self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
+
+    async def search(
+        self,
+        *,
+        collection: str,
+        k: int,
+        query: str | None,
+        vector: Sequence[float] | None,
+        wanted: Wanted = None,
+        hybrid: float = 0.0,
+        timeout_s: float,
+    ) -> list[Passage]:
+        """The k nearest of all the collection's nodes, which embed the `query`; `Partial` without those of some. Raises
+        `TrinityError`."""
+        if hybrid:  # ranks of different nodes say nothing of each other
+            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
+        asked: dict[str, Any] = {"k": k} | ({"query": query} if query is not None else {"vector": vector})
+        if content := filter_bytes(wanted):
+            asked["filter"] = as_json(decode_filter(content))
+        return await self.by_name[collection].search(asked, timeout_s)
+
+    async def look(self) -> None:
+        """Ask the nodes that are out whether they are back."""
+        await asyncio.gather(*(remote.look() for remote in self.by_name.values()))
+
+    async def run(self) -> None:
+        """Look for nodes that are out, until cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            if self._made is not None:
+                await self._made.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Made in the loop that uses it."""
+        if self._made is None:
+            self._made = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._made
 
 
 def _why(error: Exception) -> str:

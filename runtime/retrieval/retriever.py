@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from ipc import IpcError, Stage
+from ipc import IpcError, SearchSpec, Stage
 from runtime.errors import (
     CollectionReplaced,
     DeadlineExceeded,
+    InvalidRequest,
     ModelError,
     Overloaded,
     TrinityError,
@@ -30,7 +31,7 @@ from runtime.retrieval.library import ByWords, Library
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.fusion import with_words
+from runtime.retrieval.search.query import Question, with_words
 
 if TYPE_CHECKING:
     import zmq
@@ -169,7 +170,8 @@ class EmbedThreads:
 class Found:
     """The answer to a query: its passages, nearest first, or the error that ended it.
 
-    `embedded_ns`: when its vector was there. `build`: the identity of the collection's build that it is from.
+    `embedded_ns`: when its vector was there. `build`: the identity of the collection's build that it is from; "" of one
+    on other nodes, whose answer is `partial` without those of some.
     """
 
     ticket: int
@@ -177,6 +179,7 @@ class Found:
     error: TrinityError | None = None
     embedded_ns: int = 0
     build: str = ""
+    partial: bool = False
 
 
 _WARM_UP_NS = 5_000_000_000
@@ -230,6 +233,8 @@ class Retriever:
             with suppress(TrinityError):  # what cannot be searched now may be later
                 self._search(query, np.ones(max(dim, 1), np.float32))
                 waiting.add(query.ticket)
+        for name in self.client.remote:
+            waiting.add(self.ask("a first text", name, 1, "decode", end))
         while waiting and self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
             self.sleep((), 10)
@@ -255,7 +260,15 @@ class Retriever:
         query = _Query(
             next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted, hybrid=hybrid
         )
-        self._embed(query)
+        if collection not in self.client.remote:
+            self._embed(query)
+        elif hybrid:  # ranks of different nodes say nothing of each other
+            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
+        else:
+            asked = self.client.submit(
+                text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=wanted
+            )
+            self._searches[asked] = replace(query, embedded_ns=self._clock())
         return query.ticket
 
     def _embed(self, query: _Query) -> None:
@@ -279,12 +292,17 @@ class Retriever:
             query = self._searches.pop(result.ticket, None)
             if query is None:
                 continue  # cancelled, and answered all the same
+            if result.error is not None:
+                found += self._again(query, result.error)
+                continue
             try:
-                result = result.checked()
                 if query.words is not None:
                     result = with_words(result, query.words, query.k, query.hybrid)
-                passages = self.library.passages(query.collection, result)
-                found.append(Found(query.ticket, passages, embedded_ns=query.embedded_ns, build=result.identity))
+                remote = query.collection in self.client.remote
+                passages = result.passages if remote else self.library.passages(query.collection, result)
+                found.append(
+                    Found(query.ticket, passages, None, query.embedded_ns, result.identity, partial=result.partial)
+                )
             except TrinityError as error:
                 found += self._again(query, error)
         return found
@@ -323,11 +341,14 @@ class Retriever:
         k, build = query.k, query.build
         if query.by_words is not None:
             k, build = query.by_words.depth, query.by_words.identity
-        ticket = self.client.submit(
-            vector, k, stage=query.stage, deadline_ns=query.deadline_ns, collection=query.collection,
-            filter=query.wanted, accept=self.library.accept(query.collection, query.embedder, build),
-        )  # fmt: skip
-        self._searches[ticket] = query
+        pools = self.client.dispatcher
+        spec = SearchSpec(
+            query.collection, k, query.stage, None, pools.settings.search_width, None, query.deadline_ns, query.wanted
+        )
+        accept = self.library.accept(query.collection, query.embedder, build)
+        question = Question(next(pools.tickets), vector, spec, accept=accept)
+        pools.ask(question)
+        self._searches[question.ticket] = query
 
     def cancel(self, ticket: int) -> None:
         """Forget a query."""

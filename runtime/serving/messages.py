@@ -127,6 +127,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted` are a probe's tokens as they went into the context: before the token that was the last one then.
+    `partial`: some of the nodes that the collection is on were not asked, so that a probe may have brought nothing.
     """
 
     request_id: str
@@ -134,6 +135,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     at_token: int = 0
     inserted: tuple[int, ...] = ()
     stages: dict[str, int] = {}  # with the passages found before prefill: the stamps so far
+    partial: bool = False
 
 
 class Probe(msgspec.Struct, frozen=True):

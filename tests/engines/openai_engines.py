@@ -21,9 +21,9 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import OpenAiSection, Stage
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Partial, Passage
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Ended, Request
-from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
@@ -38,7 +38,7 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[Json] = []
         self.error: TrinityError | None = None
-        self.hangs = False
+        self.hangs = self.partial = False
         self.long = 0  # bytes that a passage has beside its name
         self._count = itertools.count(1)
 
@@ -51,7 +51,8 @@ class Library:
             raise self.error
         number = next(self._count)
         names = [f"{number}.{k}" for k in range(call["k"])]
-        return [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
+        found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
+        return Partial(found) if self.partial else found
 
     def missing(self) -> list[str]:
         return []

@@ -15,7 +15,7 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.engine_config import OpenAiSection
-from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.engines.openai_engines import stand, until, whole

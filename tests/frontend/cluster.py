@@ -19,8 +19,7 @@ from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import ConnectionLimits, HttpConfig
-from runtime.serving.http.draining import Readiness
+from runtime.serving.http.connections import ConnectionLimits, HttpConfig, Readiness
 from runtime.serving.http.guard import id_source
 from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
 from runtime.serving.messages import (

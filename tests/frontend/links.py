@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from runtime.errors import TrinityError
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
-from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Role, Sampling
 from runtime.testing.clock import Clock

@@ -139,15 +139,16 @@ def test_the_oldest_makes_room(tmp_path: Path) -> None:
     stand.answers.close()
 
 
-def test_the_same_question_is_stored_once_and_what_is_too_large_not_at_all(stand: Stand) -> None:
+def test_the_same_question_is_stored_once_and_what_is_too_large_or_partial_not_at_all(stand: Stand) -> None:
     for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
         stand.store(asked(), pieces)
     vector = Letters().embed(["long?"])[0]
     stand.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
     long = Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),))
     stand.answers.store(asked("many?"), vector, (long, *ONE))
+    stand.answers.store(asked("some?"), vector, (Retrieved("a", (), partial=True), *ONE))  # without some nodes
     stand.store(asked("after these?"), ONE)
-    assert [stand.find(asked(prompt)) is None for prompt in ("long?", "many?")] == [True, True]
+    assert [stand.find(asked(prompt)) is None for prompt in ("long?", "many?", "some?")] == [True, True, True]
     hit = stand.find(asked())
     assert hit is not None
     assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]

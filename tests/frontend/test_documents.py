@@ -108,7 +108,7 @@ def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
     assert found.pop("log_bytes") > 0
     assert found == {
         "object": "collection", "id": "notes", "writing": True, "documents": 29, "segments": 1, "growing": 0,
-        "tombstones": 1, "sealed": 1, "merged": 0, "building": False,
+        "tombstones": 1, "sealed": 1, "merged": 0, "build": None,
     }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import pytest
 from pydantic import BaseModel
 
 import runtime.serving.http.connections
-import runtime.serving.http.draining
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
 from runtime.retrieval.live.writing import LiveWrites

@@ -11,8 +11,9 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.columns import FrontendMetrics, Slo
 from runtime.node.metrics.table import WorkerTable
 from runtime.serving import stages
-from runtime.serving.frontend.measures import MeasuredApp, Measures
+from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.requests import ClientGone, Ended
+from runtime.serving.http.guard import Envelope
 
 SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
 SECOND = 1_000_000_000
@@ -103,8 +104,9 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
         raise AssertionError
 
     moments = iter([1.0, 3.0])
-    app = MeasuredApp(application, Measures(table, SLO), clock=lambda: next(moments))
-    scope = {"type": "http", "path": "/x"}
+    responded = Measures(table, SLO).responded
+    app = Envelope(application, str, lambda: False, responded, clock=lambda: next(moments))
+    scope = {"type": "http", "path": "/x", "headers": []}
     if crashes:
         with pytest.raises(RuntimeError):
             asyncio.run(app(scope, receive, send))

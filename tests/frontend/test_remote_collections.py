@@ -2,86 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, TrinityError, Unavailable
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.builds import About
-from runtime.retrieval.embedding.embedder import Hashing
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.reader import LiveReader, attributes_of
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.about import About
 from runtime.retrieval.passages import Partial, Passage
 from runtime.serving.frontend.process import NoSearch
 from runtime.serving.frontend.remote_collections import WithRemote
 from runtime.serving.http.service import NoCatalogue, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import run
-
-HASHING = Hashing(64)
-KEY = "a-key"
-WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
-_COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
-DOCUMENTS = [
-    Upserted(
-        f"d{number}", " ".join(f"{word} " * int(n) for word, n in zip(WORDS, counts, strict=True)), "", {"n": number}
-    )
-    for number, counts in enumerate(_COUNTS)
-]
-
-
-class Part:
-    """The collection `docs` of a node, of some documents, embedded by hashing and searched without a pool."""
-
-    def __init__(self, directory: Path, documents: list[Upserted]) -> None:
-        create(directory, 64, degree=8)
-        with LiveWriter(directory, background=False, embedder=HASHING) as writer:
-            writer.upsert(documents)
-        self.told = About(True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64")
-        self._directory = directory
-
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        query = call["vector"] if call["query"] is None else HASHING.embed([call["query"]], "query")[0]
-        with LiveReader(self._directory) as reader:
-            rows, distances = reader.search(np.array([query], np.float32), call["k"], wanted=call["wanted"])
-            found = reader.documents(rows[0][rows[0] >= 0].tolist())
-        return [
-            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
-            for one, distance in zip(found, distances[0], strict=False)
-            if one is not None
-        ]
-
-    def about(self, collection: str) -> About:
-        return self.told
-
-    def missing(self) -> list[str]:
-        return []
-
-    def unavailable(self) -> dict[str, str]:
-        return {}
-
-
-@pytest.fixture
-def part(tmp_path: Path) -> Iterator[Callable[[list[Upserted]], tuple[Part, str]]]:
-    """Starts a node with a part of the documents: the part, and the node's URL."""
-    with contextlib.ExitStack() as nodes:
-
-        def start(documents: list[Upserted]) -> tuple[Part, str]:
-            made = Part(tmp_path / f"part-{documents[0].id}-{len(documents)}", documents)
-            settings = Settings(collections={"docs": 64}, api_keys=(KEY,))
-            node = Cluster(prefills=0, decodes=0, settings=settings, search=made, catalogue=made)  # type: ignore[arg-type]
-            nodes.enter_context(node)
-            return made, node.url
-
-        yield start
+from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +25,7 @@ async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[W
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
     found = WithRemote(NoSearch(), NoCatalogue(), [section])
-    looking = asyncio.create_task(found.run())
+    looking = asyncio.create_task(found.remote.run())
     try:
         yield found
     finally:
@@ -101,31 +37,6 @@ def ask(search: Any, query: str | None = "cats purr", **changed: Any) -> Awaitab
     asked = {"collection": "all", "k": 10, "query": query, "vector": None, "timeout_s": 60.0, "embedded": lambda: None}
     found: Awaitable[list[Passage]] = search.search(**(asked | changed))
     return found
-
-
-async def answer(content: bytes) -> asyncio.Server:
-    """A server that answers whatever comes with this, and keeps the connection; b"" is no answer."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(content)
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-            await reader.read()
-        writer.close()
-
-    return await asyncio.start_server(serve, "127.0.0.1", 0)
-
-
-def url_of(server: asyncio.Server) -> str:
-    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-NOBODY = "http://127.0.0.1:1"
-SOME = parse_filter({
-    "type": "and",
-    "filters": [{"type": "gte", "key": "n", "value": 10}, {"type": "nin", "key": "n", "value": [11]}],
-})  # fmt: skip
 
 
 def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp_path: Path) -> None:
@@ -198,7 +109,7 @@ def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
             with pytest.raises(Unavailable, match="its documents cannot be used"):
                 await ask(found)
             half.told = ready
-            await found.look()
+            await found.remote.look()
             assert len(await ask(found)) == 10
 
     run(test())
@@ -275,7 +186,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 
     async def test() -> None:
         found = WithRemote(NoSearch(), NoCatalogue(), [RemoteSection("all", (even,), "docs")])
-        looking = asyncio.create_task(found.run())
+        looking = asyncio.create_task(found.remote.run())
         with pytest.raises(TrinityError, match="API key"):
             await ask(found)
         looking.cancel()

@@ -13,7 +13,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.writes import Writes
+from runtime.retrieval.writes import Writes
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds

@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from runtime.serving import stages
+from runtime.serving.frontend.observability import Traces, trace_context
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.spans import Spans, otlp_provider
-from runtime.serving.frontend.traces import Traces, trace_context
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from runtime.testing.waiting import until

@@ -3,7 +3,7 @@
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.answers import ChatAnswer, events
-from runtime.serving.messages import Generation, Sampling, Tokens
+from runtime.serving.messages import Generation, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import run
 
 
@@ -46,3 +46,13 @@ def test_what_came_before_an_error_is_written_before_it() -> None:
     _, rest, error = parts(asked)
     assert b'"two"' in rest
     assert b"worker_lost" in error
+
+
+def test_an_answer_says_that_its_passages_are_partial() -> None:
+    for partial in (False, True):
+        answer = ChatAnswer("r", "m", 0, Retrieval("docs"))
+        for piece in (Retrieved("r", ()), Retrieved("r", (), 8, partial=partial), Tokens("r", "one", (1,), "stop")):
+            answer.add(piece)
+        assert answer.whole()["retrieval"].get("partial", False) is partial
+        assert (b'"partial":true' in answer.opening()) is partial
+        assert (b'"partial":true' in answer.chunk(answer.searches[1])) is partial

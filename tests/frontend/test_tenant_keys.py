@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import Bound, decode_filter, filter_bytes, parse_filter
-from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites

@@ -6,9 +6,9 @@ import pytest
 
 from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
 from runtime.serving import stages
+from runtime.serving.frontend.observability import MAX_PROBES, Traces
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Placement
-from runtime.serving.frontend.traces import MAX_PROBES, Traces
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock

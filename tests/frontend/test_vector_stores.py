@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
-from runtime.retrieval.builds import About
+from runtime.retrieval.about import About
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.routes.vector_stores import score_of

@@ -2,8 +2,9 @@
 
 import ctypes
 
+from ipc import HandoverSource
 from ipc.memory.device import CudaReference
-from runtime.serving.kv.transport import CudaTransport, KvSource
+from runtime.serving.kv.transport import CudaTransport
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 
@@ -22,8 +23,8 @@ class EmulatedTransport(CudaTransport):
     def open(self, reference: CudaReference, device: str) -> object:
         return self._real.open(from_elsewhere(reference), "cuda:0", self.cuda)
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
+    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
         made = super().source(name, leases=leases, kv_bytes=kv_bytes, epoch=epoch, lease_ms=lease_ms)
-        address = made.memory.__cuda_array_interface__["data"][0]  # type: ignore[union-attr]
+        address = made.memory.__cuda_array_interface__["data"][0]
         made.memory = memoryview((ctypes.c_uint8 * kv_bytes).from_address(address)).cast("B")
         return made

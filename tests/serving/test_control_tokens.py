@@ -15,7 +15,7 @@ from runtime.errors import ModelError
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
 from runtime.serving.model import smollm
-from runtime.serving.model.prompt import build_prompt, passages_chunk
+from runtime.serving.model.text import build_prompt, passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
 from runtime.testing.tiny_model import TEMPLATE
 

@@ -289,3 +289,20 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
     assert failed.message == "decode-0 did not take the hand-over: cancelled"
     assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
     nothing_is_held(workers)
+
+
+# ---- what the planner counts by
+
+
+def test_prefill_counts_the_time_of_its_passes_and_the_tokens_that_it_leaves_to_decode(start: Start) -> None:
+    kept, left = start(handover={"disaggregate": "always"}), start(handover=NEVER)
+    for workers in (kept, left):
+        workers.submit("one", list(range(3, 43)), 2)
+        workers.run()
+    assert 0 < kept.metric("prefill-0", PrefillMetrics.PASS_SECONDS) < 60
+    assert left.metric("prefill-0", PrefillMetrics.PASS_SECONDS) == 0
+    tokens = [
+        [one.metric("prefill-0", m) for m in (PrefillMetrics.PROMPT_TOKENS, PrefillMetrics.NEW_TOKENS["decode"])]
+        for one in (kept, left)
+    ]
+    assert tokens == [[40, 0], [40, 40]]

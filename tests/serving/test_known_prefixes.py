@@ -8,7 +8,7 @@ from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.router import BLOCK_CHARS, Router, known_prefix
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import Generation, Hello, Message, Retrieval, Sampling
-from runtime.serving.model.prompt import build_prompt
+from runtime.serving.model.text import build_prompt
 from runtime.serving.model.tokenizer import Tokenizer
 
 BLOCK = 32

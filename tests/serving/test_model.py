@@ -371,7 +371,7 @@ def test_without_torch_the_error_has_the_command_that_installs_it(
 def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_directory: Path) -> None:
     program = (
         "import sys\n"
-        "from runtime.serving.model import prompt, text\n"
+        "from runtime.serving.model import text\n"
         "from runtime.serving.model.language_model import LanguageModel\n"
         "from runtime.serving.model.model_info import ModelInfo\n"
         "print(*(ModelInfo.read(name).kv_bytes(2, 64) for name in (sys.argv[1], 'smollm2-135m-instruct')))\n"

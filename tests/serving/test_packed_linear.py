@@ -34,7 +34,7 @@ def test_a_packed_layer_equals_the_plain_product_for_any_number_of_rows(rows: in
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 16, 200])
-def test_a_bfloat16_layer_takes_and_gives_float32_and_computes_the_product_of_rounded_numbers(
+def test_a_bfloat16_layer_takes_either_type_and_computes_the_product_of_rounded_numbers(
     rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packed:
@@ -45,9 +45,10 @@ def test_a_bfloat16_layer_takes_and_gives_float32_and_computes_the_product_of_ro
     assert isinstance(layer, PackedLinear) == packed
     with torch.inference_mode():
         y, expected = layer(x), torch.nn.functional.linear(*rounded)
-    assert y.dtype == torch.float32
-    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-6)
-    assert not torch.allclose(y, torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
+        assert torch.equal(layer(x.bfloat16()), y)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=2**-6)
+    assert not torch.allclose(y.float(), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
-from runtime.serving.model.prompt import build_prompt, passages_chunk, query_text
+from runtime.serving.model.text import build_prompt, passages_chunk, query_text
 from runtime.serving.model.tokenizer import Tokenizer
 
 ASKED = [Message("user", "What is a ring?")]

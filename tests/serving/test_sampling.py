@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import InternalError
 from runtime.serving.messages import Sampling
-from runtime.serving.model.text import Sampler
+from runtime.serving.model.language_model import Sampler
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:

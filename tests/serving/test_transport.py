@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc import Offer, new_token, private_endpoint
+from ipc import HandoverSource, Offer, new_token, private_endpoint
 from runtime.errors import ConfigError
-from runtime.serving.kv.transport import CudaTransport, HostTransport, KvArray, KvSink, KvSource, transport_of
+from runtime.serving.kv.transport import CudaTransport, HostTransport, KvArray, KvSink, transport_of
 from tests.ipc.fake_cuda import FakeCuda
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
@@ -23,7 +23,7 @@ BYTES = 4 * LAYERS * 2 * SOURCE_BLOCKS * HEADS * BLOCK * DIM
 class Ends:
     """Prefill's KV, filled with random numbers, and decode's, full of zeros."""
 
-    source: KvSource
+    source: HandoverSource
     sink: KvSink
     there: Any
     here: KvArray

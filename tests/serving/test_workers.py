@@ -134,6 +134,15 @@ def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
     nothing_is_held(workers)
 
 
+def test_an_answer_is_told_of_searches_without_some_nodes_also_where_they_brought_nothing(start: Start) -> None:
+    workers = start(decode={"slots": 3})
+    workers.play_pool(FakePool(PASSAGES[:1], partial=True), FakePool(PASSAGES[:1], partial=True))
+    workers.submit("r", [5, 6, 7], 10, retrieval=Retrieval("docs", 1, every_tokens=4))
+    workers.run()
+    told = [(search.at_token, len(search.passages), search.partial) for search in workers.told["r"].searches]
+    assert told == [(0, 1, True), (4, 0, True), (8, 0, True)]
+
+
 def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) -> None:
     workers = start(context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))

@@ -26,8 +26,10 @@ class FakePool:
     """Stands for a worker's retriever: passages from `passages`, in turn or as the text has it (`by_text`), `polls`
     polls after they were asked for."""
 
-    def __init__(self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False) -> None:
-        self.passages, self.polls, self._by_text = list(passages), polls, by_text
+    def __init__(
+        self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False, partial: bool = False
+    ) -> None:
+        self.passages, self.polls, self._by_text, self._partial = list(passages), polls, by_text, partial
         self.asked = 0
         self._open: dict[int, list[int]] = {}
 
@@ -48,7 +50,7 @@ class FakePool:
         for ticket in done:
             _, k, first = self._open.pop(ticket)
             passages = tuple((self.passages * 2)[first : first + k])
-            found.append(Found(ticket, passages, embedded_ns=time.monotonic_ns()))
+            found.append(Found(ticket, passages, embedded_ns=time.monotonic_ns(), partial=self._partial))
         return found
 
     def cancel(self, ticket: int) -> None:

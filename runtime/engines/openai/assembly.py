@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.retrieval.passages import Passage
-from runtime.serving.model.prompt import passages_block
+from runtime.retrieval.passages import Partial, Passage
+from runtime.serving.model.text import passages_block
 
 Json = dict[str, Any]
 
@@ -26,10 +26,11 @@ _MARKERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Texts of passages, the last perhaps cut, and these passages, nearest first."""
+    """Texts of passages, the last perhaps cut, and these passages, nearest first; `partial` if the search was that."""
 
     texts: tuple[str, ...] = ()
     used: tuple[Passage, ...] = ()
+    partial: bool = False
 
 
 def plain(text: str) -> str:
@@ -57,7 +58,7 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
         texts.append(text)
         used.append(passage)
         room -= len(data)
-    return Fitted(tuple(texts), tuple(used))
+    return Fitted(tuple(texts), tuple(used), isinstance(passages, Partial))
 
 
 def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int, context_tokens: int) -> int:

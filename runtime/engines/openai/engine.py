@@ -18,14 +18,13 @@ from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Over
 from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
-from runtime.serving.frontend.engine import Capabilities, Engine
-from runtime.serving.frontend.measures import Measures
+from runtime.serving.frontend.engine import Capabilities, Engine, RestartLimits
+from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
-from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.http.forwarded import needs_one_request
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Generation
-from runtime.serving.model.prompt import last_question
+from runtime.serving.model.text import last_question
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Partial, Passage
 from runtime.serving.http.service import SearchSource
-from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
+from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 
 _TIMEOUT_S = 2.0  # an answer waits for its passages no longer than this, then goes on without them
 _WINDOW_CHARS = 200  # the last words of an answer, with which it asks
@@ -15,15 +15,18 @@ _WINDOW_CHARS = 200  # the last words of an answer, with which it asks
 
 class Probing:
     """The probes of one answer, every `retrieval.every_tokens` tokens, one at a time. A probe brings passages of
-    `most_tokens` tokens at most."""
+    `most_tokens` tokens at most; of one that some nodes were not asked for, the answer is told so."""
 
     def __init__(
         self,
+        request_id: str,
+        tell: Callable[[Retrieved], None],
         search: SearchSource,
         retrieval: Retrieval,
         most_tokens: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        self._request_id, self._tell = request_id, tell
         self._search, self._retrieval, self._clock = search, retrieval, clock
         self.most_tokens = min(most_tokens, retrieval.probe_tokens or most_tokens)
         self._asking: asyncio.Task[list[Passage]] | None = None
@@ -61,6 +64,8 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._asking = None
+        if isinstance(found, Partial):
+            self._tell(Retrieved(self._request_id, (), self._asked_at, partial=True))
         new = [passage for passage in found if passage.id not in self.seen]
         return new, Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, outcome)
 

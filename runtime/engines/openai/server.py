@@ -18,7 +18,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import Stage
-from runtime.serving.frontend.traces import trace_context
+from runtime.serving.frontend.observability import trace_context
 
 Json = dict[str, Any]
 

@@ -29,13 +29,13 @@ from runtime.errors import (
 from runtime.node.engine_config import ServedSection
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.frontend.router import prefix_blocks
-from runtime.serving.frontend.starts import RestartLimits
 from runtime.serving.http.forwarded import needs_one_request
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, Retrieved
-from runtime.serving.model.prompt import last_question
+from runtime.serving.model.text import last_question
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class AnswerWriter:
         retrieval = asked.retrieval
         self._probing = None
         if retrieval is not None and retrieval.every_tokens:
-            self._probing = Probing(means.search, retrieval, means.section.probe_tokens, means.clock)
+            self._probing = Probing(request.id, tell, means.search, retrieval, means.section.probe_tokens, means.clock)
         self._chat = "messages" in sent
         self._limit: int | None = sent.get("max_completion_tokens", sent.get("max_tokens"))
         if self._probing is not None and not self._chat:
@@ -134,7 +134,8 @@ class AnswerWriter:
         self._passage_tokens = tokens
         fitted = fit(self._found, tokens)
         self._sent = with_passages(self._bare, fitted)
-        self._waiting = Retrieved(self._request.id, fitted.used, stages=dict(self._relay.stamps))
+        stamps = dict(self._relay.stamps)
+        self._waiting = Retrieved(self._request.id, fitted.used, stages=stamps, partial=fitted.partial)
 
     def _context(self) -> int:
         """The context's tokens: as configured, or the least of what the servers tell; 0: nobody does."""

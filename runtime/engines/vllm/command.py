@@ -30,6 +30,7 @@ print(version(found[0]) if found else "", "nixl" if find_spec("nixl") or find_sp
 _OURS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
          "--pipeline-parallel-size", "-pp", "--max-model-len", "--api-key", "--ssl-keyfile")  # fmt: skip
 _TRANSFER = "--kv-transfer-config"
+_CPU_BLOCK_TOKENS = "32"  # the least that it takes on a CPU: what a probe computes again is the unfinished block of KV
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _UNWANTED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # a worker's own: vLLM counts its threads itself
 
@@ -99,6 +100,8 @@ def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bo
     options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.engine_socket(place.name)]
     options += ["--tensor-parallel-size", str(stage.tensor_parallel_size)]
     options += ["--pipeline-parallel-size", str(stage.pipeline_parallel_size)]
+    if not place.gpu_numbers:
+        options += ["--block-size", _CPU_BLOCK_TOKENS]
     options += ["--disable-uvicorn-access-log"]  # a line for every request, and for every look at /health
     if section.context_tokens:
         options += ["--max-model-len", str(section.context_tokens)]

@@ -9,7 +9,7 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
-from runtime.serving.frontend.measures import Measures
+from runtime.serving.frontend.observability import Measures
 from runtime.serving.http.service import SearchSource
 
 _LOOK_S = 0.5  # it costs nothing to ask whether the node's own is back

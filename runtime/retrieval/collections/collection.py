@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
+from gpu.index.storage import CODE_FILES
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections.attributes import AttributesSeen
 from runtime.retrieval.collections.checksums import open_unchanged
@@ -58,7 +59,7 @@ _EMBED_AT_ONCE = 64  # texts a thread between two words of progress
 @dataclass(frozen=True)
 class CollectionInfo:
     """What a collection is, read without opening its index. `index_bytes`, `document_bytes` and `word_bytes` are sizes
-    on disk; of words 0 where it has none."""
+    on disk, `code_bytes` what codes of neighbours have of the index; 0 where there are none."""
 
     directory: Path
     size: int
@@ -71,6 +72,7 @@ class CollectionInfo:
     index_bytes: int
     document_bytes: int
     word_bytes: int = 0
+    code_bytes: int = 0
 
 
 class Collection:
@@ -160,7 +162,7 @@ class Collection:
         manifest = read_manifest(directory)
         folders = [directory / folder for folder in manifest.indexes]
         try:
-            index_bytes = sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+            files = [(path.name, path.stat().st_size) for folder in folders for path in folder.iterdir()]
         except OSError as error:
             raise CollectionError(f"{error.filename} cannot be read: {error.strerror}") from error
         return CollectionInfo(
@@ -172,9 +174,10 @@ class Collection:
             degree=manifest.degree,
             shards=len(manifest.indexes),
             embedder=manifest.embedder,
-            index_bytes=index_bytes,
+            index_bytes=sum(size for _, size in files),
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
             word_bytes=manifest.files[WORDS].bytes if WORDS in manifest.files else 0,
+            code_bytes=sum(size for name, size in files if name in CODE_FILES),
         )
 
     @staticmethod

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,12 @@ from runtime.retrieval.live.storage.segment import write_segment
 from runtime.retrieval.live.storage.unfinished import Unfinished
 
 NICENESS = 10
+Progress = Callable[[str, float], None]
+"""Is told a build's stage, and the part of it that is done, 0 to 1."""
+
+
+def untold(stage: str, part: float) -> None:
+    """Nobody wants to know."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -44,12 +51,31 @@ class Told(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def build(
-    disk: Disk, state: State, job: Job, progress: Callable[[str, float], None] = lambda stage, part: None
-) -> SegmentFacts | None:
+class Parts(NamedTuple):
+    """What of a build is done, each from 0 to 1: its rows read, its graph built, the segment written."""
+
+    rows: float
+    graph: float
+    written: float
+
+
+_GRAPH = {"neighbors": (0.0, 0.4), "graph": (0.4, 0.1), "better neighbors": (0.5, 0.4), "encoding": (0.9, 0.1)}
+"""Stages of a graph: where in it they begin, and about how much of it they are."""
+
+
+def parts_of(stage: str, part: float) -> Parts:
+    """What of a build is done when a stage is so far."""
+    if stage in _GRAPH:
+        begin, share = _GRAPH[stage]
+        return Parts(1.0, begin + share * part, 0.0)
+    return Parts(1.0, 1.0, part) if stage == "write" else Parts(part, 0.0, 0.0)
+
+
+def build(disk: Disk, state: State, job: Job, progress: Progress = untold) -> SegmentFacts | None:
     """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
     parts, keep = [], None
+    progress("rows", 0.0)
     if job.merged:
         merged = [segment for segment in state.segments if segment.facts.number in job.merged]
         checksums = LiveChecksums(state.directory)
@@ -61,11 +87,12 @@ def build(
             raise storage_error(error, f"{state.directory} cannot be written") from error
         # Rows that were deleted since another process began this merge are in it: tombstones hide them.
         rows = keep("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
-        for segment in merged:
+        for number, segment in enumerate(merged, 1):
             positions = segment.positions(rows)
             kept = set(segment.rows[positions].tolist())
             documents += [document for document in segment.documents.all() if document.row in kept]
             parts.append(segment.vectors(positions))
+            progress("rows", number / len(merged))
     else:
         with state.lock:
             growing = state.growing
@@ -74,6 +101,7 @@ def build(
             positions = np.array(own, np.int64)
             documents = [growing.documents[position] for position in positions]
             parts.append(growing.vectors(positions))
+        progress("rows", 1.0)
     if not documents:
         return None
     order = np.argsort([document.row for document in documents], kind="stable")

@@ -17,7 +17,7 @@ from typing import IO, Protocol
 import msgspec
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.build import Job, Told
+from runtime.retrieval.live.build import Job, Parts, Told, parts_of
 from runtime.retrieval.live.storage.manifest import SegmentFacts
 from runtime.retrieval.live.storage.segment import Segment
 
@@ -59,7 +59,7 @@ class Maintained(Protocol):
 
 
 class Process:
-    """A build in a process of its own. `progress`: its stage, and the part of it that is done."""
+    """A build in a process of its own. `progress`: what of it is done."""
 
     def __init__(self, directory: Path, job: Job) -> None:
         command = [
@@ -73,7 +73,7 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
         )
-        self.progress = ("start", 0.0)
+        self.progress = Parts(0.0, 0.0, 0.0)
 
     def wait(self) -> SegmentFacts | None:
         """What it built. Raises `CollectionError`."""
@@ -83,8 +83,10 @@ class Process:
         with output:
             for line in output:
                 told = msgspec.json.decode(line, type=Told)
-                self.progress = (told.stage, told.part)
-                ended = told if told.ended else ended
+                if told.ended:
+                    ended = told
+                else:
+                    self.progress = parts_of(told.stage, told.part)
         code = self._process.wait()
         if ended is None:
             raise CollectionError(f"the process that built a segment ended with {code}, without one")
@@ -110,7 +112,7 @@ class Maintenance:
             self._thread.start()
 
     @property
-    def progress(self) -> tuple[str, float] | None:
+    def progress(self) -> Parts | None:
         """How far the build is that runs; None where none does."""
         process = self._process
         return None if process is None else process.progress

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +28,7 @@ from runtime.retrieval.live.storage.manifest import (
     read_manifest,
 )
 from runtime.retrieval.live.storage.operations import decode
-from runtime.retrieval.live.storage.segment import DOCUMENTS
+from runtime.retrieval.live.storage.segment import DOCUMENTS, Segment
 from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Attributes
@@ -43,7 +43,8 @@ class LiveReader:
     `checksums` are those of the segments that are open: who serves them for long compares them, on a thread.
     `replaced`: another collection lies in the directory by now; `poll` raises then. `outdated`: why it is to be opened
     anew: an earlier state of the collection was restored, which what was read cannot be brought forward to. `poll`
-    raises that, too; "" as long as all is well.
+    raises that, too; "" as long as all is well. `ready`: whether who searches has taken in segments that were opened
+    beside: asked by each `poll`, which goes on with the old ones until it has.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class LiveReader:
         Raises `CollectionError`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
+        self.ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._loads_beside = beside
         self._loading: tuple[Manifest, Beside[Loaded]] | None = None
         self.description = read_description(directory)
@@ -171,6 +173,8 @@ class LiveReader:
         if self._loading is not None:
             wanted, work = self._loading
             if not work.over:
+                return None
+            if wanted.generation == manifest.generation and not self.ready(list((work.result or {}).values())):
                 return None
             self._loading = None
             if wanted.generation == manifest.generation:

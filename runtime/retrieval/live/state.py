@@ -249,7 +249,8 @@ def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
 
 class WriterState(NamedTuple):
     """What a writer has. documents: that are there; growing: rows of the log; tombstones: deleted rows of segments.
-    sealed, merged: segments built since it was opened, from the log and from others; building: one is."""
+    sealed, merged: segments built since it was opened, from the log and from others; build: of the one that is being
+    built, the parts that are done: `build.Parts`."""
 
     documents: int
     segments: int
@@ -258,16 +259,18 @@ class WriterState(NamedTuple):
     log_bytes: int
     sealed: int
     merged: int
-    building: bool
+    build: tuple[float, float, float] | None
 
 
-def state_of(directory: Path, state: State, sealed: int, merged: int, building: bool) -> WriterState:
+def state_of(
+    directory: Path, state: State, sealed: int, merged: int, build: tuple[float, float, float] | None
+) -> WriterState:
     """Of a collection as its writer has it."""
     with state.lock:
         deleted = sum(int(segment.size - np.count_nonzero(segment.alive)) for segment in state.segments)
         segments, growing, documents = len(state.segments), state.growing.count, state.count
     size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
-    return WriterState(documents, segments, growing, deleted, size, sealed, merged, building)
+    return WriterState(documents, segments, growing, deleted, size, sealed, merged, build)
 
 
 # ---- a state from a collection's files: what the manifest names, and the log behind it

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +17,7 @@ from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.attributes.schema import learn
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
-from runtime.retrieval.live.build import Job
+from runtime.retrieval.live.build import Job, Progress, untold
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
 from runtime.retrieval.live.search import search
@@ -143,8 +144,7 @@ class LiveWriter:
 
     def statistics(self) -> WriterState:
         """Counters; cheap but for large collections' tombstones."""
-        building = self.maintenance.progress is not None
-        return state_of(self.directory, self.state, self._sealed, self._merged, building)
+        return state_of(self.directory, self.state, self._sealed, self._merged, self.maintenance.progress)
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
@@ -152,14 +152,18 @@ class LiveWriter:
             self._seal(self.build_here)
         self.maintenance.wake()  # there may be a segment too many by now
 
-    def compact(self) -> None:
-        """Make one segment of each shard, without what is deleted, and wait for that. Raises as `flush`."""
+    def compact(self, progress: Progress = untold) -> None:
+        """Make one segment of each shard, without what is deleted, and wait for that. Raises as `flush`.
+
+        progress: told the stage of a build, and the part of it that is done.
+        """
+        build = partial(self.build_here, progress=progress)
         with self.building:
-            self._seal(self.build_here)
+            self._seal(build)
             for shard in range(self.state.description.shard_count):
                 segments = [segment for segment in self.state.segments if segment.facts.shard == shard]
                 if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
-                    self._merge([segment.facts.number for segment in segments], self.build_here)
+                    self._merge([segment.facts.number for segment in segments], build)
 
     def maintain(self, build: Build) -> bool:
         """See `Maintained`."""
@@ -314,9 +318,9 @@ class LiveWriter:
 
     # --- segments
 
-    def build_here(self, directory: Path, job: Job) -> SegmentFacts | None:
+    def build_here(self, directory: Path, job: Job, progress: Progress = untold) -> SegmentFacts | None:
         """Build a segment in the caller's thread: for `maintain`."""
-        return building.build(self._disk, self.state, job)
+        return building.build(self._disk, self.state, job, progress)
 
     def _seal(self, build: Build) -> None:
         with self._commit_lock:

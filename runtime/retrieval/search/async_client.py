@@ -8,14 +8,13 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from ipc import Stage
 from runtime.errors import TrinityError, Unavailable
-from runtime.retrieval.attributes.filters import Wanted
+from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import Accept, SearchBatch, SearchResult, SearchStatistics, deadline_of
+from runtime.retrieval.search.query import Accept, SearchBatch, SearchOptions, SearchResult, SearchStatistics
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
 _IDLE_S = 0.25  # lost pools are attached again even when nobody asks
@@ -53,47 +52,37 @@ class AsyncSearchClient:
         vector: Any,
         k: int = 10,
         *,
-        collection: str = "",
-        stage: Stage = "prefill",
         deadline_ms: float | None = None,
-        top_m: int | None = None,
-        search_width: int | None = None,
-        patience: int | None = None,
-        filter: Wanted = None,
         accept: Accept | None = None,
+        text: str = "",
+        hybrid: bool | float = False,
+        **options: Unpack[SearchOptions],
     ) -> SearchResult:
         """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
         `Overloaded`."""
         self._check_open()
+        deadline_ns, asked = deadline_of(deadline_ms), self._client.words.asked(text, hybrid, k, options)
         ticket = self._client.submit(
-            vector, k, collection=collection, stage=stage, deadline_ns=deadline_of(deadline_ms),
-            top_m=top_m, search_width=search_width, patience=patience, filter=filter, wait_for_room=True, accept=accept,
-        )  # fmt: skip
+            vector, asked.depth if asked else k, deadline_ns=deadline_ns, wait_for_room=True, accept=accept, **options
+        )
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
         self._woken.set()
         try:
-            return (await future).checked()
+            result = (await future).checked()
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._client.cancel(ticket)
+        if asked is None:
+            return result
+        return await asyncio.to_thread(self._client.words.fused, result, asked, vector, deadline_ns)
 
     async def search_batch(
-        self,
-        vectors: Any,
-        k: int = 10,
-        *,
-        collection: str = "",
-        stage: Stage = "prefill",
-        deadline_ms: float | None = None,
-        top_m: int | None = None,
-        search_width: int | None = None,
-        patience: int | None = None,
-        filter: Wanted = None,
+        self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
     ) -> SearchBatch:
         """As `SearchClient.search_batch`; other searches go on meanwhile."""
         self._check_open()
-        batch = self._client.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience, filter)
+        batch = self._client.batch(vectors, k, deadline_ms, **options)
         batch.send()
         if batch.done:
             return batch.result()

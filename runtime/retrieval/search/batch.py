@@ -1,15 +1,22 @@
 """Many queries as one call: sent as far as there is room, the next ones as others come back."""
 
+from typing import TYPE_CHECKING
+
 from runtime.errors import TrinityError
+from runtime.retrieval.search.arguments import Vectors
 from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.search.query import Question, SearchBatch, SearchResult, failed
-from runtime.retrieval.vectors.vectors import Vectors
+
+if TYPE_CHECKING:
+    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher
 
 
 class BatchRun:
     """`send` and `take` what ended, in turn, until `done`; then `result`. Ends even if no pool ever comes."""
 
-    def __init__(self, dispatcher: Dispatcher, questions: list[Question], rows: Vectors, k: int) -> None:
+    def __init__(
+        self, dispatcher: "Dispatcher | RemoteDispatcher", questions: list[Question], rows: Vectors, k: int
+    ) -> None:
         self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
         self._since_ns = dispatcher.clock()
         self._sent = 0  # questions that were taken, or have failed before they were

@@ -5,11 +5,10 @@ with SearchClient.connect("my-node") as client:
     batch = client.search_batch(vectors, k=10, collection="docs")
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 import zmq
@@ -19,25 +18,27 @@ from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
-from runtime.node.run_dir import find_node
+from runtime.node.remote_config import RemoteSection
+from runtime.node.run_dir import find_node, paths_of
 from runtime.retrieval.attributes.filters import Wanted, filter_bytes
+from runtime.retrieval.search.arguments import as_vectors, check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
+from runtime.retrieval.search.hybrid import Words
+from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
     Accept,
     Limits,
     Question,
     SearchBatch,
+    SearchOptions,
     SearchResult,
     SearchStatistics,
-    check_finite,
-    deadline_at,
-    deadline_of,
-    spec_of,
 )
-from runtime.retrieval.search.routes import ReplicaPolicy
-from runtime.retrieval.search.writes import Writes
-from runtime.retrieval.vectors.vectors import as_vectors
+from runtime.retrieval.writes import Writes
+
+if TYPE_CHECKING:
+    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher
 
 _LOOK_MS = 5  # how often pools are looked for while queries wait for one
 
@@ -59,13 +60,17 @@ class SearchClient:
         collections: Sequence[str] = (),
         limits: Limits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        remote: Sequence[RemoteSection] = (),
     ) -> None:
-        self._defaults = defaults or PoolSection()
+        """Raises `ConfigError` for a key of `remote` that cannot be read."""
         self._collections = tuple(collections)  # the node's own; empty: as its pools tell
-        self.dispatcher = Dispatcher(endpoints, name, self._defaults, policy, find, limits, clock)
+        self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock)
+        self.remote = frozenset(section.name for section in remote)
+        """The collections that are on other nodes."""
+        self._remote = _remote_dispatcher(remote, (limits or Limits()).parked) if remote else None
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
-        self._tickets = itertools.count(1)
         self._writes: Writes | None = None  # without a node's name there is none
+        self.words = Words(self.dispatcher, self.remote)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
@@ -80,14 +85,17 @@ class SearchClient:
         """The client of one of the node's own workers; pools are attached as they come up."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
-        return cls(endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock)
+        return cls(
+            endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock,
+            remote=plan.config.remote,
+        )  # fmt: skip
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
         """A client of a running node, by its name or run directory; it finds the node again if that is restarted.
 
         `api_key`: for `upsert` and `delete`, where the node has keys; searches through the rings need none.
-        Raises `Unavailable` if no pool answers.
+        Raises `Unavailable` if no pool answers, `ConfigError` for the key of a remote collection that cannot be read.
         """
         if not isinstance(node, str | Path):
             raise InvalidRequest(f"node must be a name or the Path of a run directory, not {node!r}", "node")
@@ -99,14 +107,15 @@ class SearchClient:
             return found.pools
 
         settings = PoolSection(doorbell=info.doorbell)
-        client = cls(info.pools, name, settings, find=find, collections=info.collections)
+        client = cls(info.pools, name, settings, find=find, collections=info.collections, remote=info.remote)
         client._writes = Writes(lambda: find_node(node).url, api_key)
+        client.words.paths = lambda: paths_of(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
             if client.dispatcher.look_after(now) and not client.dispatcher.seeking:
                 return client
             time.sleep(0.002)
-        if not client.live:
+        if not client.live and (info.pools or not info.remote):
             client.close()
             raise Unavailable(f"no pool of node {str(node)!r} answered within {timeout_s:g} s")
         return client
@@ -131,7 +140,8 @@ class SearchClient:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
         `collection` need not be said where the node has but one.
-        `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`.
+        `vector` is a sequence of numbers, a numpy array, or anything with `__dlpack__` or `__cuda_array_interface__`;
+        for a collection on other nodes it may be a text, which they embed. They are told k, filter and deadline alone.
         One on a GPU must not be changed until its query has ended: float32 goes from there into the memory of a pool on
         that GPU or one that reaches it, and again into another's if the pool dies. To other pools it is copied.
         `filter`: only rows may be found whose documents pass it; OpenAI's format (docs/collections.md), or what
@@ -142,7 +152,7 @@ class SearchClient:
         collection cannot be served, `CollectionReplaced` if no build that is served is accepted); nothing was accepted
         then.
         """
-        width = self._defaults.search_width if search_width is None else search_width
+        width = self.dispatcher.settings.search_width if search_width is None else search_width
         asked = (k, collection, stage, top_m, width, patience)
         try:
             spec = self._specs[*asked, *map(type, asked)]  # True is not 1 here
@@ -152,20 +162,31 @@ class SearchClient:
             spec = replace(spec, filter=content)
         if type(deadline_ns) is not int or deadline_ns:
             spec = replace(spec, deadline_ns=deadline_at(deadline_ns))
-        row = as_vectors(vector)
+        text = vector if self.remote and isinstance(vector, str) else ""
+        row = as_vectors(() if text else vector)
         if row.ndim != 1:
             raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
         if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):  # the pool looks at a GPU's
             check_finite(row)
         if not spec.collection:
             spec = self._named(spec)
-        question = Question(next(self._tickets), row, spec, accept=accept)
-        self.dispatcher.ask(question, wait_for_room)
+        question = Question(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
+        asks = self.dispatcher if self._remote is None else self._dispatcher_of(spec.collection, text)
+        asks.ask(question, wait_for_room)
         return question.ticket
+
+    def _dispatcher_of(self, collection: str, text: str = "") -> "Dispatcher | RemoteDispatcher":
+        """Who asks for a collection. Raises `InvalidRequest` for a text that nobody would embed."""
+        if self._remote is not None and collection in self.remote:
+            self.dispatcher.check_open()
+            return self._remote
+        if text:
+            raise InvalidRequest(f"vector is a text, and collection {collection!r} is not on other nodes", "vector")
+        return self.dispatcher
 
     def _named(self, spec: SearchSpec) -> SearchSpec:
         """With the name of the only collection."""
-        names = self._collections or self.dispatcher.collections
+        names = (*(self._collections or self.dispatcher.collections), *self.remote)
         if len(names) == 1:
             return replace(spec, collection=names[0])
         if not names:
@@ -177,42 +198,32 @@ class SearchClient:
         vector: Any,
         k: int = 10,
         *,
-        collection: str = "",
-        stage: Stage = "prefill",
         deadline_ms: float | None = None,
-        top_m: int | None = None,
-        search_width: int | None = None,
-        patience: int | None = None,
-        filter: Wanted = None,
+        text: str = "",
+        hybrid: bool | float = False,
+        **options: Unpack[SearchOptions],
     ) -> SearchResult:
-        """Ask and wait. `vector` as for `submit`. Raises what ended the query if it was not answered."""
+        """Ask and wait. `vector` as for `submit`. Raises what ended the query if it was not answered.
+
+        `hybrid`, True or a share: what the words of `text` find is fused with it, by rank (docs/hybrid.md). They are
+        looked for here, in the collection's files: only a client of `connect` can.
+        """
         deadline_ns = 0 if deadline_ms is None else deadline_of(deadline_ms)
-        ticket = self.submit(
-            vector, k, collection=collection, stage=stage, deadline_ns=deadline_ns, top_m=top_m,
-            search_width=search_width, patience=patience, filter=filter,
-        )  # fmt: skip
+        asked = None if hybrid is False and text == "" else self.words.asked(text, hybrid, k, options)
+        ticket = self.submit(vector, asked.depth if asked else k, deadline_ns=deadline_ns, **options)
         try:
             while ticket not in self._kept:
-                self._keep(self.dispatcher.collect())
+                self._keep(self._collect())
                 if ticket not in self._kept:
                     self._wait()
         except BaseException:
             self.cancel(ticket)
             raise
-        return self._kept.pop(ticket).checked()
+        result = self._kept.pop(ticket).checked()
+        return self.words.fused(result, asked, vector, deadline_ns) if asked else result
 
     def search_batch(
-        self,
-        vectors: Any,
-        k: int = 10,
-        *,
-        collection: str = "",
-        stage: Stage = "prefill",
-        deadline_ms: float | None = None,
-        top_m: int | None = None,
-        search_width: int | None = None,
-        patience: int | None = None,
-        filter: Wanted = None,
+        self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
     ) -> SearchBatch:
         """Ask for each of `vectors` [n, d] and wait for all; more than the rings hold at once go in as others come out.
 
@@ -221,11 +232,11 @@ class SearchClient:
         are treated as by `submit`. Raises `InvalidRequest` for what cannot be asked at all, `Unavailable` if the client
         was closed.
         """
-        batch = self.batch(vectors, k, collection, stage, deadline_ms, top_m, search_width, patience, filter)
+        batch = self.batch(vectors, k, deadline_ms, **options)
         try:
             while not batch.done:
                 batch.send()
-                self._keep(result for result in self.dispatcher.collect() if not batch.take(result))
+                self._keep(result for result in self._collect() if not batch.take(result))
                 if not batch.done:
                     self._wait()
         except BaseException:
@@ -237,32 +248,40 @@ class SearchClient:
         self,
         vectors: Any,
         k: int,
-        collection: str,
-        stage: Stage,
         deadline_ms: float | None,
-        top_m: int | None,
-        search_width: int | None,
-        patience: int | None,
-        wanted: Wanted = None,
+        *,
+        collection: str = "",
+        stage: Stage = "prefill",
+        top_m: int | None = None,
+        search_width: int | None = None,
+        patience: int | None = None,
+        filter: Wanted = None,
     ) -> BatchRun:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self.dispatcher.check_open()
-        width = self._defaults.search_width if search_width is None else search_width
-        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms), wanted)
+        width = self.dispatcher.settings.search_width if search_width is None else search_width
+        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms), filter)
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         spec = self._named(spec) if len(rows) and not spec.collection else spec
-        return BatchRun(self.dispatcher, [Question(next(self._tickets), row, spec) for row in rows], rows, spec.k)
+        dispatcher, tickets = self._dispatcher_of(spec.collection), self.dispatcher.tickets
+        return BatchRun(dispatcher, [Question(next(tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""
         self.dispatcher.cancel(ticket)
+        if self._remote is not None:
+            self._remote.cancel(ticket)
+
+    def _collect(self) -> list[SearchResult]:
+        found = self.dispatcher.collect()
+        return found if self._remote is None else found + self._remote.collect()
 
     def poll(self) -> list[SearchResult]:
         """What has ended since the last call. Never waits. Raises `Unavailable` after `close`."""
         self.dispatcher.check_open()
-        results = [*self._kept.values(), *self.dispatcher.collect()]
+        results = [*self._kept.values(), *self._collect()]
         self._kept.clear()
         return results
 
@@ -322,7 +341,8 @@ class SearchClient:
 
     def filenos(self) -> list[int]:
         """Descriptors that become readable once armed and a result has come; they change when a pool comes back."""
-        return [client.fileno() for client in self.dispatcher.clients()]
+        found = [client.fileno() for client in self.dispatcher.clients()]
+        return found if self._remote is None else [*found, self._remote.fileno()]
 
     def arm(self) -> bool:
         """Ask to be rung when a result comes; False if one is there already. `disarm` after every `arm`."""
@@ -339,7 +359,7 @@ class SearchClient:
         return bool(self.dispatcher.clients())
 
     def _wait(self) -> None:
-        only = self.dispatcher.only_busy()
+        only = None if self._remote is not None and self._remote.busy else self.dispatcher.only_busy()
         if only is not None:
             only.wait(50.0)  # spins for a moment first: the fast way for the common case
         else:
@@ -351,9 +371,18 @@ class SearchClient:
     def close(self) -> None:
         """End the sessions. What is outstanding never comes."""
         self.dispatcher.close()
+        if self._remote is not None:
+            self._remote.close()
+        self.words.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remote_dispatcher(remote: Sequence[RemoteSection], limit: int) -> "RemoteDispatcher":
+    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher  # few have need of HTTP
+
+    return RemoteDispatcher(remote, limit)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import count
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,10 +19,10 @@ from msgspec.structs import replace
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.pool_session import PoolSession
+from runtime.retrieval.search.arguments import Vectors
+from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
 from runtime.retrieval.search.query import Gather, Limits, Question, SearchResult, SearchStatistics, error_of, failed
-from runtime.retrieval.search.routes import ReplicaPolicy, Replicas, Routes
-from runtime.retrieval.vectors.vectors import Vectors
+from runtime.retrieval.search.routes import Routes
 
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
@@ -31,7 +32,7 @@ TOGETHER = 32  # questions of a batch that go to one pool before the next has it
 
 
 class Dispatcher:
-    """All sessions of one client, and its questions. One thread; never waits."""
+    """All sessions of one client, and its questions, named by `tickets`. One thread; never waits."""
 
     def __init__(
         self,
@@ -43,8 +44,9 @@ class Dispatcher:
         limits: Limits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._name, self._settings, self._policy, self._find = name, settings, policy, find
+        self._name, self.settings, self._policy, self._find = name, settings, policy, find
         self._limits, self.clock = limits or Limits(), clock
+        self.tickets = count(1)
         self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
@@ -59,7 +61,7 @@ class Dispatcher:
     # ---- pools
 
     def _session(self, endpoint: str) -> PoolSession:
-        return PoolSession(endpoint, self._name, self._settings, self._limits.retry_ns)
+        return PoolSession(endpoint, self._name, self.settings, self._limits.retry_ns)
 
     def look_after(self, now_ns: int) -> bool:
         """Have sessions with as many pools as can be had. Whether there is one with any."""
@@ -136,11 +138,12 @@ class Dispatcher:
         """
         if not self._open:
             self.check_open()
-        parts: list[Question] = [question]
-        route: Sequence[int] | None = self.routes.direct.get(question.spec.collection)
-        if route is None or question.spec.filter:
+        parts, accept = [question], question.accept
+        route: Sequence[int]
+        identity, route = self.routes.direct.get(question.spec.collection, ("", ()))
+        if not route or question.spec.filter:
             self.routes.check_filter(question.spec.collection, question.spec.filter)
-        if route is None or question.accept is not None:
+        if not route or (accept is not None and not accept(identity)):
             parts = self._parts(question)
             route = self._route(parts[0])
             if len(parts) > 1:

@@ -1,101 +1,22 @@
-"""A query from its caller's arguments to its result.
+"""A query and its result.
 
-arguments ── `spec_of` ──▶ `Question`, one for each shard, kept until it has ended ──▶ `SearchResult`
+arguments ── `arguments.spec_of` ──▶ `Question`, one for each shard, kept until it has ended ──▶ `SearchResult`
 """
 
-import numbers
-import operator
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ipc import STAGES, SearchSpec
+from ipc import SearchSpec, Stage
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
-from runtime.retrieval.attributes.filters import Wanted, filter_bytes
-from runtime.retrieval.nearest import merge_nearest
-from runtime.retrieval.vectors.vectors import Vectors, on_host
-
-# ---- what a caller asks, checked where it enters, before any pool is known; a pool has limits of its own
-
-_MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
-_LATEST_NS = (1 << 63) - 1
-_LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
-
-
-def spec_of(
-    k: Any,
-    collection: Any,
-    stage: Any,
-    top_m: Any,
-    search_width: Any,
-    patience: Any,
-    deadline_ns: Any = 0,
-    wanted: Wanted = None,
-) -> SearchSpec:
-    """Checked, integers of any kind as Python's own. Raises `InvalidRequest` that names the value and its limit."""
-    k = _integer("k", k, 1, _MOST)
-    if top_m is not None:
-        top_m = _integer("top_m", top_m, 1, _MOST)
-        if k > top_m:
-            raise InvalidRequest(f"k is {k}, more than top_m, which is {top_m}: no more than those are kept", "k")
-    if type(collection) is not str:
-        raise InvalidRequest(f"collection must be a name, not {collection!r}", "collection")
-    if stage not in STAGES:
-        raise InvalidRequest(f"stage must be one of {STAGES}, not {stage!r}", "stage")
-    return SearchSpec(
-        collection,
-        k,
-        stage,
-        top_m,
-        _integer("search_width", search_width, 1, _MOST),
-        None if patience is None else _integer("patience", patience, 1, _MOST),
-        deadline_at(deadline_ns),
-        filter_bytes(wanted),
-    )
-
-
-def _integer(name: str, value: Any, least: int, most: int) -> int:
-    if type(value) is not int:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = operator.index(value)
-        except TypeError:
-            raise InvalidRequest(f"{name} must be an integer, not {value!r}", name) from None
-    if not least <= value <= most:
-        raise InvalidRequest(f"{name} is {value}, outside {least}..{most}", name)
-    return int(value)  # not of a subclass
-
-
-def deadline_at(deadline_ns: Any) -> int:
-    """A deadline on the monotonic clock, checked. Raises `InvalidRequest`."""
-    return _integer("deadline_ns", deadline_ns, 0, _LATEST_NS)
-
-
-def deadline_of(deadline_ms: Any) -> int:
-    """`deadline_ms` from now on, on the monotonic clock in ns; 0 for none. Raises `InvalidRequest`."""
-    if deadline_ms is None:
-        return 0
-    if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, numbers.Real):
-        raise InvalidRequest(f"deadline_ms must be a number, not {deadline_ms!r}", "deadline_ms")
-    number: Any = deadline_ms
-    if not 0 < number <= _LONGEST_MS:
-        raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_LONGEST_MS}", "deadline_ms")
-    return time.monotonic_ns() + int(float(number) * 1e6)
-
-
-def check_finite(vector: npt.NDArray[np.float32]) -> None:
-    """Raises `InvalidRequest` that names the first value of `vector` [d] that is none."""
-    finite = np.isfinite(vector)
-    if not finite.all():
-        place = int(np.argmin(finite))
-        raise InvalidRequest(f"vector[{place}] is {vector[place]}: not finite", "vector")
-
+from runtime.retrieval.attributes.filters import Wanted
+from runtime.retrieval.nearest import Nearest, fused, merge_nearest
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.arguments import Vectors, check_finite, on_host
 
 # ---- results, and batches of them
 
@@ -108,6 +29,9 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
 
     `extends` is the number of engine steps; `wait_ns` the time until it had a slot, `search_ns` the time in it; of a
     split collection, those of the slowest shard. `identity` names the build of the collection that the ids are of.
+
+    A collection on other nodes has no rows here: its ids are -1, and `passages` name the documents; `partial` without
+    those of nodes that are missing.
     """
 
     ticket: int
@@ -118,6 +42,8 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
     search_ns: int = 0
     error: TrinityError | None = None
     identity: str = ""
+    passages: tuple[Passage, ...] = ()
+    partial: bool = False
 
     def checked(self) -> "SearchResult":
         """Itself. Raises its error if it ended with one."""
@@ -129,6 +55,12 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
 def failed(ticket: int, error: TrinityError) -> SearchResult:
     """The end of a query that was not answered."""
     return SearchResult(ticket, NO_IDS, NO_DISTANCES, error=error)
+
+
+def with_words(result: SearchResult, words: Nearest, k: int, share: float) -> SearchResult:
+    """A search's result, `fused` with what words have found."""
+    ids, distances = fused((result.ids, result.distances), words, k, share)
+    return msgspec.structs.replace(result, ids=ids, distances=distances)
 
 
 class SearchBatch:
@@ -238,6 +170,18 @@ class Gather(Generic[Q]):
 
 # ---- a query as its client keeps it until it has ended, and how long it does
 
+
+class SearchOptions(TypedDict, total=False):
+    """What may be said of a search, beside its vector, k and deadline; see `SearchClient.submit`."""
+
+    collection: str
+    stage: Stage
+    top_m: int | None
+    search_width: int | None
+    patience: int | None
+    filter: Wanted
+
+
 Accept = Callable[[str], bool]
 """Whether an answer from a collection's build of this identity is of use."""
 
@@ -246,7 +190,8 @@ class Question(msgspec.Struct, eq=False):
     """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
 
     `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
-    first is silent. `identity` is that of the build that answered it. `accept`: None for any.
+    first is silent. `identity` is that of the build that answered it. `accept`: None for any. `text`: in the place of a
+    vector, for other nodes.
     """
 
     ticket: int
@@ -260,6 +205,7 @@ class Question(msgspec.Struct, eq=False):
     gather: "Gather[Question] | None" = None
     accept: Accept | None = None
     identity: str = ""
+    text: str = ""
 
 
 def error_of(status: str, question: Question) -> TrinityError:

@@ -19,17 +19,16 @@ from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
-from runtime.serving.decode.batch import Batch, Row
+from runtime.serving.decode.batch import Batch, Probes, Row
 from runtime.serving.decode.bridge import Bridge
-from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
 from runtime.serving.model.model_info import weights_type
-from runtime.serving.model.text import Sampler, TextStream
+from runtime.serving.model.text import TextStream
 
 if TYPE_CHECKING:
     import torch

@@ -131,7 +131,10 @@ class PromptAnswers:
         return hit
 
     def store(self, asked: Asked, vector: Vector, pieces: Sequence[Piece]) -> None:
-        """Keep a whole answer, in a moment; not where it is too large, or too many wait."""
+        """Keep a whole answer, in a moment; not where it is too large, too many wait, or nodes of its collection were
+        missing."""
+        if any(isinstance(piece, Retrieved) and piece.partial for piece in pieces):
+            return
         if len(self._waiting) < _MOST_WAITING and not self._closed:
             self._waiting.append((asked, vector, pieces))
             self._writing.submit(self._write)

@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections import ChainMap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,23 +21,24 @@ from runtime.node.api_keys import read_api_keys
 from runtime.node.config import HttpSection
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.columns import CacheEvent, FrontendMetrics
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
 from runtime.retrieval.answers import StoredAnswers
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.library import Follower, Library
+from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.measures import MeasuredApp, Measures, tell_writes
+from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.remote_collections import WithRemote
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import ConnectionLimits, HttpConfig
-from runtime.serving.http.draining import Readiness
+from runtime.serving.http.connections import ConnectionLimits, HttpConfig, Readiness
 from runtime.serving.http.guard import accesses, id_source
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCatalogue, SearchSource, Service, Settings, missing_roles
@@ -148,12 +149,12 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         answers = _answers(worker, client)
     service = Service(
         link, everywhere or search or NoSearch(), supervisor, answers, tokens, everywhere or search, writes, readiness,
-        supervisor.drain,
+        supervisor.drain, measures.responded,
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     limits = _connection_limits(config.http)
     http = HttpConfig(
-        MeasuredApp(app, measures),
+        app,
         limits,
         new_id,
         config.node.drain_s,
@@ -181,7 +182,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     if answers is not None:
         loops.append(asyncio.create_task(answers.run()))
     if everywhere is not None:
-        loops.append(asyncio.create_task(everywhere.run()))
+        loops.append(asyncio.create_task(everywhere.remote.run()))
     try:
         # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -261,6 +262,22 @@ def _answers(worker: Worker, client: AsyncSearchClient) -> PromptAnswers:
     return PromptAnswers(StoredAnswers(worker.plan.answers, embedder.dim, limits, count), embedder, client)
 
 
+def tell_writes(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
+    """How the live collections are that are written to: of all together."""
+    states = list(writers.values())
+    builds = [state.build for state in states if state.build is not None]
+    table.set(FrontendMetrics.LIVE_DOCUMENTS, sum(state.documents for state in states))
+    table.set(FrontendMetrics.LIVE_SEGMENTS, sum(state.segments for state in states))
+    table.set(FrontendMetrics.LIVE_GROWING, sum(state.growing for state in states))
+    table.set(FrontendMetrics.LIVE_TOMBSTONES, sum(state.tombstones for state in states))
+    table.set(FrontendMetrics.LIVE_LOG_BYTES, sum(state.log_bytes for state in states))
+    table.set(FrontendMetrics.LIVE_BUILDING, len(builds))
+    for gauge, done in zip(FrontendMetrics.LIVE_BUILT.values(), min(builds, default=(0.0, 0.0, 0.0)), strict=True):
+        table.set(gauge, done)
+    table.total(FrontendMetrics.LIVE_SEALED, sum(state.sealed for state in states))
+    table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
+
+
 async def _beat(
     worker: Worker,
     link: Engine,
@@ -282,7 +299,7 @@ async def _beat(
             follower.step(time.monotonic_ns())
         if writes is not None and time.monotonic() >= told_at:
             told_at = time.monotonic() + _TELL_S
-            tell_writes(worker.table, writes)
+            tell_writes(worker.table, writes.states())
         node_stops = worker.stopping and not worker.awaits_release  # else another frontend takes this one's place
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:

@@ -57,7 +57,7 @@ def prefix_blocks(
 def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
     """The prefix blocks of a prompt that are known before its passages are, and how many blocks it has without these.
 
-    Passages stand behind the text of a chat's system message, or before a raw prompt (`model/prompt.py`): what follows
+    Passages stand behind the text of a chat's system message, or before a raw prompt (`model/text.py`): what follows
     them is no prefix that two prompts share.
     """
     if asked.retrieval is None:

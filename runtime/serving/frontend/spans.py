@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from runtime.serving.frontend.traces import Trace, trace_context
+from runtime.serving.frontend.observability import Trace, trace_context
 from runtime.serving.messages import Generation, Retrieval
 
 _PROVIDER = "trinity"

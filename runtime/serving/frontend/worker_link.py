@@ -2,7 +2,7 @@
 
 One ROUTER socket. Workers introduce themselves (`Hello`), are welcomed with the frontend's epoch, and report their
 load. A worker is gone when it has been silent for `lost_after_ns`, when its connection is, or when another process
-says `Hello` under its name: its requests are started again elsewhere (`starts.py`), or end with WorkerLost, once, and
+says `Hello` under its name: its requests are started again elsewhere (`engine.py`), or end with WorkerLost, once, and
 their other worker is told to forget them. A worker that was only slow comes back with its next report.
 
 Everything but the socket's receive loop is synchronous and reads the time from the injected clock, so that tests
@@ -23,10 +23,9 @@ import zmq.asyncio
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
-from runtime.serving.frontend.engine import Capabilities, Engine
+from runtime.serving.frontend.engine import Capabilities, Engine, RestartLimits, Starts
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
-from runtime.serving.frontend.starts import RestartLimits, Starts
 from runtime.serving.messages import (
     Cancel,
     Failed,

@@ -1,15 +1,16 @@
 """What the HTTP interface gives: OpenAI's answer objects, whole or as server-sent events, and its error object.
 
 Trinity's own additions: `retrieval` (the passages used: id, title, distance, and after how many tokens of the answer
-they came), `timings` (seconds by stage, see `stages.spans_seconds`) and, of an answer that was stored
-(`answer_cache.py`), `cached`: how alike the questions are and how old it is. In a stream the first chunk carries the
-passages found before prefill, each probe has a chunk of its own, and the chunk with the `finish_reason` the timings.
-A stream has its pieces as they come, and ends with the last one or with an error event.
+they came; `partial` where nodes of the collection were missing), `timings` (seconds by stage, see
+`stages.spans_seconds`) and, of an answer that was stored (`answer_cache.py`), `cached`: how alike the questions are and
+how old it is. In a stream the first chunk carries the passages found before prefill, each probe has a chunk of its own,
+and the chunk with the `finish_reason` the timings. A stream has its pieces as they come, and ends with the last one or
+with an error event.
 """
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,11 @@ Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 to_json = msgspec.json.Encoder().encode
+
+
+def json_response(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """An HTTP answer that is not streamed."""
+    return Response(to_json(value), status, headers, media_type="application/json")
 
 
 def event(value: Json) -> bytes:
@@ -181,10 +187,12 @@ class Answer:
         return spans
 
     def _passages(self, retrieval: Retrieval, searches: Iterable[Retrieved]) -> Json:
+        searches = list(searches)
         passages = [
             passage_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
         ]
-        return {"collection": retrieval.collection, "passages": passages}
+        found: Json = {"collection": retrieval.collection, "passages": passages}
+        return found | {"partial": True} if any(search.partial for search in searches) else found
 
     def _frame(self, kind: str, choice: Json) -> Json:
         choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]

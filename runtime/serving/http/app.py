@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -34,8 +34,8 @@ from runtime.serving.http.answers import (
     error_json,
     events,
     first_tokens,
+    json_response,
     passage_json,
-    to_json,
 )
 from runtime.serving.http.api_types import (
     COMPLETION_TOKENS,
@@ -46,14 +46,14 @@ from runtime.serving.http.api_types import (
     check_bytes,
     parse,
 )
-from runtime.serving.http.draining import ClosesConnections, DrainRoute
+from runtime.serving.http.connections import DrainRoute
 from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
 from runtime.serving.http.guard import (
     HEADER,
     Access,
     Encoded,
+    Envelope,
     Guard,
-    RequestIds,
     access_of,
     error_response,
     id_source,
@@ -97,8 +97,9 @@ def create_app(
             expose_headers=(HEADER, "retry-after", "x-trinity-cache"),
         )
     new_id = new_id or id_source(service.link.epoch)
-    app.add_middleware(ClosesConnections, readiness=service.readiness)
-    app.add_middleware(RequestIds, new_id=new_id)  # around the guard: what it refuses has an id
+    app.add_middleware(
+        Envelope, new_id=new_id, draining=lambda: service.readiness.draining, responded=service.responded
+    )
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
     routes = _Routes(service, settings, now, seeds or random.Random())
@@ -215,7 +216,7 @@ class _Routes:
             raise
         release()
         store()
-        return _json(answer.whole())
+        return json_response(answer.whole())
 
     def _asked(
         self,
@@ -236,7 +237,7 @@ class _Routes:
             answer.add(piece)
         headers = {"x-trinity-cache": "hit"}
         if not stream:
-            return _json(answer.whole(), headers)
+            return json_response(answer.whole(), headers)
         assert answer.last is not None, "only whole answers are stored"
         content = answer.opening() + answer.chunk(answer.last) + answer.closing()
         return Response(content, headers=headers, media_type="text/event-stream; charset=utf-8")
@@ -258,7 +259,7 @@ class _Routes:
         passages = await self._searches.run(body, collection, access_of(http), request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         told: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return _json(told | {"partial": True} if isinstance(passages, Partial) else told)
+        return json_response(told | {"partial": True} if isinstance(passages, Partial) else told)
 
     def add_catalogue(self, app: Starlette) -> None:
         """Add the routes of collections and their embedders."""
@@ -275,24 +276,24 @@ class _Routes:
     # ---- the node
 
     async def models(self, http: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_json()] if self._settings.model else []})
+        return json_response({"object": "list", "data": [self._model_json()] if self._settings.model else []})
 
     async def one_model(self, http: Request) -> Response:
         self._check_model(http.path_params["model"])
-        return _json(self._model_json())
+        return json_response(self._model_json())
 
     async def trace(self, http: Request) -> Response:
         found = self._service.link.traces.trace(http.path_params["traced"])
-        return Response(to_json(found), media_type="application/json")
+        return json_response(found)
 
     async def health(self, http: Request) -> Response:
         missing, readiness = missing_roles(self._service, self._settings), self._service.readiness
         if not missing and not readiness.draining:
             readiness.say_ready()
-            return _json({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
+            return json_response({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
         why = f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
         status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
-        return _json(error_json(Unavailable(why)) | status, {"Retry-After": "1"}, status=503)
+        return json_response(error_json(Unavailable(why)) | status, {"Retry-After": "1"}, status=503)
 
     async def metrics(self, http: Request) -> Response:
         return PlainTextResponse(
@@ -344,14 +345,10 @@ class _Routes:
         names = access.some(known := self._settings.collections)
         if not known:
             raise UnknownCollection("this node has no collections", f"{prefix}collection")
-        loaded = ", ".join(names) or "none"
         if not asked.collection and len(names) != 1:
+            loaded = ", ".join(names) or "none"
             raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
-        collection = asked.collection or names[0]
-        if collection not in known:
-            told = f"no collection {collection[:128]!r} is loaded; loaded: {loaded}"
-            raise UnknownCollection(told, f"{prefix}collection")
-        access.bound(collection)
+        collection = access.named(asked.collection or names[0], known, f"{prefix}collection")
         if asked.k > self._settings.max_k:
             raise InvalidRequest(f"k is {asked.k}, the limit is {self._settings.max_k}", f"{prefix}k")
         return collection
@@ -371,10 +368,6 @@ async def _cancel_when_gone(http: Request, link: Engine, request: InFlight) -> N
 
 def _nothing() -> None:
     """What is done with an answer that is not kept."""
-
-
-def _json(value: Json, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    return Response(to_json(value), status, headers, media_type="application/json")
 
 
 async def _trinity_error(http: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import Forbidden, InternalError, InvalidRequest, TrinityError, Unauthorized
+from runtime.errors import Forbidden, InternalError, InvalidRequest, TrinityError, Unauthorized, UnknownCollection
 from runtime.node.api_keys import ApiKey
 from runtime.retrieval.attributes.filters import Bound, Filter, both, decode_filter, excludes, filter_bytes
-from runtime.serving.frontend.traces import SENT_ID, trace_context, trace_context_of
+from runtime.serving.frontend.observability import SENT_ID, trace_context, trace_context_of
 from runtime.serving.http.answers import error_json, to_json
 
 # ---- what the API key of a request may reach: every collection, or some, of which it may be bound to one tenant's part
@@ -53,6 +54,14 @@ class Access:
         if collection not in self.grants:
             raise Forbidden(f"this API key may not reach collection {collection[:128]!r}", "collection")
         return self.grants[collection]
+
+    def named(self, name: str, loaded: Iterable[str], param: str, what: str = "collection") -> str:
+        """The name of a collection that is loaded and may be reached. Raises `UnknownCollection`, `Forbidden`."""
+        if name not in loaded:
+            reached = ", ".join(self.some(loaded)) or "none"
+            raise UnknownCollection(f"no {what} {name[:128]!r} is loaded; loaded: {reached}", param)
+        self.bound(name)
+        return name
 
     def check_whole(self, collection: str) -> None:
         """Raises `Forbidden` unless all of a collection may be reached."""
@@ -305,27 +314,45 @@ def sent_id(http: Request) -> str:
     return str(http.state.sent_id)
 
 
-class RequestIds:
-    """ASGI middleware: gives each request its id, and each answer the header. Goes around everything that answers."""
+class Envelope:
+    """ASGI middleware around everything that answers: each request gets its id and each answer the header; a node that
+    drains ends its connections, so that none which a balancer keeps for later is closed just when a request is sent
+    over it; `responded` is told of every answer's path, status and seconds, from the request's head to its last byte.
+    """
 
-    def __init__(self, app: ASGIApp, new_id: Callable[[str], str]) -> None:
-        self._app = app
-        self._new_id = new_id
+    def __init__(
+        self,
+        app: ASGIApp,
+        new_id: Callable[[str], str],
+        draining: Callable[[], bool],
+        responded: Callable[[str, int, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app, self._new_id, self._draining = app, new_id, draining
+        self._responded, self._clock = responded, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begin, status = self._clock(), 500
         own, sent = self._new_id(scope["path"]), _sent(scope)
         scope.setdefault("state", {}).update(request_id=own, sent_id=sent)
         trace_context.set(trace_context_of(Headers(scope=scope)))
 
-        async def named(message: Message) -> None:
+        async def answer(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = sent or own
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers[HEADER] = sent or own
+                if self._draining():
+                    headers["connection"] = "close"
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            self._responded(scope["path"], status, self._clock() - begin)
 
 
 def _sent(scope: Scope) -> str:

@@ -12,17 +12,17 @@ from typing import Protocol
 
 from ipc import Stage
 from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
+from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import Wanted
-from runtime.retrieval.builds import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.traces import Traces
+from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.api_types import RetrievalBody
-from runtime.serving.http.draining import Readiness
+from runtime.serving.http.connections import Readiness
 from runtime.serving.http.guard import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
@@ -166,6 +166,7 @@ class Service:
     writes: LiveWrites | None = None  # the same
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
+    responded: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""KV's way from prefill to decode: its two ends, `KvSource` and `KvSink`, and the two ways that there are.
+"""KV's way from prefill to decode: its two ends, `HandoverSource` and `KvSink`, and the two ways that there are.
 
 ```
-prefill (KvSource)                                      decode (KvSink)
+prefill (HandoverSource)                                decode (KvSink)
   memory: KV lies here         ◀── mapped by the sink ──
   lease() ─▶ one of a few                                  receive()
   offer(endpoint, lease, message) ────────────────▶        … finds room …
@@ -35,8 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc import HandoverSink, HandoverSource, IpcError, KvArena, Offer
-from ipc.handover.arena import OpenDevice
-from ipc.memory.device import CudaArray, CudaReference, DeviceMemory, DeviceSpan
+from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,52 +214,14 @@ class DeviceTransfer(Transfer):
 # ---- the two ends, and the two ways
 
 
-class KvSource(HandoverSource):
-    """Prefill's end. One thread; nothing blocks.
-
-    memory: where the model's KV tensor must lie, the arena's payload. The arena's slots are the leases, and one more
-    that announcements are made with.
-    """
-
-    def __init__(self, name: str, arena: KvArena, memory: memoryview | CudaArray, *, lease_ms: float) -> None:
-        super().__init__(name, arena, lease_ms=lease_ms)
-        self.memory = memory
-        self._announcing = arena.slots - 1  # never begun anew
-        self._free = list(range(self._announcing))
-
-    def lease(self) -> int | None:
-        """A lease for one prompt's blocks, or None while all are out."""
-        return self._free.pop() if self._free else None
-
-    def release(self, lease: int) -> None:
-        """The prompt's blocks may be written anew; whoever still pulls them finds that out."""
-        self._arena.begin(lease)
-        self._free.append(lease)
-
-    @property
-    def free_leases(self) -> int:
-        """Leases that are not out."""
-        return len(self._free)
-
-    def announce(self, endpoint: str, message: bytes) -> int:
-        """Ask the sink at `endpoint` to keep room; the id of the outcome."""
-        return self.offer(endpoint, self._announcing, message)
-
-
-Pull = Callable[[HandoverSink, Offer, Sequence[int], KvArray, Sequence[int]], Transfer]
-"""How blocks are pulled out of an arena: see `KvSink.pull`."""
-
-
 class KvSink(HandoverSink):
     """Decode's end. One thread; nothing blocks."""
 
-    def __init__(self, endpoint: str, pull: Pull, open_device: OpenDevice | None = None) -> None:
-        super().__init__(endpoint, open_device)
-        self._pull = pull
-
-    def pull(self, offer: Offer, taken: Sequence[int], kv: KvArray, given: Sequence[int]) -> Transfer:
+    def pull(self, offer: Offer, taken: Sequence[int], kv: Any, given: Sequence[int]) -> Transfer:
         """The copy of the source's blocks `taken` into `given` of `kv`. Raises IpcError, ValueError."""
-        return self._pull(self, offer, taken, kv, given)
+        if self.on_device:
+            return DeviceTransfer(self.device_memory(offer), taken, kv, given)
+        return Transfer(kv_array(self.memory(offer), kv.shape), taken, kv, given)
 
 
 class Transport(Protocol):
@@ -274,7 +235,7 @@ class Transport(Protocol):
     def kernels(self) -> Kernels:
         """See `LanguageModel.load`."""
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
+    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
         """Prefill's end: `leases` prompts at once, `kv_bytes` of memory. Raises ConfigError if it cannot be had."""
 
     def sink(self, endpoint: str) -> KvSink:
@@ -292,16 +253,12 @@ class HostTransport:
     device = "cpu"
     kernels: Kernels = "cpu"
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
+    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
         arena = KvArena.create(leases + 1, kv_bytes, epoch)
-        return KvSource(name, arena, arena.payload, lease_ms=lease_ms)
+        return HandoverSource(name, arena, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
-        return KvSink(endpoint, _from_host)
-
-
-def _from_host(sink: HandoverSink, offer: Offer, taken: Sequence[int], kv: Any, given: Sequence[int]) -> Transfer:
-    return Transfer(kv_array(sink.memory(offer), kv.shape), taken, kv, given)
+        return KvSink(endpoint)
 
 
 class CudaTransport:
@@ -321,20 +278,16 @@ class CudaTransport:
         self.device = device
         self._memory = CudaMemory
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> KvSource:
+    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
         try:
             memory = self._memory.create(kv_bytes, self.device)
             arena = KvArena.create_on(memory, leases + 1, epoch)
         except IpcError as error:
             raise ConfigError(f"{kv_bytes / 2**30:.1f} GiB of KV to share on {self.device!r}: {error}") from error
-        return KvSource(name, arena, memory, lease_ms=lease_ms)
+        return HandoverSource(name, arena, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
-        return KvSink(endpoint, _from_device, self._open)
+        return KvSink(endpoint, self._open)
 
     def _open(self, reference: CudaReference) -> DeviceMemory:
         return self._memory.open(reference, self.device)
-
-
-def _from_device(sink: HandoverSink, offer: Offer, taken: Sequence[int], kv: Any, given: Sequence[int]) -> Transfer:
-    return DeviceTransfer(sink.device_memory(offer), taken, kv, given)

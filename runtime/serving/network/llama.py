@@ -21,7 +21,8 @@ from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo, WeightsType
-from runtime.serving.network.paged_cache import PagedBatch, attend
+from runtime.serving.network.loops import normed
+from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
 # ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
 
@@ -93,17 +94,11 @@ class Rope:
             raise ModelError(f"config.json's RoPE parameters {found} cannot be used: {error!r}") from error
         self._frequencies = frequencies.to(device)
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines float32 [tokens, 1, head_dim] for `turn`, of positions int64 [tokens]."""
-        half = positions[:, None, None].float() * self._frequencies
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """Of positions int64 [tokens]."""
+        half = positions[:, None].float() * self._frequencies
         both = torch.cat((half, half), dim=-1)
         return both.cos() * self._scale, both.sin() * self._scale
-
-
-def turn(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """`heads` float32 [tokens, heads, head_dim], each turned by its token's angles."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
@@ -173,7 +168,7 @@ _LAYOUT_ROWS = 16  # the batch that weights are laid out for; other sizes were n
 _SMALLEST_WEIGHTS = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that stay in a core's cache
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""y = x Wᵀ + b for x float32 [rows, in]: [rows, in] → [rows, out]."""
+"""y = x Wᵀ + b: float32 or of W's type [rows, in] → of W's type [rows, out]."""
 
 
 class PlainLinear:
@@ -183,7 +178,7 @@ class PlainLinear:
         self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
+        return functional.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
 class PackedLinear:
@@ -203,7 +198,7 @@ class PackedLinear:
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self._type), self._weight, self._bias, "none", [], "")
-        return y.float()
+        return y
 
 
 def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> Linear:
@@ -227,7 +222,7 @@ def packing_works(dtype: torch.dtype = torch.float32) -> bool:
     try:
         with torch.inference_mode():
             expected = functional.linear(x, weight, bias)
-            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x), expected, atol=near)
+            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=near)
     except (AttributeError, RuntimeError, TypeError):
         return False
 
@@ -240,7 +235,11 @@ class _Norm:
     epsilon: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+        if x.device.type != "cpu":
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+        y = torch.empty_like(x)
+        normed(x.numpy(), self.weight.numpy(), self.epsilon, y.numpy())
+        return y
 
 
 @dataclass(frozen=True)
@@ -290,18 +289,16 @@ class Llama:
     def logits(self, batch: PagedBatch) -> torch.Tensor:
         """A pass over the batch's tokens, which writes their K and V; float32 [chunks, vocabulary]."""
         info = self._info
-        turned, heads = info.heads + info.kv_heads, info.heads + 2 * info.kv_heads
+        heads, scaling = info.heads + 2 * info.kv_heads, 1 / sqrt(info.head_dim)
         angles = self._rope.angles(batch.positions)
         x = embedding(batch.tokens, self._tokens)
         for number, layer in enumerate(self._layers):
-            projected = layer.attention_in(layer.attention_norm(x)).view(-1, heads, info.head_dim)
-            rotated = turn(projected[:, :turned], *angles)
-            queries, keys = rotated[:, : info.heads], rotated[:, info.heads :]
-            attended = attend(batch, number, queries, keys, projected[:, turned:], 1 / sqrt(info.head_dim))
+            projected = layer.attention_in(layer.attention_norm(x)).float().view(-1, heads, info.head_dim)
+            attended = attend(batch, number, projected, angles, info.kv_heads, scaling)
             x = x + layer.attention_out(attended.flatten(1))
             gate, up = layer.mlp_in(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.mlp_out(silu(gate) * up)
-        return self._head(self._norm(x[batch.last]))
+        return self._head(self._norm(x[batch.last])).float()
 
 
 class _Loading:

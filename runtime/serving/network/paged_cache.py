@@ -13,17 +13,16 @@ and all together elsewhere (`Rows`, `GatheredRows`), chunks at position 0 need n
 gather theirs into one piece first, which is little beside the chunk's own work.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from ipc.memory.compiled import keep
+from runtime.serving.network.loops import mix, score, turn_and_store
 
 # ---- attention of single decode tokens, each over its own blocks: one call for all rows
 # `Rows`: in place, on one CPU core. torch's kernel takes one row at a time here (the rows are of different lengths and
@@ -33,63 +32,6 @@ from ipc.memory.compiled import keep
 # `GatheredRows`: in torch alone, for any device, over copies of what the rows see. Keys and values are gathered into
 # one padded tensor, and torch's kernel takes them with a mask. That moves each of them twice, which a kernel of one's
 # own would not.
-
-
-F = TypeVar("F", bound=Callable[..., None])
-
-# Sums may be reordered, so that they fit into vector registers; infinities and NaN keep their meaning.
-_FAST = {"reassoc", "contract", "nsz"}
-# (query | weights, keys | values, tables, visible, scores | output): compiled, or read from numba's cache, on import.
-_SIGNATURE = "void(float32[:,:,:,::1], float32[:,:,:,::1], int64[:,::1], int64[::1], float32[:,:,:,::1])"
-
-
-def _compiled(function: F) -> F:
-    dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
-    keep(dispatcher)
-    dispatcher.compile(_SIGNATURE)
-    dispatcher.disable_compile()
-    return cast(F, dispatcher)
-
-
-@_compiled
-def _score(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
-    """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], -inf behind."""
-    rows, kv_heads, group, head_dim = query.shape
-    size = keys.shape[2]
-    for row in range(rows):
-        # Block by block and not head by head: a block is one piece of memory, and the longer the piece, the better it
-        # is fetched ahead.
-        for first in range(0, visible[row], size):
-            block = tables[row, first // size]
-            tokens = min(size, visible[row] - first)
-            for head in range(kv_heads):
-                seen = keys[block, head]
-                for offset in range(tokens):
-                    for member in range(group):
-                        total = np.float32(0.0)
-                        for d in range(head_dim):
-                            total += query[row, head, member, d] * seen[offset, d]
-                        scores[row, head, member, first + offset] = total
-        scores[row, :, :, visible[row] :] = -np.inf
-
-
-@_compiled
-def _mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> None:
-    """output[r, h, m] = Σ weights[r, h, m, p] · (head h's value at position p of table r) over p < visible[r]."""
-    rows, kv_heads, group, head_dim = output.shape
-    size = values.shape[2]
-    output[:] = 0.0
-    for row in range(rows):
-        for first in range(0, visible[row], size):
-            block = tables[row, first // size]
-            tokens = min(size, visible[row] - first)
-            for head in range(kv_heads):
-                seen = values[block, head]
-                for offset in range(tokens):
-                    for member in range(group):
-                        weight = weights[row, head, member, first + offset]
-                        for d in range(head_dim):
-                            output[row, head, member, d] += weight * seen[offset, d]
 
 
 class Rows:
@@ -108,10 +50,10 @@ class Rows:
         """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim], all
         float32 and contiguous, written at every position that is seen. Returns the shape of `query`."""
         scores = query.new_empty(*query.shape[:3], self._longest)
-        _score(query.numpy(), keys, self._tables, self._visible, scores.numpy())
+        score(query.numpy(), keys, self._tables, self._visible, scores.numpy())
         weights = torch.softmax(scores.mul_(scaling), -1)
         output = torch.empty_like(query)
-        _mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
+        mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
         return output
 
 
@@ -138,7 +80,7 @@ class GatheredRows:
 
 Kernels = Literal["cpu", "torch"]
 """How attention is computed: by loops for a CPU, or by torch alone, as it must be on other devices."""
-_MASKED_TOKENS = 64  # on a CPU, the size of pieces with a mask: 15 to 30% faster than uncut chunks of 512
+_PIECE_TOKENS = 64  # on a CPU, of a chunk: 15 to 37% faster than uncut chunks of 512
 
 Span = tuple[Sequence[int], int, int]
 """A chunk's block table, start position and number of tokens."""
@@ -220,7 +162,7 @@ class PagedBatch:
             self.rows = Rows(rows, size)
         elif rows:
             self.rows = GatheredRows(sent[padded].view(len(rows), width), sent[visible], longest, size)
-        cut = _MASKED_TOKENS if cache.kernels == "cpu" else None
+        cut = _PIECE_TOKENS if cache.kernels == "cpu" else None
         self.chunks = [
             _Chunk(
                 begin,
@@ -233,54 +175,73 @@ class PagedBatch:
 
 
 def _pieces(begin: int, start: int, count: int, device: torch.device, cut: int | None) -> Iterator[_Piece]:
-    """The pieces of one chunk: a single one where torch's own causal mask fits, else with masks, of `cut` tokens.
+    """The pieces of one chunk, of `cut` tokens if that is given: with torch's own causal mask where it fits, else one.
 
-    A masked kernel computes what the mask hides too. Cutting a chunk leaves most of that out.
+    torch's kernels compute most of what a mask hides too, their own causal one included. Cutting leaves it out.
     """
-    size = cut if start and cut else count
+    size = cut or count
     for done in range(0, count, size):
         tokens = min(size, count - done)
         visible = start + done + tokens
         mask = None
-        if start and tokens > 1:
+        if start + done and tokens > 1:
             mask = torch.ones(tokens, visible, dtype=torch.bool, device=device).tril_(start + done)
         yield _Piece(begin + done, begin + done + tokens, visible, mask)
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines float32 [tokens, head_dim], by which queries and keys are turned."""
+
+
+def turn(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """`heads` float32 [tokens, heads, head_dim], each turned by its token's angles."""
+    cosines, sines = (side[:, None] for side in angles)
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
 def attend(
-    batch: PagedBatch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    batch: PagedBatch, layer: int, projected: torch.Tensor, angles: Angles, kv_heads: int, scaling: float
 ) -> torch.Tensor:
-    """One layer's attention: query float32 [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
+    """One layer's attention: `projected` float32 [tokens, heads + 2 · kv_heads, head_dim] has each token's queries,
+    keys and values; it is changed.
 
-    Writes K and V into the blocks, then attends. Returns [tokens, heads, head_dim].
+    Turns queries and keys, writes K and V into the blocks, then attends. Returns [tokens, heads, head_dim].
     """
-    cache = batch.cache
-    for stored, new in zip(cache.by_position[layer], (key, value), strict=True):
-        stored.index_put_(batch.places, new)
+    cache, group = batch.cache, projected.shape[1] // kv_heads - 2
+    heads, head_dim = kv_heads * group, projected.shape[2]
+    query, key, value = projected[:, :heads], projected[:, heads:-kv_heads], projected[:, -kv_heads:]
+    if cache.kernels == "cpu":
+        (cosines, sines), (blocks, offsets) = angles, batch.places
+        keys, values = cache.for_rows[layer]
+        turn_and_store(projected.numpy(), cosines.numpy(), sines.numpy(), blocks.numpy(), offsets.numpy(), keys, values)
+    else:
+        projected[:, :-kv_heads] = turn(projected[:, :-kv_heads], angles)
+        for stored, new in zip(cache.by_position[layer], (key, value), strict=True):
+            stored.index_put_(batch.places, new)
 
-    tokens, heads, head_dim = query.shape
-    kv_heads = key.shape[1]
-    output = query.new_empty(tokens, heads, head_dim)
+    output = query.new_empty(*query.shape)
     if batch.rows:
         # A single token sees all there is, so the query heads of a group can stand where several tokens would.
-        folded = query[batch.row_tokens].view(-1, kv_heads, heads // kv_heads, head_dim)
-        attended = batch.rows.attend(folded, *cache.for_rows[layer], scaling)
+        alone = query[batch.row_tokens] if batch.chunks else query.contiguous()
+        attended = batch.rows.attend(alone.view(-1, kv_heads, group, head_dim), *cache.for_rows[layer], scaling)
+        if not batch.chunks:
+            return attended.view(-1, heads, head_dim)
         output[batch.row_tokens] = attended.view(-1, heads, head_dim)
-    if batch.chunks:
-        queries, fresh = _by_head(query), (_by_head(key), _by_head(value))
-        for chunk in batch.chunks:
-            keys, values = _seen(chunk, cache.layers[layer], *fresh)
-            for piece in chunk.pieces:
-                attended = scaled_dot_product_attention(
-                    queries[:, :, piece.begin : piece.end],
-                    keys[:, :, : piece.visible],
-                    values[:, :, : piece.visible],
-                    attn_mask=piece.mask,
-                    is_causal=piece.mask is None and piece.end - piece.begin > 1,
-                    scale=scaling,
-                    enable_gqa=heads != kv_heads,
-                )
-                output[piece.begin : piece.end] = attended[0].transpose(0, 1)
+    queries, fresh = _by_head(query), (_by_head(key), _by_head(value))
+    for chunk in batch.chunks:
+        keys, values = _seen(chunk, cache.layers[layer], *fresh)
+        for piece in chunk.pieces:
+            attended = scaled_dot_product_attention(
+                queries[:, :, piece.begin : piece.end],
+                keys[:, :, : piece.visible],
+                values[:, :, : piece.visible],
+                attn_mask=piece.mask,
+                is_causal=piece.mask is None and piece.end - piece.begin > 1,
+                scale=scaling,
+                enable_gqa=heads != kv_heads,
+            )
+            output[piece.begin : piece.end] = attended[0].transpose(0, 1)
     return output
 
 

@@ -1,8 +1,7 @@
 """A prefill worker's process. Its loop: receive → retrieve → prefill → publish.
 
-A request asks the pool before it takes a place in the batch, so that waiting for passages never holds KV. Its KV stays
-in blocks of memory that decode workers can open until the decode worker it was offered to has pulled it; after that
-the blocks stay as long as their room is not needed, for prompts that begin the same way.
+A request asks the pool before it takes a place in the batch, so waiting for passages never holds KV. Its KV stays in
+blocks that decode can open until it has pulled them, and then while their room is not needed, for prompts like it.
 """
 
 import os
@@ -25,10 +24,9 @@ from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
 from runtime.serving.model.model_info import ModelInfo, weights_type
-from runtime.serving.model.prompt import build_prompt, prompt_budget, query_text
-from runtime.serving.model.text import Sampler
+from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.job import Disaggregation, Job
 
@@ -210,7 +208,7 @@ class PrefillWorker:
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, cited(prompt.used), stages=job.stages))
+        self._link.send(Retrieved(job.id, cited(prompt.used), stages=job.stages, partial=found.partial))
         self._queue(job)
 
     # ---- prefill
@@ -220,13 +218,14 @@ class PrefillWorker:
         request = job.request
         own = len(job.tokens) - self._tiers.found(job.tokens, job.salt)
         ahead = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
-        if not self._disaggregation.by_decode(
+        by_decode = self._disaggregation.by_decode(
             time.monotonic_ns(), request.decode_worker, own, ahead, request.decode_load
-        ):
-            self._table.add(PrefillMetrics.PROMPTS["prefill"])
+        )
+        self._table.add(PrefillMetrics.PROMPTS["decode" if by_decode else "prefill"])
+        self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], own)
+        if not by_decode:
             self._waiting.append(job)
             return
-        self._table.add(PrefillMetrics.PROMPTS["decode"])
         message = encode(job.for_decode(self._model.identity, job.told_token))
         job.offer = self._source.announce(request.decode_endpoint, message)
         self._offered[job.offer] = job
@@ -277,6 +276,7 @@ class PrefillWorker:
         logits = self._model.forward([chunk for _, chunk in batch])
         took_ns = time.monotonic_ns() - begin_ns
         self._disaggregation.passed(self.chunk_tokens - budget, took_ns / 1e9)
+        self._table.add(PrefillMetrics.PASS_SECONDS, took_ns / 1e9)
         offered = len(self._offered)
         for (job, chunk), row in zip(batch, logits, strict=True):
             self._guard(job, partial(self._advance, chunk=chunk, logits=row))

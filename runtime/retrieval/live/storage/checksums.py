@@ -42,11 +42,15 @@ class LiveChecksums:
             try:
                 self._compare(segment, pace)
             except CollectionError:
-                if (
-                    segment.facts in read_manifest(self._directory).segments
-                ):  # else it was merged, and removed, meanwhile
+                if self._still_has(segment):  # else it was merged, or the directory was moved, meanwhile
                     raise
             self.read_bytes = before + self._bytes(segment)
+
+    def _still_has(self, segment: Segment) -> bool:
+        try:
+            return segment.facts in read_manifest(self._directory).segments
+        except CollectionError:  # that is the reader's to tell
+            return False
 
     def _compare(self, segment: Segment, pace: Pace) -> None:
         def counted(read_bytes: int) -> None:

@@ -164,7 +164,9 @@ def write_segment(
             progress=progress,
             keep=keep,
         )
+        progress("write", 0.0)
         index.save(building / _INDEX)
+        progress("write", 0.5)
         contents = _Contents(len(documents), {name: facts_of(building / name) for name in _FILES})
         text = msgspec.json.encode(contents)
         (building / _DESCRIPTION).write_bytes(text)
@@ -172,6 +174,7 @@ def write_segment(
         disk.remove(path)  # of a build that was not taken
         os.rename(building, path)
         disk.sync_directory(path.parent)
+        progress("write", 1.0)
     except OSError as error:
         disk.remove(building)
         raise storage_error(error, f"{path} cannot be written") from error

@@ -8,10 +8,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.errors import InvalidRequest, UnknownCollection
+from runtime.errors import InvalidRequest
 from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
 from runtime.serving.http.guard import ReadBody, access_of
 
@@ -69,7 +69,7 @@ class DocumentRoutes:
         own = {} if owner is None else {owner.key: owner.value}
         documents = [Upserted(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
         count = await self._writes.upsert(name, documents, owner)
-        return _json({"object": "documents.stored", "collection": name, "count": count})
+        return json_response({"object": "documents.stored", "collection": name, "count": count})
 
     async def delete(self, http: Request) -> Response:
         name = self._name(http)
@@ -82,29 +82,20 @@ class DocumentRoutes:
             wanted = access_of(http).wanted(name, body.filter)
             assert wanted is not None, "there is a filter"
             count = await self._writes.delete_where(name, wanted)
-        return _json({"object": "documents.deleted", "collection": name, "count": count})
+        return json_response({"object": "documents.deleted", "collection": name, "count": count})
 
     async def flush(self, http: Request) -> Response:
         name = self._name(http)
         access_of(http).check_whole(name)
         await self._writes.flush(name)
-        return _json({"object": "collection.flushed", "collection": name})
+        return json_response({"object": "collection.flushed", "collection": name})
 
     async def state(self, http: Request) -> Response:
         name = self._name(http)
         access_of(http).check_whole(name)
         found = self._writes.states().get(name)
         told: Json = {"object": "collection", "id": name, "writing": found is not None}
-        return _json(told if found is None else told | found._asdict())
+        return json_response(told if found is None else told | found._asdict())
 
     def _name(self, http: Request) -> str:
-        name = str(http.path_params["name"])
-        if name not in self._collections:
-            loaded = ", ".join(access_of(http).some(self._collections)) or "none"
-            raise UnknownCollection(f"no collection {name[:128]!r} is loaded; loaded: {loaded}", "collection")
-        access_of(http).bound(name)
-        return name
-
-
-def _json(value: Json) -> Response:
-    return Response(to_json(value), media_type="application/json")
+        return access_of(http).named(str(http.path_params["name"]), self._collections, "collection")

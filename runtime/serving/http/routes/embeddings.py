@@ -13,7 +13,7 @@ from starlette.responses import Response
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.serving.frontend.requests import ClientGone
-from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, parse, wrong
 from runtime.serving.http.guard import ReadBody
 from runtime.serving.http.service import Catalogue
@@ -85,7 +85,7 @@ class EmbeddingsRoute:
             ],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
-        return Response(to_json(content), media_type="application/json")
+        return json_response(content)
 
     async def _embedded(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
         parts, tokens = [], 0

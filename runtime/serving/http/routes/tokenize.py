@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.http.answers import to_json
+from runtime.serving.http.answers import json_response
 from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, check_bytes, json_object, validated
 from runtime.serving.http.guard import ReadBody
 from runtime.serving.messages import Message
@@ -85,4 +85,4 @@ class TokenizeRoute:
             raise Unavailable("this node runs no model of its own, and has no tokenizer")
         tokens = await self._tokens.of(body)
         content = {"count": len(tokens), "max_model_len": self._context_tokens, "tokens": tokens}
-        return Response(to_json(content), media_type="application/json")
+        return json_response(content)

@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.errors import InvalidRequest, UnknownCollection
+from runtime.errors import InvalidRequest
 from runtime.retrieval.passages import Partial, Passage
-from runtime.serving.http.answers import Json, to_json
+from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
     RetrievalBody,
@@ -122,10 +122,10 @@ class StoreRoutes:
         names = _page(access_of(http).some(self._collections), http.query_params)
         data = [self._store(name, http) for name in names.found]
         ends = {"first_id": names.found[0] if data else None, "last_id": names.found[-1] if data else None}
-        return _json({"object": "list", "data": data, **ends, "has_more": names.more})
+        return json_response({"object": "list", "data": data, **ends, "has_more": names.more})
 
     async def one(self, http: Request) -> Response:
-        return _json(self._store(self._name(http), http))
+        return json_response(self._store(self._name(http), http))
 
     async def search(self, http: Request) -> Response:
         name = self._name(http)
@@ -160,15 +160,11 @@ class StoreRoutes:
             "has_more": False,
             "next_page": None,
         }
-        return _json(page | {"partial": True} if partial else page)
+        return json_response(page | {"partial": True} if partial else page)
 
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])
-        if name not in self._collections:
-            loaded = ", ".join(access_of(http).some(self._collections)) or "none"
-            raise UnknownCollection(f"no vector store {name[:128]!r} is loaded; loaded: {loaded}", "vector_store_id")
-        access_of(http).bound(name)
-        return name
+        return access_of(http).named(name, self._collections, "vector_store_id", "vector store")
 
     def _store(self, name: str, http: Request) -> Json:
         about = self._stores.about(name)
@@ -234,7 +230,3 @@ def _result(score: float, passage: Passage) -> dict[str, Any]:
         "id": passage.id,  # what OpenAI does not have: which passage of the file it is
         "title": passage.title,
     }
-
-
-def _json(value: Json) -> Response:
-    return Response(to_json(value), media_type="application/json")

@@ -8,7 +8,7 @@ from cuda.bindings import runtime as cuda
 from cuda.core.utils import StridedMemoryView
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.vectors.vectors import DeviceVectors
+from runtime.retrieval.search.arguments import DeviceVectors
 
 _LEGACY_STREAM = 1  # as both interfaces count: the default stream, which waits for all blocking streams
 _MAX_BYTES = 1 << 32

@@ -1,4 +1,4 @@
-"""Where each request's time went: kept for those in flight and for the last ones that ended.
+"""Traces and metrics of requests: where each one's time went, and how they ended.
 
 A trace has times, counts and names of workers, nothing of what was asked or answered. Its memory is bounded: so many
 ended requests, so many probes of each.
@@ -13,10 +13,14 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from runtime.errors import InvalidRequest, UnknownRequest
+from runtime.errors import InvalidRequest, TrinityError, UnknownRequest, error_of
+from runtime.node.config import SloSection
+from runtime.node.metrics.columns import FrontendMetrics, Slo, StatusClass
+from runtime.node.metrics.table import WorkerTable
 from runtime.serving import stages
-from runtime.serving.frontend.requests import Ended, Piece, Request
+from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
+from runtime.serving.stages import observe, spans_seconds
 
 SENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
 MAX_PROBES = 256  # kept of one request; of the others only their number
@@ -232,3 +236,78 @@ def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
     if not _FORMS["traceparent"].fullmatch(headers.get("traceparent", "")):
         return _NONE
     return {name: headers[name] for name, form in _FORMS.items() if form.fullmatch(headers.get(name, ""))}
+
+
+# ---- the frontend's own metrics: how requests ended, and whether the node kept what it promises (its SLOs)
+#
+# An SLO counts over the requests that were sent: one that failed or was refused broke it. Not counted are those whose
+# client went away, and those that asked for what cannot be.
+
+
+_WHOLE = ("stop", "length")
+_STATUS: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
+_SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
+
+
+class Measures:
+    """Writes them into the frontend's table."""
+
+    def __init__(self, table: WorkerTable, slo: SloSection) -> None:
+        self._table = table
+        self._slo = slo
+
+    def ended(self, ended: Ended) -> None:
+        """A generation that was accepted has ended."""
+        if ended.code in _WHOLE:
+            self._table.add(FrontendMetrics.REQUESTS["finished"])
+            self._judge_answer(ended)
+        elif ended.code == ClientGone.code:
+            self._table.add(FrontendMetrics.REQUESTS["cancelled"])
+        else:
+            self._table.add(FrontendMetrics.REQUESTS["failed"])
+            if error_of(ended.code, "").status >= 500:
+                self._broke_all()
+
+    def relayed(self, ended: Ended) -> None:
+        """As `ended`, of an engine that keeps no table of its own: its times go into this one."""
+        self.ended(ended)
+        observe(self._table, ended.stages, ended.completion_tokens)
+        self._table.add(FrontendMetrics.PROMPT_TOKENS, ended.prompt_tokens)
+        self._table.add(FrontendMetrics.GENERATION_TOKENS, ended.completion_tokens)
+
+    def refused(self, error: TrinityError) -> None:
+        """A generation was not accepted."""
+        self._table.add(FrontendMetrics.REQUESTS["refused"])
+        if error.status >= 500:
+            self._broke_all()
+
+    def responded(self, path: str, status: int, seconds: float) -> None:
+        """An HTTP answer is out."""
+        if status // 100 in _STATUS:
+            self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS[status // 100]])
+        if not _SEARCH_PATH.fullmatch(path):
+            return
+        if status == 200:
+            self._table.observe(FrontendMetrics.SEARCH_TIME, seconds)
+            self._judge("search", seconds <= self._slo.search_s)
+        elif status >= 500:
+            self._judge("search", False)
+
+    def _judge_answer(self, ended: Ended) -> None:
+        spans = spans_seconds(ended.stages, ended.completion_tokens)
+        kept = [spans["ttft"] <= self._slo.ttft_s]
+        self._judge("ttft", kept[0])
+        if "tpot" in spans:  # an answer of one token has no later ones
+            kept.append(spans["tpot"] <= self._slo.tpot_s)
+            self._judge("tpot", kept[1])
+        self._judge("all", all(kept))
+
+    def _broke_all(self) -> None:
+        self._judge("ttft", False)
+        self._judge("tpot", False)
+        self._judge("all", False)
+
+    def _judge(self, slo: Slo, kept: bool) -> None:
+        self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
+        if not kept:
+            self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])

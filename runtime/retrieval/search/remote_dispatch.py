@@ -1,0 +1,150 @@
+"""A client's queries to collections on other nodes: asked over HTTP, by an event loop in a thread of its own."""
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from runtime.errors import InternalError, Overloaded, TrinityError
+from runtime.node.remote_config import RemoteSection
+from runtime.retrieval.passages import Partial
+from runtime.retrieval.remote import RemoteCollections
+from runtime.retrieval.search.arguments import Vectors, on_host
+from runtime.retrieval.search.query import Question, SearchResult, failed
+
+_AT_ONCE = 64  # of a batch: nodes refuse more than they can search at once
+_END_S = 5.0
+
+
+class RemoteDispatcher:
+    """Like `Dispatcher`, for what is not in the node's pools: `ask`, then `collect` what has ended, each question once.
+
+    One thread asks; `fileno` is readable when there is something to collect. The thread of the loop starts with the
+    first question.
+    """
+
+    def __init__(self, sections: Sequence[RemoteSection], limit: int) -> None:
+        """At most `limit` questions are outstanding. Raises `ConfigError` for a key that cannot be read."""
+        self._remote, self._limit = RemoteCollections(sections), limit
+        self._outstanding: set[int] = set()
+        self._ended: deque[SearchResult] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # the loop's
+        self._stopped = asyncio.Event()  # the loop's
+
+    def fileno(self) -> int:
+        return self._bell
+
+    @property
+    def busy(self) -> bool:
+        """Whether a question is outstanding."""
+        return bool(self._outstanding)
+
+    def ask(self, question: Question, patient: bool = False) -> None:
+        """Raises `Overloaded`: not taken."""
+        if len(self._outstanding) >= self._limit:
+            raise Overloaded(f"{len(self._outstanding)} queries wait for other nodes, the limit is {self._limit}")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread.start()
+        self._outstanding.add(question.ticket)
+        self._loop.call_soon_threadsafe(self._begin, question)
+
+    def ask_many(self, questions: Sequence[Question], rows: Vectors) -> int:
+        """As many as may be outstanding together, from the first on; how many."""
+        room = max(_AT_ONCE - len(self._outstanding), 0)
+        for question in questions[:room]:
+            self.ask(question)
+        return min(room, len(questions))
+
+    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+        """Nothing ends a question but its nodes' time."""
+        return None
+
+    @staticmethod
+    def clock() -> int:
+        return time.monotonic_ns()
+
+    def cancel(self, ticket: int) -> None:
+        """Its result is not wanted any more, and does not come."""
+        if ticket in self._outstanding and self._loop is not None:
+            self._outstanding.remove(ticket)
+            self._loop.call_soon_threadsafe(self._drop, ticket)
+
+    def collect(self) -> list[SearchResult]:
+        """What has ended since the last call. Never waits."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        found = []
+        while self._ended:  # the bell was read first: what comes behind it rings again
+            result = self._ended.popleft()
+            if result.ticket in self._outstanding:
+                self._outstanding.remove(result.ticket)
+                found.append(result)
+        return found
+
+    def close(self) -> None:
+        """What is outstanding never comes. Idempotent."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join(_END_S)
+        if self._bell >= 0 and not self._thread.is_alive():
+            os.close(self._bell)
+            self._bell = -1
+
+    # ---- the loop's thread
+
+    def _run(self) -> None:
+        assert self._loop is not None, "it is made before the thread starts"
+        loop = self._loop
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        looking = asyncio.create_task(self._remote.run())
+        await self._stopped.wait()
+        for task in (looking, *self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(looking, *self._tasks.values(), return_exceptions=True)
+
+    def _begin(self, question: Question) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(question))
+        self._tasks[question.ticket] = task
+        task.add_done_callback(lambda _: self._tasks.pop(question.ticket, None))
+
+    def _drop(self, ticket: int) -> None:
+        if (task := self._tasks.get(ticket)) is not None:
+            task.cancel()
+
+    async def _answer(self, question: Question) -> None:
+        spec, vector = question.spec, question.vector
+        left_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
+        try:
+            found = await self._remote.search(
+                collection=spec.collection,
+                k=spec.k,
+                query=question.text or None,
+                vector=None if question.text else on_host(vector).tolist(),
+                wanted=spec.filter,
+                timeout_s=left_s,
+            )
+            result = SearchResult(
+                question.ticket,
+                np.full(len(found), -1, np.int64),
+                np.array([passage.distance for passage in found], np.float32),
+                passages=tuple(found),
+                partial=isinstance(found, Partial),
+            )
+        except TrinityError as error:
+            result = failed(question.ticket, error)
+        except Exception as error:  # of a library: the question ends all the same
+            result = failed(question.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
+        self._ended.append(result)
+        os.eventfd_write(self._bell, 1)

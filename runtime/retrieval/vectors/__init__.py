@@ -1,1 +1,0 @@
-"""Query vectors from wherever they are."""

@@ -1,0 +1,85 @@
+"""Nodes that have a part of a collection each, and what answers in their place."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.retrieval.about import About
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.reader import LiveReader, attributes_of
+from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.passages import Passage
+
+HASHING = Hashing(64)
+KEY = "a-key"
+WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
+_COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
+DOCUMENTS = [
+    Upserted(
+        f"d{number}", " ".join(f"{word} " * int(n) for word, n in zip(WORDS, counts, strict=True)), "", {"n": number}
+    )
+    for number, counts in enumerate(_COUNTS)
+]
+
+
+class Part:
+    """The collection `docs` of a node, of some documents, embedded by hashing and searched without a pool."""
+
+    def __init__(self, directory: Path, documents: list[Upserted]) -> None:
+        create(directory, 64, degree=8)
+        with LiveWriter(directory, background=False, embedder=HASHING) as writer:
+            writer.upsert(documents)
+        self.told = About(True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64")
+        self._directory = directory
+
+    async def search(self, **call: Any) -> list[Passage]:
+        call.pop("embedded")()
+        query = call["vector"] if call["query"] is None else HASHING.embed([call["query"]], "query")[0]
+        with LiveReader(self._directory) as reader:
+            rows, distances = reader.search(np.array([query], np.float32), call["k"], wanted=call["wanted"])
+            found = reader.documents(rows[0][rows[0] >= 0].tolist())
+        return [
+            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
+            for one, distance in zip(found, distances[0], strict=False)
+            if one is not None
+        ]
+
+    def about(self, collection: str) -> About:
+        return self.told
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+
+async def answer(content: bytes) -> asyncio.Server:
+    """A server that answers whatever comes with this, and keeps the connection; b"" is no answer."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(content)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+NOBODY = "http://127.0.0.1:1"
+SOME = parse_filter({
+    "type": "and",
+    "filters": [{"type": "gte", "key": "n", "value": 10}, {"type": "nin", "key": "n", "value": [11]}],
+})  # fmt: skip

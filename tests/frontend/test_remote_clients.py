@@ -1,0 +1,217 @@
+"""Collections on other nodes, asked by those who ask pools: search clients, and the retrievers of workers."""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import AsyncSearchClient, SearchClient
+from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, Overloaded, Unavailable
+from runtime.node.remote_config import RemoteSection
+from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.passages import Passage
+from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.search.query import Limits
+from tests.frontend.fakes import WAIT, run
+from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
+
+TEXTS = ["cats purr", "dogs bark", "fish swim", "birds sing"]
+SILENT = b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
+SILENT = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(SILENT) + SILENT  # and to what comes next nothing
+
+
+@contextlib.contextmanager
+def client(tmp_path: Path, *nodes: str, limits: Limits | None = None, **options: Any) -> Iterator[SearchClient]:
+    (tmp_path / "key").write_text(KEY)
+    section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
+    with SearchClient((), "test", remote=(section,), limits=limits) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """A node that says what its collection is, and answers no search."""
+    told: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        async with await answer(SILENT) as server:
+            told.put((url_of(server), asyncio.get_running_loop(), stopped))
+            await stopped.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    url, loop, stopped = told.get(timeout=WAIT)
+    try:
+        yield url
+    finally:
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join(WAIT)
+
+
+def nearest(part: Any, query: str | None, **asked: Any) -> list[Passage]:
+    """What one index of a part's documents finds."""
+    call = {"query": query, "vector": None, "wanted": None, "k": 10, "embedded": lambda: None}
+    found: list[Passage] = asyncio.run(part.search(**(call | asked)))
+    return sorted(found, key=lambda passage: passage.distance)
+
+
+def vector(text: str) -> Any:
+    return HASHING.embed([text], "query")[0]
+
+
+def test_a_client_finds_in_two_parts_what_one_index_finds(part: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+    with client(tmp_path, even, odd) as asked:
+        for text in TEXTS:
+            one = nearest(whole, text)
+            for given in (text, vector(text), vector(text).tolist()):
+                found = asked.search(given, 10, collection="all")
+                assert list(found.passages) == one
+                assert found.distances.tolist() == np.array([passage.distance for passage in one], np.float32).tolist()
+                assert set(found.ids.tolist()) == {-1}
+                assert not found.partial
+        assert list(asked.search("cats", 10, filter=SOME).passages) == nearest(whole, "cats", wanted=SOME)
+        ticket, ended = asked.submit("dogs", 3, deadline_ns=(1 << 62)), list[Any]()
+        while not ended:
+            asked.sleep((), 1000)
+            ended = asked.poll()
+        assert [(result.ticket, list(result.passages)) for result in ended] == [(ticket, nearest(whole, "dogs", k=3))]
+        assert asked.poll() == []
+
+
+def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_order(part: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+    with client(tmp_path, even, odd) as asked:
+        found = asked.search_batch([vector(TEXTS[number % 4]) for number in range(150)], 5, collection="all").checked()
+    wanted = [nearest(whole, text, k=5) for text in TEXTS]
+    assert [list(result.passages) for result in found] == [wanted[number % 4] for number in range(150)]
+    assert found.distances.shape == (150, 5)
+
+
+def test_within_an_event_loop_many_ask_at_once_and_who_is_cancelled_ends_its_search_there(
+    part: Any, tmp_path: Path
+) -> None:
+    whole, url_of_whole = part(DOCUMENTS)
+    wanted = {text: nearest(whole, text) for text in TEXTS}
+
+    async def test(url: str) -> None:
+        with client(tmp_path, url_of_whole) as ours, client(tmp_path, url, timeout_s=60.0) as other:
+            async with AsyncSearchClient(ours) as asked, AsyncSearchClient(other) as waiting:
+                found = await asyncio.gather(*(asked.search(text, 10) for text in TEXTS))
+                assert [list(result.passages) for result in found] == list(wanted.values())
+                hanging = asyncio.create_task(waiting.search("cats", 10))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(hanging), 0.05)
+                hanging.cancel()
+                await asyncio.gather(hanging, return_exceptions=True)
+                assert other.poll() == []
+
+    with silent() as url:
+        run(test(url))
+
+
+def test_a_search_ends_at_its_deadline_and_the_node_stays_in_use(tmp_path: Path) -> None:
+    with silent() as url, client(tmp_path, url, timeout_s=60.0) as asked:
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match=url):
+                asked.search("cats", 10, deadline_ms=50)
+
+
+def test_without_a_node_a_client_is_told_by_the_stated_rule(part: Any, tmp_path: Path) -> None:
+    half, even = part(DOCUMENTS[::2])
+    with client(tmp_path, even, NOBODY) as asked, pytest.raises(Unavailable, match=NOBODY):
+        asked.search("cats", 10)
+    with client(tmp_path, even, NOBODY, missing="partial") as asked:
+        found = asked.search("cats", 10)
+        assert found.partial
+        assert list(found.passages) == nearest(half, "cats")
+
+
+def test_what_a_client_may_not_ask_is_a_typed_error(part: Any, tmp_path: Path) -> None:
+    _, url = part(DOCUMENTS)
+    with client(tmp_path, url, limits=Limits(parked=2)) as asked:
+        with pytest.raises(InvalidFilter, match="no attribute 'm'"):
+            asked.search("cats", 10, filter={"type": "eq", "key": "m", "value": 1})
+        with pytest.raises(InvalidRequest, match="vector is a text, and collection 'docs' is not on other nodes"):
+            asked.search("cats", 10, collection="docs")
+        with pytest.raises(InvalidRequest, match="3 numbers"):
+            asked.search([1.0, 2.0, 3.0], 10)
+        with pytest.raises(InvalidRequest, match="not an array"):
+            asked.search("", 10)
+        for _ in range(2):
+            asked.submit("cats", 10)
+        with pytest.raises(Overloaded, match="2 queries wait for other nodes, the limit is 2"):
+            asked.submit("cats", 10)
+    with pytest.raises(Unavailable, match="closed"):
+        asked.submit("cats", 10)
+    missing = RemoteSection("all", (url,), api_key_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="remote all: the key cannot be read"):
+        SearchClient((), "test", remote=(missing,))
+
+
+# ---- the retriever of a worker
+
+
+@contextlib.contextmanager
+def retriever(tmp_path: Path, *nodes: str, **options: Any) -> Iterator[Retriever]:
+    with client(tmp_path, *nodes, **options) as asked:
+        library: Any = SimpleNamespace(dims={}, warm_up=lambda: None)
+        made = Retriever(library, asked)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def ended(asker: Retriever) -> Found:
+    while True:
+        for found in asker.poll():
+            return found
+        asker.sleep((), 1000)
+
+
+LATE = 1 << 62
+
+
+def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+    with retriever(tmp_path, even, odd) as asker:
+        asker.warm_up()
+        for text, wanted in itertools.product(TEXTS, (None, SOME)):
+            ticket = asker.ask(text, "all", 10, "decode", LATE, wanted=filter_bytes(wanted))
+            found = ended(asker)
+            assert (found.ticket, found.error, found.build, found.partial) == (ticket, None, "", False)
+            assert list(found.passages) == nearest(whole, text, wanted=wanted)
+            assert found.embedded_ns > 0
+
+
+def test_a_worker_is_told_when_nodes_are_missing(part: Any, tmp_path: Path) -> None:
+    _, even = part(DOCUMENTS[::2])
+    with retriever(tmp_path, even, NOBODY, missing="partial") as asker:
+        asker.ask("cats", "all", 10, "prefill", LATE)
+        assert ended(asker).partial
+    with retriever(tmp_path, even, NOBODY) as asker:
+        asker.ask("cats", "all", 10, "prefill", LATE)
+        assert isinstance(ended(asker).error, Unavailable)
+        with pytest.raises(InvalidRequest, match="on other nodes") as caught:
+            asker.ask("cats", "all", 10, "prefill", LATE, hybrid=0.5)
+        assert caught.value.param == "hybrid"
+
+
+def test_what_a_worker_cancels_never_comes(tmp_path: Path, part: Any) -> None:
+    _, even = part(DOCUMENTS)
+    with retriever(tmp_path, even) as asker:
+        dropped = asker.ask("cats", "all", 10, "decode", LATE)
+        asker.cancel(dropped)
+        kept = asker.ask("dogs", "all", 10, "decode", LATE)
+        assert ended(asker).ticket == kept
+        assert asker.poll() == []
