@@ -33,7 +33,7 @@ def said(value: float | str | None, unit: str, no_value: str = "–") -> str:
     if unit == "s" and value and abs(value) < 1:
         return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
     if unit == "bytes":
-        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.{value < 10 * 2**20:d}f} MiB"
     if unit == "percentunit":
         return f"{100 * value:.4g}%"
     suffix = {"s": " s", "reqps": " req/s", "watt": " W"}.get(unit, "")

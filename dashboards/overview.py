@@ -4,12 +4,12 @@ Are promises kept? Is it up? Who waits? What is full? Where does the time go? Wh
 written? Which GPU?
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from runtime.node.figures import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.metrics.columns import BuildPart, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
@@ -214,6 +214,8 @@ def _controller() -> Row:
         Query(q.rate(_s(PoolMetrics.DEADLINE_MISSES), ("stage",)), "missed {{stage}} deadlines"),
         Query(q.rate(_s(ControlMetrics.CHANGES)), "changes of mind"),
     ]
+    loads = [Query(_s(ControlMetrics.ROLE_LOAD), "{{role}}")]
+    moves = [Query(q.rate(_s(ControlMetrics.MOVES), ("role",)), "{{role}}")]
     return Row(
         "What does the controller do?",
         [
@@ -221,6 +223,10 @@ def _controller() -> Row:
             _lines("Flush τ_pre", "How long prefill leaves the slots to decode", flush, "s"),
             _lines("Decode stalled", "Share of the rows' time in which they wait for a probe", stall, "percentunit"),
             _lines("Events", "A second", events, "short"),
+            _lines(
+                "Load of prefill and decode", "Over what each can do within the SLOs, with a planner", loads, "short"
+            ),
+            _lines("Workers that change roles", "A second, by the role that loses one", moves, "short"),
         ],
     )
 
@@ -228,10 +234,13 @@ def _controller() -> Row:
 def _live() -> Row:
     segments = [
         Query(f"sum({_s(FrontendMetrics.LIVE_SEGMENTS)})", "segments"),
-        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed an hour"),
-        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged an hour"),
         Query(f"sum({_s(FrontendMetrics.LIVE_BUILDING)})", "being built"),
     ]
+    merges = [
+        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed an hour"),
+        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged an hour"),
+    ]
+    built = [Query(f"max({_s(FrontendMetrics.LIVE_BUILT, part=part)})", part) for part in get_args(BuildPart)]
     rows = [
         Query(f"sum({_s(FrontendMetrics.LIVE_DOCUMENTS)})", "documents"),
         Query(f"sum({_s(FrontendMetrics.LIVE_GROWING)})", "not sealed"),
@@ -241,10 +250,12 @@ def _live() -> Row:
     return Row(
         "What is written?",
         [
-            _percentiles("Writes", "Until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME, 6),
-            _lines("Segments", "Of the live collections that are written to", segments, "short"),
-            _lines("Documents", "There, not sealed yet, and deleted but not merged away", rows, "short"),
-            _lines("Log", "Bytes that a restart reads", log, "bytes"),
+            _percentiles("Writes", "Until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME),
+            _lines("Documents", "There, not sealed yet, and deleted but not merged away", rows, "short", 8),
+            _lines("Log", "Bytes that a restart reads", log, "bytes", 8),
+            _lines("Segments", "Of the live collections that are written to", segments, "short", 8),
+            _lines("Seals and merges", "Segments built from logs, and from others", merges, "short", 8),
+            _lines("Build", "What is done of the segment that is being built", built, "percentunit", 8),
         ],
     )
 

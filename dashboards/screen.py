@@ -269,6 +269,7 @@ def _written(live: Live) -> Section:
             Line("segments", count(live.value(FrontendMetrics.LIVE_SEGMENTS))),
             Line("documents", count(live.value(FrontendMetrics.LIVE_DOCUMENTS))),
             Line("being built", count(live.value(FrontendMetrics.LIVE_BUILDING))),
+            Line("its graph", percent(live.value(FrontendMetrics.LIVE_BUILT["graph"]))),
             Line("not sealed", count(live.value(FrontendMetrics.LIVE_GROWING))),
             Line("deleted", count(live.value(FrontendMetrics.LIVE_TOMBSTONES))),
             Line("log", size(live.value(FrontendMetrics.LIVE_LOG_BYTES))),

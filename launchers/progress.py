@@ -27,6 +27,8 @@ _WORDS = {
     "neighbors": "finding neighbors",
     "graph": "connecting the graph",
     "better neighbors": "finding better neighbors",
+    "rows": "reading rows",
+    "write": "writing the segment",
 }
 _LINE_EVERY_S = 10.0
 

@@ -50,7 +50,9 @@ def show_workers(status: NodeStatus, console: Console) -> None:
 
 
 def _told(written: Written) -> str:
-    built = f", {written.building} being built" if written.building else ""
+    rows, graph, whole = written.built
+    done = f" (rows {rows:.0%}, graph {graph:.0%}, written {whole:.0%})"
+    built = f", {written.building} being built{done}" if written.building else ""
     return (
         f"live collections: {written.documents:,} documents in {written.segments} segments{built} and "
         f"{written.growing:,} rows of the log ({written.log_bytes / 2**20:,.1f} MiB); "

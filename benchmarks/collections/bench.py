@@ -29,11 +29,12 @@ from benchmarks.collections.kills import kill  # noqa: E402
 from benchmarks.collections.kills import report as report_of_kills  # noqa: E402
 from benchmarks.collections.node import beside, report_beside  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
+from benchmarks.collections.switch import report_of as report_of_switch  # noqa: E402
+from benchmarks.collections.switch import switched  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
-from gpu.cpu.extend.passing import ROWS_A_STEP  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
 from runtime.retrieval.live.incoming import Upserted  # noqa: E402
 from runtime.retrieval.live.search import search_segment  # noqa: E402
@@ -113,31 +114,6 @@ def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -
 
 def _trinity(index: GraphIndex, allowed: Array, queries: Array, effort: int) -> Array:
     return search_segment(index, queries, K, effort, 1, allowed)[0]
-
-
-def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
-    """Comparing each row that passes against walking, at the same part: where they cross is ROWS_A_STEP."""
-    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
-    random, found = np.random.default_rng(seed), []
-    for part in (0.4, 0.2, 0.1, 0.05, 0.02):
-        allowed = random.random(len(base)) < part
-        rows, longer = np.flatnonzero(allowed), min(4096, round(64 / part))
-        times = {}
-        for name, search in (
-            ("compare", partial(index.exact, queries, K, rows)),
-            ("walk", partial(index.search, queries, K, longer, allowed=allowed)),
-        ):
-            search()
-            taken = []
-            for _ in range(ROUNDS):
-                begin = time.process_time()
-                search()
-                taken.append(time.process_time() - begin)
-            times[name] = statistics.median(taken) / len(queries) * 1e6
-        step = (times["walk"] / longer) / (times["compare"] / len(rows))
-        found.append({"part": part, "top_m": longer, "rows_a_step": step, **{f"{n}_us": t for n, t in times.items()}})
-        print("  switch", found[-1], flush=True)
-    return found
 
 
 def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[str, float]:
@@ -242,8 +218,7 @@ def report(results: dict[str, Any]) -> str:
         "Upserts of 32, acknowledged with fsync: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms; an fsync of as many bytes "
         "alone p99 {fsync_p99_ms:.1f} ms".format(**results["upserts"]),
         "",
-        f"Rows compared in the time of a step of the walk (`ROWS_A_STEP` is {ROWS_A_STEP}): "
-        + ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in results["switch"]),
+        report_of_switch(results["switch"]),
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
 """The engines under comparison, each behind the same few calls. A peer that is not installed is left out.
 
 All graphs have 32 edges a node at the bottom: hnswlib, faiss and usearch with M=16 and efConstruction=200, Vamana with
-degree 32, window 200, SymphonyQG with degree 32, ef 200.
+degree 32, window 200, SymphonyQG with degree 32, ef 200. ScaNN has no graph: four of its effort are a leaf. VSAG is
+left out: its Python package takes one query a call, with its parameters as JSON.
 """
 
 import functools
@@ -299,13 +300,20 @@ class Vamana:
 
 
 class SymphonyQG:
-    """RaBitQ's authors' graph, whose codes of neighbours ours are like. L2 only: cosine as L2 of unit vectors."""
+    """RaBitQ's authors' graph, whose codes of neighbours ours are like; over float32 rows, or over codes of some bits.
 
-    label, compressed = "SymphonyQG", True
+    L2 alone was tried: cosine as L2 of unit vectors.
+    """
+
+    compressed = True
+
+    def __init__(self, bits: int = 0) -> None:
+        self._bits = bits
+        self.label = f"SymphonyQG {bits} bits" if bits else "SymphonyQG"
 
     def build(self, data: DataSet, threads: int) -> None:
         rabitqlib = importlib.import_module("rabitqlib")
-        self._index: Any = rabitqlib.SymqgIndex(data.base.shape[1], 32, "l2")
+        self._index: Any = rabitqlib.SymqgIndex(data.base.shape[1], 32, "l2", self._bits)
         self._index.build(np.ascontiguousarray(data.base, np.float32), 200, threads)
 
     def save(self, directory: Path) -> None:
@@ -325,6 +333,36 @@ class SymphonyQG:
         return ids.astype(np.int64)
 
 
+class Scann:
+    """ScaNN as its page recommends: √N leaves, anisotropic 4-bit codes of two dimensions each, exact distances last."""
+
+    label, compressed = "ScaNN", True
+
+    def build(self, data: DataSet, threads: int) -> None:
+        scann = importlib.import_module("scann").scann_ops_pybind
+        metric, threshold = ("squared_l2", float("nan")) if data.metric == "l2" else ("dot_product", 0.2)
+        leaves = int(len(data.base) ** 0.5)
+        tree = scann.builder(data.base, 10, metric).set_n_training_threads(threads)
+        tree = tree.tree(leaves, max(1, leaves // 20), training_sample_size=min(len(data.base), 100_000))
+        coded = tree.score_ah(2, anisotropic_quantization_threshold=threshold)
+        self._index: Any = coded.reorder(100).build()
+
+    def save(self, directory: Path) -> None:
+        self._index.serialize(str(directory))
+
+    def load(self, directory: Path, data: DataSet) -> None:
+        self._index = importlib.import_module("scann").scann_ops_pybind.load_searcher(str(directory))
+
+    def bytes(self) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            self._index.serialize(folder)
+            return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+    def search(self, queries: Array, effort: int, threads: int) -> Array:
+        found = self._index.search_batched(queries, 10, max(30, effort), max(1, effort // 4))[0]
+        return np.asarray(found).astype(np.int64)
+
+
 def contenders() -> tuple[list[Contender], dict[str, str]]:
     """Everything that can run here, and the versions of the peers."""
     whole = Trinity("float32")
@@ -336,7 +374,8 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
         ("usearch", "usearch", lambda: [Usearch("f32"), Usearch("f16")]),
         ("svs", "scalable-vs", lambda: [Vamana()]),
-        ("rabitqlib", "rabitqlib", lambda: [SymphonyQG()]),
+        ("rabitqlib", "rabitqlib", lambda: [SymphonyQG(), SymphonyQG(8)]),
+        ("scann", "scann", lambda: [Scann()]),
     )
     versions = {}
     for module, package, make in peers:

@@ -1,4 +1,4 @@
-"""`trinity index build | info | verify` and `trinity search`: collections from the command line.
+"""`trinity index build | info | verify | …` and `trinity search`: collections from the command line.
 
 What is wrong with the input is raised as `TrinityError` (or `GpuError`) and becomes one line in `launchers.main`.
 """
@@ -15,11 +15,11 @@ import numpy as np
 import typer
 
 from launchers.commands.follow import follow
-from launchers.commands.live import show_info, show_verified
+from launchers.commands.live import compact, show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError
 from runtime.node.placement.plan import nodes_dir
-from runtime.node.run_dir import find_node, running_nodes
+from runtime.node.run_dir import find_node, paths_of, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
@@ -33,6 +33,7 @@ from runtime.retrieval.nearest import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
 index_app.command()(follow)
+index_app.command()(compact)
 
 Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
 
@@ -193,7 +194,7 @@ def _served(out: Path) -> list[str]:
     lines = []
     for directory, node in running_nodes().items():
         name = node.name if directory.parent == nodes_dir() else str(directory)
-        for collection, path in zip(node.collections, node.paths, strict=False):
+        for collection, path in paths_of(node).items():
             if Path(path).resolve() == out.resolve():
                 lines.append(
                     f"node {node.name!r} goes on serving what was there before as {collection!r}, until "
@@ -230,7 +231,7 @@ def info(directory: Directory) -> None:
         "dtype": found.dtype,
         "degree": found.degree,
         "shards": found.shards,
-        "index": f"{found.index_bytes / 1e6:,.1f} MB",
+        "index": f"{found.index_bytes / 1e6:,.1f} MB, {found.code_bytes / 1e6:,.1f} MB of it codes of neighbours",
         **sizes,
         "embedder": _told(found.embedder),
     }.items():

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
 from runtime.node.logs.log import plain
 from runtime.retrieval.attributes.filters import Filter, parse_filter
@@ -110,8 +111,11 @@ def flush(directory: Directory) -> None:
 @live_app.command()
 def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
     """Make one segment of everything, or of each shard, without what is deleted."""
-    with LiveWriter(directory, background=False, threads=threads) as writer:
-        writer.compact()
+    with (
+        BuildProgress(sys.stderr) as progress,
+        LiveWriter(directory, background=False, threads=threads) as writer,
+    ):
+        writer.compact(progress)
         print(f"{directory}: {writer.state.count:,} documents in {len(writer.state.segments)} segments")
 
 

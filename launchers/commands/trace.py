@@ -12,7 +12,7 @@ from rich.table import Table
 from launchers.http_client import get_json
 from launchers.node_option import NodeOption
 from runtime.node.run_dir import find_node
-from runtime.serving.frontend.traces import Trace
+from runtime.serving.frontend.observability import Trace
 
 _MOST_PROBES = 24  # lines; the longest ones are shown
 _FIXED = 40  # columns that the names and numbers take

@@ -89,6 +89,7 @@ def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere() -> None:
         (42e-6, "s", "42 µs"),
         (0.997, "percentunit", "99.7%"),
         (3 * 2**30, "bytes", "3.00 GiB"),
+        (4.5 * 2**20, "bytes", "4.5 MiB"),
         (12_300.0, "reqps", "12.3k req/s"),
         (None, "short", "–"),
     ],

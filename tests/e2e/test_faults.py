@@ -57,7 +57,7 @@ def end_of(node: Node, body: dict[str, Any]) -> str:
 def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Node, worker: str) -> None:
     # A probe that is out when its pool dies may be left out, and what follows differs: none there.
     retrieval = False if worker == "pool-0" else BODY["retrieval"]
-    bodies = [BODY | {"prompt": prompt, "retrieval": retrieval} for prompt in prompts(12)]
+    bodies = [BODY | {"prompt": prompt, "retrieval": retrieval, "max_tokens": 200} for prompt in prompts(12)]
     with ThreadPoolExecutor(12) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
         assert {reason for reason, _ in undisturbed} == {"length"}

@@ -22,7 +22,7 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.node.engine_config import OpenAiSection
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.starts import RestartLimits
+from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from runtime.serving.http.draining import Readiness
+from runtime.serving.http.connections import Readiness
 from runtime.serving.http.service import Settings
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL

@@ -7,17 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.retrieval.builds import About
+from runtime.retrieval.about import About
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader, attributes_of
+from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.nearest import fused
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
 HASHING = Hashing(64)
 KEY = "a-key"
+RARE = {"id": "rare", "text": "E1042", "vector": (-HASHING.embed(["E1042"], "query")[0]).tolist()}
+"""A document that its text's vector is farthest from: only words find it."""
 
 
 class Notes:
@@ -30,11 +34,16 @@ class Notes:
         call.pop("embedded")()
         query = np.asarray(HASHING.embed([call["query"]], "query"))
         with LiveReader(self._directory) as reader:
-            rows, distances = reader.search(query, call["k"], wanted=call["wanted"])
-            found = reader.documents(rows[0][rows[0] >= 0].tolist())
+            rows, distances = (one[0] for one in reader.search(query, call["k"], wanted=call["wanted"]))
+            if call["hybrid"]:
+                words = LiveWords(reader.state)
+                by_words = words.nearest(call["query"], query[0], call["k"], call["wanted"], 1 << 62)
+                words.close()
+                rows, distances = fused((rows, distances), by_words, call["k"], call["hybrid"])
+            found = reader.documents(rows[rows >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
-            for one, distance in zip(found, distances[0], strict=False)
+            for one, distance in zip(found, distances, strict=False)
             if one is not None
         ]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime.errors import InvalidDocument, Unauthorized, Unavailable
-from runtime.integrations.client import CollectionClient
-from tests.integrations.conftest import KEY
+from runtime.errors import InvalidDocument, InvalidRequest, Unauthorized, Unavailable
+from runtime.integrations.client import CollectionClient, Hybrid
+from tests.integrations.conftest import KEY, RARE
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
@@ -44,3 +44,17 @@ def test_a_node_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="no answer from http://127"):
         nobody.search("a", 1)
     nobody.close()
+
+
+@pytest.mark.parametrize("hybrid", [True, 0.9])
+def test_words_are_looked_for_only_where_that_is_asked_for(url: str, hybrid: Hybrid) -> None:
+    client = CollectionClient(url, "notes", KEY)
+    client.upsert([RARE, {"id": "cats", "text": "cats purr"}, {"id": "birds", "text": "birds sing"}])
+    assert "rare" not in [one.id for one in client.search("E1042", 2)]
+    found = client.search("E1042", 2, hybrid=hybrid)
+    assert "rare" in [one.id for one in found]
+    assert min(one.score for one in found) == pytest.approx(-1, abs=1e-3), "a score is the vectors'"
+    for wrong in (1.5, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest, match="hybrid is"):
+            client.search("E1042", 2, hybrid=wrong)
+    client.close()

@@ -9,8 +9,9 @@ pytest.importorskip("langchain_core", reason="langchain-core is not installed: [
 from langchain_core.documents import Document
 
 from runtime.errors import InvalidFilter
+from runtime.integrations.client import CollectionClient
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
-from tests.integrations.conftest import KEY
+from tests.integrations.conftest import KEY, RARE
 
 
 @pytest.fixture
@@ -67,4 +68,19 @@ def test_a_retriever_takes_k_and_a_filter_when_made_and_when_asked(store: Trinit
     found = retriever.invoke("cats purr", filter={"type": "eq", "key": "legs", "value": 2})
     assert [one.id for one in found] == ["birds"]
     assert KEY not in repr(retriever)
+    retriever.close()
+
+
+def test_words_are_looked_for_where_that_is_asked_for(store: TrinityVectorStore, url: str) -> None:
+    CollectionClient(url, "notes", KEY).upsert([RARE])
+    retriever = TrinityRetriever(url=url, collection="notes", api_key=KEY, k=2, hybrid=True)
+    for found, by_words in (
+        (store.similarity_search("E1042", k=2), False),
+        (store.similarity_search("E1042", k=2, hybrid=True), True),
+        ([one for one, _ in store.similarity_search_with_score("E1042", k=2, hybrid=0.9)], True),
+        (store.as_retriever(search_kwargs={"k": 2, "hybrid": True}).invoke("E1042"), True),
+        (retriever.invoke("E1042"), True),
+        (retriever.invoke("E1042", hybrid=False), False),
+    ):
+        assert ("rare" in [one.id for one in found]) == by_words
     retriever.close()

@@ -9,7 +9,7 @@ pytest.importorskip("llama_index.core", reason="llama-index-core is not installe
 from runtime.errors import InvalidFilter
 from runtime.integrations.client import CollectionClient
 from runtime.integrations.llama_index import TrinityRetriever
-from tests.integrations.conftest import KEY
+from tests.integrations.conftest import KEY, RARE
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +40,11 @@ def test_a_filter_holds_and_a_wrong_one_is_the_node_s_error(url: str) -> None:
     with pytest.raises(InvalidFilter, match="feet"):
         wrong.retrieve("cats")
     wrong.close()
+
+
+def test_words_are_looked_for_where_that_is_asked_for(url: str) -> None:
+    CollectionClient(url, "notes", KEY).upsert([RARE])
+    for hybrid in (False, True):
+        retriever = TrinityRetriever(url, "notes", KEY, k=2, hybrid=hybrid)
+        assert ("rare" in [one.node_id for one in retriever.retrieve("E1042")]) == hybrid
+        retriever.close()

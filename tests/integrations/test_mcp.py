@@ -13,7 +13,7 @@ from mcp import Client, StdioServerParameters
 
 from runtime.integrations.client import CollectionClient
 from runtime.integrations.mcp_server import mcp_server
-from tests.integrations.conftest import KEY
+from tests.integrations.conftest import KEY, RARE
 
 BIRDS = {"id": "birds", "text": "birds sing", "metadata": {"legs": 2}}
 
@@ -66,3 +66,13 @@ def test_the_command_serves_it_over_a_pipe(url: str) -> None:
     command = StdioServerParameters(command=sys.executable, args=words, env=os.environ | {"TRINITY_API_KEY": KEY})
     names, answer = asyncio.run(asked(command, query="birds sing", k=1))
     assert (names, found(answer)) == (["search"], [BIRDS])
+
+
+def test_a_model_may_have_words_looked_for(url: str) -> None:
+    client = CollectionClient(url, "notes", KEY)
+    client.upsert([RARE])
+    server = mcp_server(client, "notes")
+    for hybrid in (False, True):
+        answer = asyncio.run(asked(server, query="E1042", k=2, hybrid=hybrid))[1]
+        assert ("rare" in [one["id"] for one in answer.structured_content["result"]]) == hybrid
+    client.close()

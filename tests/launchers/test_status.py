@@ -14,10 +14,12 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
 from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.live.build import Parts
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.frontend.measures import tell_writes
+from runtime.serving.frontend.process import tell_writes
 from tests.frontend.test_documents import Embeds
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
@@ -91,13 +93,13 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
     writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds(), lambda _: Hashing(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
-    tell_writes(table, writes)
+    tell_writes(table, writes.states())
     assert Written.of([table]) is None
     asyncio.run(writes.upsert("notes", [Upserted(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [Upserted("new", "t")]))
-    tell_writes(table, writes)
+    tell_writes(table, writes.states())
     found = Written.of([table])
     assert found is not None
     assert found.log_bytes > 0
@@ -106,9 +108,26 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     table.close()
 
 
-@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 being built")])
+def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
+    table = WorkerTable.create("frontend", "frontend-0", SloSection())
+    states = {
+        name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
+        for name, done in (("a", Parts(1.0, 0.5, 0.0)), ("b", None), ("c", Parts(1.0, 0.25, 0.0)))
+    }
+    tell_writes(table, states)
+    found = Written.of([table])
+    assert found is not None
+    assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the one that is least far"
+    tell_writes(table, {"b": states["b"]})
+    found = Written.of([table])
+    assert found is not None
+    assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))
+    table.close()
+
+
+@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 being built (rows 100%, graph 45%, written 0%)")])
 def test_live_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
-    lines = shown(160, written=Written(12_345, 3, 120, 45, 5 << 19, building))
+    lines = shown(200, written=Written(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
         f"live collections: 12,345 documents in 3 segments{told} and 120 rows of the log (2.5 MiB); "
         "45 deleted rows in segments"

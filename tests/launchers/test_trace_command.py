@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from launchers.commands.trace import show
-from runtime.serving.frontend.traces import ProbeTime, StageTime, Trace
+from runtime.serving.frontend.observability import ProbeTime, StageTime, Trace
 
 STAGES = (
     StageTime("queue", 0.0, 0.001),

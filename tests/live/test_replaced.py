@@ -112,6 +112,20 @@ def test_a_reader_says_that_another_collection_is_there_and_goes_on_with_what_it
             assert len(contents(reader)) == 10
 
 
+@pytest.mark.parametrize("replace", [_another, _nothing])
+def test_checksums_of_a_directory_that_was_replaced_meanwhile_are_not_damage(
+    tmp_path: Path, replace: Callable[[Path], None]
+) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(10)))
+        writer.flush()
+        with LiveReader(tmp_path / "a") as reader:
+            replace(tmp_path / "a")
+            reader.checksums.verify()
+            assert not reader.checksums.pending
+            assert len(contents(reader)) == 10
+
+
 @pytest.mark.parametrize("restore", RESTORES)
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_reader_says_that_an_earlier_state_was_restored_and_another_one_reads_it(

@@ -40,7 +40,7 @@ class DlpackOn:
 
 def played_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A CUDA runtime whose one device has the host's memory; the bytes of each copy out, and -stream of each wait."""
-    gpu_vectors = pytest.importorskip("runtime.retrieval.vectors.gpu", reason="needs the extra [cuda]")
+    gpu_vectors = pytest.importorskip("runtime.retrieval.search.gpu_vectors", reason="needs the extra [cuda]")
     done: list[int] = []
     success = SimpleNamespace(name="cudaSuccess")
 

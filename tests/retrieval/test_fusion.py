@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.retrieval.nearest import Nearest
-from runtime.retrieval.search.fusion import fused
+from runtime.retrieval.nearest import Nearest, fused
 
 
 def side(*rows: int) -> Nearest:

@@ -68,6 +68,9 @@ def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, sour
     assert [line.split()[:2] for line in printed.splitlines()][:4] == [
         ["vectors", "60"], ["dimensions", "64"], ["metric", "cosine"], ["dtype", "float32"],
     ]  # fmt: skip
+    of_codes = sum((out / "index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation"))
+    assert Collection.info(out).code_bytes == of_codes
+    assert f"{of_codes / 1e6:,.1f} MB of it codes of neighbours" in printed
     assert trinity("index", "verify", out)[0] == 0
     codes = out / "index" / "codes.npy"
     content = bytearray(codes.read_bytes())

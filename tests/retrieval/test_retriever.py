@@ -3,6 +3,7 @@
 import select
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 import zmq
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
+from runtime.node.config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Embedded, EmbedThreads, Found, Retriever
-from runtime.retrieval.search.query import SearchResult
+from runtime.retrieval.search.query import Question, SearchResult
 
 SOON_S = 60.0
 
@@ -64,19 +66,26 @@ class Library:
 class Client:
     """Answers every vector with its first number, at the next poll."""
 
+    remote = frozenset[str]()
+
     def __init__(self) -> None:
         self.submitted: list[float] = []
         self.results: list[SearchResult] = []
         self.cancelled: list[int] = []
         self.full = False
+        self.tickets, self.settings = count(101), PoolSection()
 
-    def submit(self, vector: npt.NDArray[np.float32], k: int, **more: Any) -> int:
+    @property
+    def dispatcher(self) -> "Client":
+        return self
+
+    def ask(self, question: Question) -> None:
         if self.full:
             raise Overloaded("the ring is full")
-        self.submitted.append(float(vector[0]))
-        ticket = 100 + len(self.submitted)
-        self.results.append(SearchResult(ticket, np.array([int(vector[0])]), np.zeros(1, np.float32)))
-        return ticket
+        assert isinstance(question.vector, np.ndarray)
+        first = question.vector[0]
+        self.submitted.append(float(first))
+        self.results.append(SearchResult(question.ticket, np.array([int(first)]), np.zeros(1, np.float32)))
 
     def identities(self, collection: str) -> tuple[str, ...]:
         return ("first",)

@@ -20,7 +20,7 @@ from launchers.http_client import get_json
 from runtime.errors import Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import change_worker, node_status
-from runtime.serving.frontend.traces import Trace
+from runtime.serving.frontend.observability import Trace
 
 _ANSWER_S = 2.0
 _WAIT_S = 120.0

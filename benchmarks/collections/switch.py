@@ -1,0 +1,98 @@
+"""Where a filtered search goes from comparing each row that passes to walking the graph: `ROWS_A_STEP`.
+
+As a pool runs it: single queries through the engine's compiled functions, one after the other, one extend a step, each
+with a bitmap of its own; and with some others in the running batch.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.data import Array
+from gpu import CpuEngine, GraphIndex
+from gpu.compiled import compiled
+from gpu.cpu.extend.passing import ROWS_A_STEP
+from gpu.engine import RELEASE
+from gpu.index.data import bitmap
+from ipc.memory.instructions import call
+
+K = 10
+TOP_M = 64
+PARTS = (0.4, 0.2, 0.1, 0.05, 0.02)
+ACTIVE = (1, 8)
+_ROUNDS = 3
+_FILTERS = 16  # bitmaps, so that no query finds the rows of the one before in a cache
+
+
+@compiled
+def _answer(
+    engine: Any, queries: Any, masks: Any, passing: int, top_m: int, active: int, report: Any, ids: Any, distances: Any
+) -> Any:
+    """Every query, `active` of them at a time. How many were found, below 0: failed."""
+    admit, extend, harvest, change, restrict, handle = engine[0], engine[1], engine[2], engine[3], engine[4], engine[5]
+    asked = running = found = 0
+    while asked < len(queries) or running:
+        while running < active and asked < len(queries):
+            vector = queries.ctypes.data + asked * queries.strides[0]
+            slot = call(admit, (handle, vector, 0, K, top_m, 1, 0))
+            if slot < 0:
+                return -1
+            call(restrict, (handle, slot, masks.ctypes.data + (asked % len(masks)) * masks.strides[0], passing))
+            running += 1
+            asked += 1
+        done = call(extend, (handle, report.ctypes.data))
+        if done < 0:
+            return -1
+        for i in range(done):
+            slot = report[2 + 2 * i]
+            found += call(harvest, (handle, slot, ids.ctypes.data, distances.ctypes.data))
+            call(change, (handle, slot, RELEASE))
+        running -= done
+    return found
+
+
+def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
+    """For each part that passes and number of queries at a time: microseconds a query, compared and walked, and how
+    many rows are compared in the time of an entry of the walk's list: where the two cross is `ROWS_A_STEP`."""
+    index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
+    random, found = np.random.default_rng(seed), []
+    queries = np.ascontiguousarray(queries, np.float32)
+    engine = CpuEngine({"all": index}, slots=max(ACTIVE), max_top_m=4096, max_k=K, max_search_width=1)
+    backend = engine.backend()
+    words = np.array([*backend[:4], backend.restrict, backend.handle], np.int64)
+    report, ids, distances = np.zeros(2 + 2 * max(ACTIVE), np.int64), np.zeros(K, np.int64), np.zeros(K, np.float32)
+    for part in PARTS:
+        longer = round(TOP_M / part)
+        if len(base) <= ROWS_A_STEP * longer:
+            continue  # the engine would not walk
+        passing = [random.random(len(base)) < part for _ in range(_FILTERS)]
+        masks = np.stack([bitmap(one, len(base)) for one in passing])
+        rows = float(np.mean([one.sum() for one in passing]))
+        for active in ACTIVE:
+            told: dict[str, list[float]] = {"compare": [], "walk": []}
+            for _ in range(_ROUNDS):  # in turns: what else the machine does comes to both
+                # That one row passes has the engine compare, and that all do has it walk with the list as it is.
+                for name, top_m, count in (("compare", TOP_M, 1), ("walk", longer, len(base))):
+                    begin = time.process_time()
+                    if _answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
+                        raise RuntimeError("the engine has failed")
+                    told[name].append((time.process_time() - begin) / len(queries) * 1e6)
+            compare, walk = (min(told[name][1:]) for name in ("compare", "walk"))  # the first compiles, and touches
+            found.append({
+                "part": part, "active": active, "top_m": longer, "compare_us": compare, "walk_us": walk,
+                "rows_a_step": (walk / longer) / (compare / rows),
+            })  # fmt: skip
+            print("  switch", found[-1], flush=True)
+    engine.close()
+    return found
+
+
+def report_of(found: list[dict[str, float]]) -> str:
+    """A sentence of Markdown."""
+    told = []
+    for active in ACTIVE:
+        own = [one for one in found if one["active"] == active]
+        parts = ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in own)
+        told.append(f"{active} at a time: {parts}")
+    return f"Rows compared in the time of a step of the walk (`ROWS_A_STEP` is {ROWS_A_STEP}), {'; '.join(told)}"
