@@ -1,6 +1,9 @@
 """What a live collection's writer refuses: other writers, full disks, documents, floods; and what it survives."""
 
 import errno
+import fcntl
+import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,19 +28,47 @@ from runtime.retrieval.live import writer as writer_module
 from runtime.retrieval.live.collection import create, info, verify
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.storage.disk import LOCK, Disk, locked
 from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
-    import os
-
     with new_writer(tmp_path / "a") as first:
         with pytest.raises(CollectionBusy, match=f"process {os.getpid()}"):
             open_writer(tmp_path / "a")
         first.upsert(documents(range(2)))
     with open_writer(tmp_path / "a") as second:
         assert len(contents(second)) == 2
+
+
+def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    childs = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(childs, fcntl.LOCK_EX)
+    os.write(childs, f"process {gone.pid}\n".encode())
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            os.close(childs)
+
+    os.close(locked(tmp_path, pause))
+    assert len(pauses) == 3
+
+
+def test_a_lock_that_nobody_alive_has_written_into_is_refused_in_the_end(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    childs = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(childs, fcntl.LOCK_EX)
+    os.write(childs, f"process {gone.pid}\n".encode())
+    pauses: list[float] = []
+    with pytest.raises(CollectionBusy, match=f"process {gone.pid}"):
+        locked(tmp_path, pauses.append)
+    os.close(childs)
+    assert 1.0 <= sum(pauses) <= 5.0
 
 
 class _FullDisk(Disk):

@@ -5,11 +5,20 @@ import errno
 import fcntl
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_OWNER = "process "
+_LEFTOVER_S = 2.0
+"""A child that a killed writer had just forked holds its lock until it has become another program."""
+_LOOK_S = 0.01
 
 
 class Disk:
@@ -83,7 +92,7 @@ def storage_error(error: OSError, what: str) -> CollectionError:
 LOCK = "writer.lock"
 
 
-def locked(directory: Path) -> int:
+def locked(directory: Path, sleep: Callable[[float], None] = time.sleep) -> int:
     """The descriptor that holds the writer's lock, which goes with this process.
 
     Raises `CollectionBusy` if another process has it.
@@ -93,19 +102,37 @@ def locked(directory: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be opened") from error
+    tries = int(_LEFTOVER_S / _LOOK_S)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _taken(fd):
+            owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+            if tries == 0 or _runs(owner):
+                raise CollectionBusy(f"{directory} is written to by {owner or 'another process'}; only one process may")
+            tries -= 1
+            sleep(_LOOK_S)
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):
-            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-    except BlockingIOError as error:
-        owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "another process"
+            os.pwrite(fd, f"{_OWNER}{os.getpid()}\n".encode(), 0)
+    except BaseException as error:
         os.close(fd)
-        raise CollectionBusy(f"{directory} is written to by {owner}; only one process may") from error
-    except OSError as error:
-        os.close(fd)
-        raise storage_error(error, f"{path} cannot be locked") from error
+        if isinstance(error, OSError):
+            raise storage_error(error, f"{path} cannot be locked") from error
+        raise
     return fd
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _runs(owner: str) -> bool:
+    """Whether the process that a lock names is there, as far as can be told."""
+    pid = owner.removeprefix(_OWNER)
+    return not pid.isdecimal() or psutil.pid_exists(int(pid))
 
 
 def holds(fd: int, directory: Path) -> bool:
