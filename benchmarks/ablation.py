@@ -10,10 +10,12 @@ simulated: production's policy, compiled, over virtual clocks; the same seed giv
   prefill query each, then a decode query every 32 tokens. A tenth of decode's is large (130 extends beside 19). Each
   third query has a caller's deadline. `attainment`: prefill within L_pre,max and decode within a quarter of a second,
   over all sent. `misses`: of those with a deadline, the share that was not answered by then.
-- **pool, flood**: the same pool, for a second of queries alike at random times: prefill's 15% of what it can serve,
+- **pool, flood**: the same pool, for two seconds of queries alike at random times: prefill's 15% of what it can serve,
   decode's 200%. **pool, mixed**: decode queries alone at random times, 70% of what it can serve, a tenth of them large.
-- **node**: the whole node of `benchmarks.policy`, whose pool is its scarcest resource, at 110%. "prefill p99" is TTFT's
-  there, "decode/s" tokens, `attainment` of TTFT and TPOT, `misses` the share of requests that ended without an answer.
+  **pool, one slot**: a pool of large vectors (45 µs a slot), where "auto" finds one slot: prefill's 150%, decode's 30%.
+- **node**: the whole node of `benchmarks.policy`, whose pool is its scarcest resource, at 110%, with windows as long as
+  there and 20 or 300 µs of an extend fixed. "prefill p99" is TTFT's there, "decode/s" tokens, `attainment` of TTFT and
+  TPOT, `misses` the share of requests that ended without an answer.
 
 A figure's effect is the mean over seeds of variant ÷ shipped (shares: variant − shipped, in points), its spread
 half of their range. What is more than 5% beyond the spread stands in the table, the largest over all cases.
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace as moved
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -51,7 +53,8 @@ from runtime.simulator.traces import Arrival, at_rate, load_trace
 
 ROOT = Path(__file__).parents[1]
 CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)
-POOL_LOADS, NODE_LOADS = (0.7, 0.95, 1.3), (1.1,)
+ONE_SLOT = "pool, one slot"
+POOL_LOADS, NODE_LOAD, NODE_FIXED_S, NODE_REQUESTS = (0.7, 0.95, 1.3), 1.1, (20e-6, 300e-6), 1200
 PROBE_TOKENS, TOKEN_S = 32, 0.025
 Kind = tuple[int, int]
 USUAL, SMALL, LARGE = (128, 35), (64, 19), (512, 130)  # top_m, extends: as MiniLM's 70,639 vectors have them
@@ -60,8 +63,10 @@ IN_TIME_NS = {"prefill": 50_000_000, "decode": 250_000_000}
 AT_RANDOM: dict[str, dict[Stage, tuple[float, list[Kind]]]] = {
     "pool, flood": {"prefill": (0.15, [USUAL]), "decode": (2.0, [USUAL])},
     "pool, mixed": {"decode": (0.7, [SMALL] * 9 + [LARGE])},
+    ONE_SLOT: {"prefill": (1.5, [USUAL]), "decode": (0.3, [USUAL])},
 }
-SHARES = ("attainment", "misses")
+AT_RANDOM_S = 2.0
+SHARES = ("prefill in time", "attainment", "misses")
 FIGURES = ("prefill p99", "decode/s", "small p99", "large p99", *SHARES)
 LEAST = 0.05
 
@@ -93,7 +98,7 @@ VARIANTS = (
     _rules("paper"),
     _rules("fifo"),
     _rules("static"),
-    Variant("no aging", _CONFIG, "Meta(gt=0.0, le=60.0)] = 0.05", "Meta(gt=0.0, le=60.0)] = 60.0"),
+    Variant("no aging", _POLICY, "if now - w[at.RAN_NS] >= w[at.AGING_NS] and", "if w[at.RULES] < 0 and"),
     Variant("no pauses", _CONFIG, "Meta(ge=0, le=10_000)] = 64", "Meta(ge=0, le=10_000)] = 0"),
     Variant("no reserve", _CONFIG, "reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3",
             "reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0"),
@@ -129,23 +134,27 @@ def figures(options: argparse.Namespace) -> Cases:
     """Of the source that this process runs."""
     found: Cases = {}
     for case in AT_RANDOM:
-        found[case] = [of_pool(random_queries(case, seed)) for seed in range(options.seeds)]
+        times = times_of(case)
+        found[case] = [of_pool(random_queries(case, seed), times) for seed in range(options.seeds)]
     for trace in options.traces.split(","):
-        windows = [window(options, trace, seed) for seed in range(options.seeds)]
+        windows = [window(options, trace, seed, options.requests) for seed in range(options.seeds)]
         for load in POOL_LOADS:
             found[f"pool, {trace} {load:.0%}"] = [
-                of_pool(queries_of(one, load, seed)) for seed, one in enumerate(windows)
+                of_pool(queries_of(one, load, seed), CPU) for seed, one in enumerate(windows)
             ]
-        for load in NODE_LOADS:
-            found[f"node, {trace} {load:.0%}"] = [of_node(trace, one, load, seed) for seed, one in enumerate(windows)]
+        windows = [window(options, trace, seed, NODE_REQUESTS) for seed in range(options.seeds)]
+        for fixed_s in NODE_FIXED_S:
+            found[f"node, {trace} {fixed_s * 1e6:.0f} µs"] = [
+                of_node(trace, one, fixed_s, seed) for seed, one in enumerate(windows)
+            ]
     return found
 
 
-def window(options: argparse.Namespace, trace: str, seed: int) -> list[Arrival]:
+def window(options: argparse.Namespace, trace: str, seed: int, requests: int) -> list[Arrival]:
     """Each seed has its own part of the trace."""
-    begin = 1200 + seed * options.requests
-    found = load_trace(options.data / TRACES[trace][0], begin + options.requests)[begin:]
-    return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
+    begin = 1200 + seed * requests
+    found = load_trace(options.data / TRACES[trace][0], begin + requests)[begin:]
+    return [replace(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
 
 
 def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
@@ -171,43 +180,52 @@ def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
 
 
 def random_queries(case: str, seed: int) -> list[Query]:
-    """A second of a case's queries."""
+    """`AT_RANDOM_S` of a case's queries."""
     random, drawn = Random(seed), []
     for stage, (load, kinds) in AT_RANDOM[case].items():
-        rate, at_s = load / fmean(needed_s(kind) for kind in kinds), 0.0
-        while (at_s := at_s + random.expovariate(rate)) < 1.0:
+        rate, at_s = load / fmean(needed_s(kind, times_of(case)) for kind in kinds), 0.0
+        while (at_s := at_s + random.expovariate(rate)) < AT_RANDOM_S:
             top_m, extends = random.choice(kinds)
             drawn.append(Query(round(at_s * 1e9), stage, extends + random.randint(-2, 3), top_m))
     return sorted(drawn, key=lambda query: query.at_ns)
 
 
-def needed_s(kind: Kind) -> float:
+def times_of(case: str) -> ServiceTimes:
+    return replace(CPU, extend_slot_s=45e-6) if case == ONE_SLOT else CPU
+
+
+def needed_s(kind: Kind, times: ServiceTimes = CPU) -> float:
     """What a query takes of a pool whose slots are all in use."""
-    slots = slots_of(NodeConfig().pool, CPU)
-    return kind[1] * (CPU.extend_time_s(slots) + CPU.round_s) / slots + CPU.query_s
+    slots = slots_of(NodeConfig().pool, times)
+    return kind[1] * (times.extend_time_s(slots) + times.round_s) / slots + times.query_s
 
 
-def of_pool(queries: list[Query]) -> Figures:
-    both = list(zip(queries, run_pool(queries, CPU, NodeConfig()), strict=True))
+def of_pool(queries: list[Query], times: ServiceTimes) -> Figures:
+    both = list(zip(queries, run_pool(queries, times, NodeConfig()), strict=True))
     done = [(query, fate.latency_ns) for query, fate in both if fate.status == "ok"]
     limited = sum(query.limit_ns is not None for query in queries)
     met = sum(query.limit_ns is not None and latency <= query.limit_ns for query, latency in done)
     last_ns = queries[-1].at_ns  # what is answered after the last has come is not the policy's throughput
     decoded = sum(query.stage == "decode" and query.at_ns + latency <= last_ns for query, latency in done)
+    in_time = [latency <= IN_TIME_NS[query.stage] for query, latency in done]
+    prefill = [kept for kept, (query, _) in zip(in_time, done, strict=True) if query.stage == "prefill"]
+    asked = sum(query.stage == "prefill" for query in queries)
     found = {
         "prefill p99": _p99([latency for query, latency in done if query.stage == "prefill"]),
         "decode/s": decoded / last_ns * 1e9,
         "small p99": _p99([latency for query, latency in done if query.top_m == SMALL[0]]),
         "large p99": _p99([latency for query, latency in done if query.top_m == LARGE[0]]),
-        "attainment": sum(latency <= IN_TIME_NS[query.stage] for query, latency in done) / len(queries),
+        "attainment": sum(in_time) / len(queries),
     }
+    if asked:
+        found["prefill in time"] = sum(prefill) / asked
     return found | ({"misses": 1 - met / limited} if limited else {})
 
 
-def of_node(trace: str, arrivals: list[Arrival], load: float, seed: int) -> Figures:
+def of_node(trace: str, arrivals: list[Arrival], fixed_s: float, seed: int) -> Figures:
     slos = TRACES[trace][1]
-    setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=seed), arrivals, 20e-6)
-    simulation = Simulation(setup, at_rate(arrivals, load * capacity(setup, arrivals)))
+    setup = scarce_pool(Setup(config=node(slos), slos=slos, seed=seed), arrivals, fixed_s)
+    simulation = Simulation(setup, at_rate(arrivals, NODE_LOAD * capacity(setup, arrivals)))
     result = simulation.run()
     return {
         "prefill p99": result.ttft_s.p99,
@@ -288,7 +306,8 @@ def markdown(report: Report) -> str:
         "# The policy's rules, one off at a time",
         "",
         f"`python -m benchmarks.ablation`: {report.seeds} seeds, each with {report.requests} requests of its own "
-        f"from {report.traces}; simulated, in {report.took_s / 60:.0f} minutes on {told['processor']}, "
+        f"({NODE_REQUESTS} for a whole node) from {report.traces}; simulated, "
+        f"in {report.took_s / 60:.0f} minutes on {told['processor']}, "
         f"{told['cores']} cores, Python {told['python']}. A cell is the largest effect of the change, over all cases, "
         "that is 5% (of shares: 5 points) beyond the spread over seeds (±), to the worse and to the better; “·”: none.",
         "",
@@ -344,7 +363,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
     parser.add_argument("--traces", default=",".join(TRACES))
-    parser.add_argument("--requests", type=int, default=200, help="of each seed")
+    parser.add_argument("--requests", type=int, default=200, help="of each seed, for the pool by itself")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], help="names of variants; all by default")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
