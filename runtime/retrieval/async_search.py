@@ -14,10 +14,9 @@ from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import with_words
+from runtime.retrieval.search.query import deadline_of, with_words
 
 _MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
 

@@ -23,9 +23,9 @@ from runtime.errors import TrinityError, WorkerLost
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
-from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
+from runtime.retrieval.search.query import deadline_of
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from runtime.testing.worker import worker_of

@@ -40,7 +40,7 @@ class DlpackOn:
 
 def played_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A CUDA runtime whose one device has the host's memory; the bytes of each copy out, and -stream of each wait."""
-    gpu_vectors = pytest.importorskip("runtime.retrieval.search.gpu_vectors", reason="needs the extra [cuda]")
+    bindings = pytest.importorskip("cuda.bindings", reason="needs the extra [cuda]")
     done: list[int] = []
     success = SimpleNamespace(name="cudaSuccess")
 
@@ -60,5 +60,5 @@ def played_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         cudaMemcpyKind=SimpleNamespace(cudaMemcpyDeviceToHost=2),
         cudaError_t=SimpleNamespace(cudaSuccess=success),
     )
-    monkeypatch.setattr(gpu_vectors, "cuda", fake)
+    monkeypatch.setattr(bindings, "runtime", fake, raising=False)
     return done

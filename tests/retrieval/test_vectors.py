@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.search.arguments import DeviceVectors, as_vectors, on_host
+from runtime.retrieval.search.vectors import DeviceVectors, as_vectors, on_host
 from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
 
 VALUES = np.arange(6, dtype=np.float32)
@@ -125,7 +125,7 @@ def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do(
 
 
 def test_without_the_extra_an_array_on_a_gpu_is_refused_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.retrieval.search.gpu_vectors", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     for array in (OnGpu(VALUES), DlpackOn(VALUES, 2)):
         with pytest.raises(InvalidRequest, match=r"needs the extra \[cuda\]"):
             read(array)

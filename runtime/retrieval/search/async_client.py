@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from runtime.errors import TrinityError, Unavailable
-from runtime.retrieval.search.arguments import deadline_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import Accept, SearchBatch, SearchOptions, SearchResult, SearchStatistics
+from runtime.retrieval.search.query import (
+    Accept,
+    SearchBatch,
+    SearchOptions,
+    SearchResult,
+    SearchStatistics,
+    deadline_of,
+)
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
 _IDLE_S = 0.25  # lost pools are attached again even when nobody asks

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from runtime.errors import TrinityError
-from runtime.retrieval.search.arguments import Vectors
 from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
 from runtime.retrieval.search.query import Question, SearchBatch, SearchResult, failed
+from runtime.retrieval.search.vectors import Vectors
 
 if TYPE_CHECKING:
     from runtime.retrieval.search.remote_dispatch import RemoteDispatcher

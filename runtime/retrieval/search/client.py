@@ -21,7 +21,6 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.remote_config import RemoteSection
 from runtime.node.run_dir import find_node, paths_of
 from runtime.retrieval.attributes.filters import Wanted, filter_bytes
-from runtime.retrieval.search.arguments import as_vectors, check_finite, deadline_at, deadline_of, spec_of
 from runtime.retrieval.search.batch import BatchRun
 from runtime.retrieval.search.dispatch import Dispatcher
 from runtime.retrieval.search.hybrid import Words
@@ -34,7 +33,11 @@ from runtime.retrieval.search.query import (
     SearchOptions,
     SearchResult,
     SearchStatistics,
+    deadline_at,
+    deadline_of,
+    spec_of,
 )
+from runtime.retrieval.search.vectors import as_vectors, check_finite
 from runtime.retrieval.writes import Writes
 
 if TYPE_CHECKING:

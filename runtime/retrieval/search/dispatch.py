@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.arguments import Vectors
 from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
 from runtime.retrieval.search.query import Gather, Limits, Question, SearchResult, SearchStatistics, error_of, failed
 from runtime.retrieval.search.routes import Routes
+from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query

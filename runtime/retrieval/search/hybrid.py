@@ -18,9 +18,9 @@ from runtime.node.config import PoolSection
 from runtime.retrieval.attributes.filters import Wanted, decode_filter, filter_bytes
 from runtime.retrieval.builds import Build, open_build
 from runtime.retrieval.nearest import DEPTH
-from runtime.retrieval.search.arguments import as_vectors, on_host, spec_of
 from runtime.retrieval.search.dispatch import Dispatcher
-from runtime.retrieval.search.query import SearchOptions, SearchResult, with_words
+from runtime.retrieval.search.query import SearchOptions, SearchResult, spec_of, with_words
+from runtime.retrieval.search.vectors import as_vectors, on_host
 
 _NO_DEADLINE = 1 << 62
 

@@ -27,8 +27,8 @@ from ipc import (
 )
 from runtime.errors import TrinityError
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.arguments import DeviceVectors, Vectors, on_host
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Question
+from runtime.retrieval.search.vectors import DeviceVectors, Vectors, on_host
 
 _RETRY_MS = (400.0, 1600.0)  # an attempt's, at first and at most; a pool whose loop runs answers in about one
 _ROUND_TRIPS = 1024

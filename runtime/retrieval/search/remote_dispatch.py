@@ -14,8 +14,8 @@ from runtime.errors import InternalError, Overloaded, TrinityError
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.passages import Partial
 from runtime.retrieval.remote import RemoteCollections
-from runtime.retrieval.search.arguments import Vectors, on_host
 from runtime.retrieval.search.query import Question, SearchResult, failed
+from runtime.retrieval.search.vectors import Vectors, on_host
 
 _AT_ONCE = 64  # of a batch: nodes refuse more than they can search at once
 _END_S = 5.0
