@@ -1,7 +1,7 @@
 """The first screen, in the order in which somebody on call asks.
 
-Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? What is
-written? Which GPU?
+Are promises kept? Is it up? Who waits? What is full? What is kept of KV? Where does the time go? What does the
+controller do? What is written? Which GPU?
 """
 
 from typing import Any, get_args
@@ -9,7 +9,14 @@ from typing import Any, get_args
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from runtime.node.figures import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
-from runtime.node.metrics.columns import BuildPart, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.metrics.columns import (
+    BuildPart,
+    DecodeMetrics,
+    FrontendMetrics,
+    KvMetrics,
+    PoolMetrics,
+    PrefillMetrics,
+)
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
@@ -24,7 +31,7 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _live(), _places()]
+    rows = [_promises(), _up(), _queues(), _saturation(), _kv(), _latency(), _controller(), _live(), _places()]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
@@ -174,6 +181,40 @@ def _saturation() -> Row:
             _lines("KV link", "Share of time in which KV is pulled", link, "percentunit", 4),
             _lines(
                 "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit", 4
+            ),
+        ],
+    )
+
+
+def _kv() -> Row:
+    hits = [
+        Query(f"{q.rate(_s(role.PREFIX_HIT_TOKENS))} / {q.rate(_s(role.PREFIX_QUERY_TOKENS))}", name)
+        for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
+    ]
+    kept = [Query(f"sum by (tier) (max by (node, tier) ({_s(KvMetrics.TIER_BYTES)}))", "{{tier}}")]
+    moved = {"fetched": KvMetrics.TIER_LOADED, "written": KvMetrics.TIER_STORED}
+    lost = {"evicted": KvMetrics.TIER_EVICTED, "damaged": KvMetrics.TIER_DAMAGED, "not written": KvMetrics.TIER_FAILED}
+    evicted = [
+        Query(q.rate(_s(role.KV_EVICTIONS)), f"{name}'s own, evicted")
+        for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
+    ]
+
+    def by_tier(metrics: dict[str, Named]) -> list[Query]:
+        return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
+
+    return Row(
+        "What is kept of KV?",
+        [
+            _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
+            _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
+            _lines(
+                "Blocks to and from tiers",
+                "Fetched instead of computed, and written, a second",
+                by_tier(moved),
+                "short",
+            ),
+            _lines(
+                "Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"
             ),
         ],
     )

@@ -13,6 +13,7 @@ from runtime.errors import ConfigError
 from runtime.node.engine_config import OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.expected import explained
 from runtime.node.remote_config import Name, RemoteSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
 Workers = Annotated[int, Meta(ge=0, le=8)]
@@ -374,6 +375,8 @@ class NodeConfig(Section, frozen=True):
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
+    prompts: PromptsSection = PromptsSection()
+    probes: ProbesSection = ProbesSection()
     tracing: TracingSection = TracingSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     collections: tuple[CollectionSection, ...] = ()

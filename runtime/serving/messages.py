@@ -28,12 +28,14 @@ from typing import Literal
 
 import msgspec
 
+from runtime.node.retrieval_config import PassagePlace, ProbeTrigger
 from runtime.retrieval.passages import Passage
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
 ProbeMode = Literal["wait", "prefetch"]
-ProbeOutcome = Literal["answered", "late", "failed", "dropped"]  # dropped: the row ended first
+ProbeOutcome = Literal["answered", "near", "late", "failed", "dropped"]
+"""near: a passage in use is, and nothing was taken; dropped: the row ended first."""
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     At such a probe the row waits, or goes on and takes the passages when they come ("prefetch"). A probe adds at most
     `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows. `filter`: only
     passages that pass it are found; as pools take it, b"" for all. `hybrid`: the share of what words find, 0 for none.
+    `trigger` and its `threshold`: when it asks again (`triggers.py`). `place`: where passages stand in a chat.
     """
 
     collection: str
@@ -51,6 +54,9 @@ class Retrieval(msgspec.Struct, frozen=True):
     probe_tokens: int = 0
     filter: bytes = b""
     hybrid: float = 0.0
+    trigger: ProbeTrigger = "every"
+    threshold: float = 0.0
+    place: PassagePlace = "system"
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -157,7 +163,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
     The first piece carries the stages' times so far, and the prompt's tokens as the model saw them (3 KB and 30 µs for
     a thousand): with them the answer can go on elsewhere even if its collection has been replaced since. `probes` are
-    those that ended since the last piece.
+    those that ended since the last piece; the last that was asked was after `asked_at` tokens of the answer.
     """
 
     request_id: str
@@ -169,6 +175,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: tuple[int, ...] = ()
     stalled_ns: int = 0  # with the last piece: how long the answer stood still for probes
     probes: tuple[Probe, ...] = ()
+    asked_at: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -203,7 +210,7 @@ class Resume(msgspec.Struct, frozen=True):
     `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` ones and what probes
     inserted between them. `seen_passages` are the ids of the passages in it; the first token left decode at
     `first_token_ns`. `last_token`, if given, is the answer's last one, not among `tokens` and `generated`: the probe
-    that it called for was lost with the worker, and is asked again.
+    that it called for was lost with the worker, and is asked again. The last probe before was after `asked_at` tokens.
     """
 
     tokens: tuple[int, ...]
@@ -212,6 +219,7 @@ class Resume(msgspec.Struct, frozen=True):
     seen_passages: tuple[str, ...]
     first_token_ns: int
     last_token: int | None = None
+    asked_at: int = 0
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
@@ -269,7 +277,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     computes it, and draws the first token unless that is given. `prompt_tokens` of the tokens are the
     prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed). If
     `first_is_told`, the first token has been told before, too. `build` is that of the collection that the passages are
-    from, "" if there are none: what probes add is from the same.
+    from, "" if there are none: what probes add is from the same. A resumed answer's last probe was after `asked_at`
+    tokens; whether the first token calls for one, prefill has seen (`first_asks`).
     """
 
     request_id: str
@@ -287,6 +296,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     first_is_told: bool = False
     build: str = ""
     salt: bytes = b""
+    asked_at: int = 0
+    first_asks: bool = False
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed

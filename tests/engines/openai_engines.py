@@ -38,7 +38,7 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[Json] = []
         self.error: TrinityError | None = None
-        self.hangs = self.partial = False
+        self.hangs = self.partial = self.same = False
         self.long = 0  # bytes that a passage has beside its name
         self._count = itertools.count(1)
 
@@ -49,7 +49,7 @@ class Library:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
-        number = next(self._count)
+        number = 1 if self.same else next(self._count)
         names = [f"{number}.{k}" for k in range(call["k"])]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
         return Partial(found) if self.partial else found

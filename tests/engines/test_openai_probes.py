@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from runtime.errors import (
     InvalidRequest,
@@ -170,6 +171,33 @@ def test_what_cannot_be_combined_with_probes_is_refused_by_name(extra: dict[str,
             assert caught.value.param == next(iter(extra))
             assert not at.fake.asked
             await whole(at.chat(retrieval=DOCS, **extra))  # but retrieval alone can
+
+    run(test())
+
+
+def test_probes_where_a_model_is_unsure_are_refused_by_name() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            with pytest.raises(InvalidRequest, match='"every" and "drift" work') as caught:
+                at.chat(retrieval=structs.replace(PROBES, trigger="unsure", threshold=1.0))
+            assert caught.value.param == "retrieval.probe_trigger"
+            await whole(at.chat(retrieval=structs.replace(DOCS, trigger="unsure", threshold=1.0)))  # it has no probes
+
+    run(test())
+
+
+def test_an_answer_that_drifts_not_goes_on_without_what_its_probes_found() -> None:
+    async def test() -> None:
+        async with stand() as at:
+            at.library.same = True  # every search finds the same, .1 away
+            near = structs.replace(PROBES, trigger="drift", threshold=0.2)
+            told = await whole(at.chat(retrieval=near, max_tokens=24))
+            probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
+            assert [probe.outcome for probe in probes] == ["near", "near"]
+            far = structs.replace(PROBES, trigger="drift", threshold=0.05)
+            told = await whole(at.chat(retrieval=far, max_tokens=24))
+            probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
+            assert [probe.outcome for probe in probes] == ["answered", "answered"]
 
     run(test())
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest, Unavailable
+from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.openai_fields import REFUSED
@@ -94,6 +95,12 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says
         ({"retrieval": {"collection": "docs", "every_tokens": -1}}, "retrieval.every_tokens", "not -1"),
         ({"retrieval": {"collection": "docs", "probe_mode": "hope"}}, "retrieval.probe_mode", "'wait' or 'prefetch'"),
         ({"retrieval": {"collection": "docs", "probe_tokens": 3}}, "retrieval.probe_tokens", "not 3"),
+        (
+            {"retrieval": {"collection": "docs", "probe_trigger": "hunch"}},
+            "retrieval.probe_trigger",
+            "'drift' or 'unsure'",
+        ),
+        ({"retrieval": {"collection": "docs", "probe_threshold": 0.4}}, "retrieval.probe_threshold", "name it"),
         ({"retrieval": {"collection": "docs", "probe_tokens": 193}}, "retrieval.probe_tokens", "the limit is 192"),
         ({"ignore_eos": "no"}, "ignore_eos", "not 'no'"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
@@ -388,7 +395,7 @@ def test_hybrid_is_yes_no_or_the_words_share(kind: Any, body: dict[str, Any], at
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
         found = parse(kind, json.dumps(whole).encode())
-        return found.searches().hybrid if at else found.hybrid
+        return found.searches(ProbesSection(), "system").hybrid if at else found.hybrid
 
     assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
     wrongs: list[Any] = ["yes", 1.5, -1, [], {}]

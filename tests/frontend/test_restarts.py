@@ -39,9 +39,9 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
             first = await sent(workers, request)
             prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
             await workers[request.placement.prefill].say(Retrieved("r1", PASSAGES[:1]))
-            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3)))
+            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), asked_at=2))
             await decode.say(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
-            await decode.say(Tokens("r1", "c", (12,)))
+            await decode.say(Tokens("r1", "c", (12,), asked_at=2))
             await pieces(request, 4)
             dead = first.decode_worker
             stand.link.lost(dead, "killed")
@@ -55,6 +55,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
                 generated=(10, 11, 12),
                 seen_passages=tuple(passage.id for passage in PASSAGES),
                 first_token_ns=stand.clock(),
+                asked_at=2,
             )
             await prefill.say(Tokens("r1", "c again", (12,)))  # the dead one, late
             await workers[again.decode_worker].say(Tokens("r1~1", "d", (13,), "length", 3))

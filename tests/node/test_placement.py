@@ -72,6 +72,12 @@ def test_a_server_that_cannot_be_asked_is_refused(tmp_path: Path, more: dict[str
     assert refusal(tmp_path, model=OPENAI | more).startswith(says)
 
 
+def test_in_front_of_a_server_no_node_starts_that_would_have_to_know_how_sure_its_model_is(tmp_path: Path) -> None:
+    says = refusal(tmp_path, model=OPENAI, probes={"trigger": "unsure"})
+    assert says.startswith('probes.trigger = "unsure": how sure a model is only the node\'s own engine can tell')
+    plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
+
+
 def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
     assert names(plan(tmp_path)) == ["pool-0", "frontend-0"]
 

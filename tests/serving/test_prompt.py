@@ -53,6 +53,18 @@ def test_a_system_message_keeps_its_text_and_gets_the_passages(tokenizer: Tokeni
     assert text.index("pirate") < text.index("Text of p.")
 
 
+def test_before_the_last_question_passages_leave_the_conversation_as_it_was(tokenizer: Tokenizer) -> None:
+    messages = [Message("system", "Be brief."), *ASKED, Message("assistant", "A queue."), Message("user", "Whose?")]
+    found = [passage("p", 0.1)]
+    prompt = build_prompt(tokenizer, messages, passages=found, budget_tokens=900, place="question")
+    text, before = tokenizer.decode(prompt.tokens), tokenizer.chat(messages[:3])
+    assert text.index("A queue.") < text.index("Text of p.") < text.index("Whose?")
+    shared = next(i for i, (a, b) in enumerate(zip(prompt.tokens, before, strict=False)) if a != b)
+    assert tokenizer.decode(before[:shared]).endswith("A queue.<|im_end|>\n<|im_start|>") or shared >= len(before) - 12
+    alone = build_prompt(tokenizer, [Message("assistant", "So.")], passages=found, budget_tokens=500, place="question")
+    assert tokenizer.decode(alone.tokens).index("Text of p.") < tokenizer.decode(alone.tokens).index("So.")
+
+
 def test_a_raw_prompt_has_the_passages_before_it_and_ends_as_it_was(tokenizer: Tokenizer) -> None:
     for raw in ("Once upon", tokenizer.encode("Once upon")):
         prompt = build_prompt(tokenizer, prompt=raw, passages=[passage("p", 0.1)], budget_tokens=500)

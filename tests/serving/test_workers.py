@@ -159,6 +159,34 @@ def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) ->
     assert workers.told["prefetch"].last.stalled_ns == 0
 
 
+def test_a_row_that_drifts_not_takes_nothing_and_says_that_its_passages_are_near(start: Start) -> None:
+    workers = start(decode={"slots": 3})
+    near = [Passage("p0", "", 0.1, "One."), Passage("p1", "", 0.3, "Two.")]
+    workers.play_pool(FakePool(near[:1]), FakePool(near))
+    for number, limit in enumerate((0.2, 0.05)):
+        retrieval = Retrieval("docs", 2, every_tokens=4, trigger="drift", threshold=limit)
+        workers.submit(f"r{number}", [5, 6, 7], 10, retrieval=retrieval)
+    workers.run()
+    assert [probe.outcome for probe in workers.told["r0"].probes] == ["near", "near"]
+    assert not workers.told["r0"].inserted
+    assert [probe.outcome for probe in workers.told["r1"].probes] == ["answered", "answered"]
+    assert "p1" in workers.told["r1"].passages
+    assert "p1" not in workers.told["r0"].passages
+    nothing_is_held(workers)
+
+
+def test_a_row_asks_where_the_model_is_unsure_and_nowhere_else(start: Start) -> None:
+    workers = start(decode={"slots": 3})
+    workers.play_pool(FakePool(PASSAGES), FakePool(PASSAGES))
+    for name, nats in (("never", 90.0), ("always", 1e-6)):
+        retrieval = Retrieval("docs", 1, every_tokens=4, trigger="unsure", threshold=nats, probe_tokens=40)
+        workers.submit(name, [5, 6, 7], 14, retrieval=retrieval)
+    workers.run()
+    assert workers.told["never"].probes == []
+    assert [probe.at_token for probe in workers.told["always"].probes] == [4, 8, 12]
+    nothing_is_held(workers)
+
+
 def test_a_row_whose_probe_is_never_answered_goes_on_after_two_seconds_and_others_meanwhile(start: Start) -> None:
     workers = start()
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=1 << 60))
@@ -311,15 +339,16 @@ def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened
     nothing_is_held(workers)
 
 
+@pytest.mark.parametrize("trigger", ["every", "unsure"])
 @pytest.mark.parametrize("rounds", range(8))
 def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_token_differs(
-    start: Start, rounds: int
+    start: Start, rounds: int, trigger: Any
 ) -> None:
     workers = start(decodes=2, context=1024)
     for worker in ("decode-0", "decode-1"):
         workers.decodes[worker].probes.retriever = FakePool(PASSAGES, polls=3, by_text=True)  # type: ignore[assignment]
     workers.prefill.retriever = FakePool(PASSAGES[:1])  # type: ignore[assignment]
-    retrieval = Retrieval("docs", 1, every_tokens=4, probe_tokens=40)
+    retrieval = Retrieval("docs", 1, every_tokens=4, probe_tokens=40, trigger=trigger, threshold=1e-6)
     workers.submit("undisturbed", [5, 6, 7], 30, retrieval=retrieval, decode="decode-1")
     workers.submit("cut", [5, 6, 7], 30, retrieval=retrieval)
     while len(workers.told["cut"].tokens) < 8:

@@ -1,4 +1,4 @@
-"""Passages in a request for a server: in a chat's system turn, or before a prompt's text.
+"""Passages in a request for a server: in a chat's system turn or last question, or before a prompt's text.
 
 There is no tokenizer here, so tokens are counted by bytes, four each as in English text, and what the server says of a
 prompt that is too long all the same goes to the client.
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import Partial, Passage
-from runtime.serving.model.text import passages_block
+from runtime.serving.model.text import passages_block, question_place
 
 Json = dict[str, Any]
 
@@ -69,13 +70,24 @@ def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int
     return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
 
 
-def with_passages(sent: Json, fitted: Fitted) -> Json:
-    """The request with passages in its system turn, or in a block before its prompt."""
+def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") -> Json:
+    """The request with passages in its system turn or last question, or in a block before its prompt."""
     if not fitted.used:
         return sent
     block = passages_block(fitted.texts)
     if "messages" not in sent:
         return sent | {"prompt": f"{block}\n\n{sent['prompt']}"}
+    if place == "question":
+        turns = list(sent["messages"])
+        last = question_place([turn.get("role", "") for turn in turns])
+        content = turns[last].get("content")
+        asked = (
+            [{"type": "text", "text": f"{block}\n\n"}, *content]
+            if isinstance(content, list)
+            else f"{block}\n\n{content}"
+        )
+        turns[last] = turns[last] | {"content": asked}
+        return sent | {"messages": turns}
     first, *rest = sent["messages"]
     if first.get("role") not in ("system", "developer"):
         return sent | {"messages": [{"role": "system", "content": block}, first, *rest]}

@@ -149,6 +149,11 @@ class OpenAiEngine(Engine):
             )
         if retrieval is not None and asked.messages and not last_question(asked.messages).strip():
             raise InvalidRequest("retrieval: the last message of the user has no text to search for", "messages")
+        if probes and retrieval is not None and retrieval.trigger == "unsure":
+            raise InvalidRequest(
+                'probe_trigger "unsure": this engine does not tell how sure its model is; "every" and "drift" work',
+                "retrieval.probe_trigger",
+            )
         if probes and (field := needs_one_request(sent)):
             raise InvalidRequest(
                 f"{field} cannot be combined with retrieval.every_tokens: this engine writes an answer with probes in "

@@ -8,14 +8,16 @@ from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import Partial, Passage
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
+from runtime.serving.triggers import trigger_of
 
 _TIMEOUT_S = 2.0  # an answer waits for its passages no longer than this, then goes on without them
 _WINDOW_CHARS = 200  # the last words of an answer, with which it asks
 
 
 class Probing:
-    """The probes of one answer, every `retrieval.every_tokens` tokens, one at a time. A probe brings passages of
-    `most_tokens` tokens at most; of one that some nodes were not asked for, the answer is told so."""
+    """The probes of one answer, every `retrieval.every_tokens` tokens, one at a time: nobody tells here how sure the
+    model is, so of the triggers there are those that need not know. A probe brings passages of `most_tokens` tokens at
+    most; of one that some nodes were not asked for, the answer is told so."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Probing:
         self._asking: asyncio.Task[list[Passage]] | None = None
         self._asked_at = self._asked_ns = 0
         self.seen: set[str] = set()
+        self._trigger = trigger_of(retrieval)
         self.due = retrieval.every_tokens
         """After so many tokens it asks next."""
 
@@ -66,6 +69,8 @@ class Probing:
         self._asking = None
         if isinstance(found, Partial):
             self._tell(Retrieved(self._request_id, (), self._asked_at, partial=True))
+        if outcome == "answered" and self._trigger is not None and not self._trigger.takes(found, self.seen):
+            outcome, found = "near", []
         new = [passage for passage in found if passage.id not in self.seen]
         return new, Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, outcome)
 

@@ -133,7 +133,8 @@ class AnswerWriter:
         """The request with about so many tokens of passages; the server has the last word on how many have room."""
         self._passage_tokens = tokens
         fitted = fit(self._found, tokens)
-        self._sent = with_passages(self._bare, fitted)
+        retrieval = self._asked.retrieval
+        self._sent = with_passages(self._bare, fitted, retrieval.place if retrieval else "system")
         stamps = dict(self._relay.stamps)
         self._waiting = Retrieved(self._request.id, fitted.used, stages=stamps, partial=fitted.partial)
 

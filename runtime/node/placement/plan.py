@@ -13,7 +13,7 @@ from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
-from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
+from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
@@ -250,6 +250,11 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
+    if config.probes.trigger == "unsure" and isinstance(config.model, ServedSection):
+        raise ConfigError(
+            'probes.trigger = "unsure": how sure a model is only the node\'s own engine can tell; it is '
+            f'{config.model.__struct_config__.tag!r}: "every" and "drift" work with that too'
+        )
     if pool.extends_per_launch > 1 and "cpu" in pool.devices:
         raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy.typing as npt
+
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
@@ -27,6 +29,7 @@ from runtime.serving.messages import Decode, FinishReason, Probe, ProbeOutcome, 
 from runtime.serving.model.language_model import Chunk, Sampler
 from runtime.serving.model.text import TextStream, passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
+from runtime.serving.triggers import Trigger, trigger_of
 
 
 @dataclass(eq=False)
@@ -58,6 +61,11 @@ class Row:
     stalled_ns: int = 0
     probes: list[Probe] = field(default_factory=list)  # that are over, not yet told to the frontend
     finish: FinishReason | None = None
+    trigger: Trigger | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        retrieval = self.request.retrieval
+        self.trigger = trigger_of(retrieval) if retrieval is not None else None
 
     @property
     def id(self) -> str:
@@ -199,7 +207,7 @@ _TIMEOUT_NS = 2_000_000_000  # a row waits for its passages no longer than this,
 
 
 class Probes:
-    """Every `every_tokens` tokens a row asks with its last words. One probe a row at a time; in mode "prefetch" the row
+    """When a row's trigger says so it asks with its last words. One probe a row at a time; in mode "prefetch" the row
     goes on meanwhile, and a probe that would come while another is out is left out."""
 
     def __init__(
@@ -215,12 +223,11 @@ class Probes:
         self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
         self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
 
-    def due(self, row: Row) -> bool:
-        """Whether the row, with the token it has just got, is to ask."""
-        retrieval = row.request.retrieval
-        if retrieval is None or not retrieval.every_tokens or row.ticket is not None:
+    def due(self, row: Row, scores: npt.ArrayLike | None) -> bool:
+        """Whether the row, with the token it has just got, drawn from `scores` (None: not here), is to ask."""
+        if row.trigger is None or row.ticket is not None:
             return False
-        return row.generated % retrieval.every_tokens == 0
+        return row.trigger.asks(row.generated, row.asked_at, scores)
 
     def ask(self, row: Row) -> None:
         """Have the row's last words embedded and the pool asked. If that cannot be, the probe is left out."""
@@ -263,13 +270,15 @@ class Probes:
             self._log.warning("a probe failed: %s", found.error, extra={"request": row.id})
             self._over(row, "late" if isinstance(found.error, DeadlineExceeded) else "failed")
             return None
-        retrieval = row.request.retrieval
+        retrieval, trigger = row.request.retrieval, row.trigger
         assert retrieval is not None, "only rows with retrieval ask"
-        new = tuple(passage for passage in found.passages if passage.id not in row.seen)
+        assert trigger is not None, "and with probes"
+        near = not trigger.takes(found.passages, row.seen)
+        new = () if near else tuple(passage for passage in found.passages if passage.id not in row.seen)
         left = row.request.sampling.max_tokens - row.generated
         allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - left))
-        self._over(row, "answered", len(chunk.used))
+        self._over(row, "near" if near else "answered", len(chunk.used))
         if chunk.tokens:
             row.context[-1:-1] = chunk.tokens
             row.build = found.build

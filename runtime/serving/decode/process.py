@@ -177,6 +177,7 @@ class DecodeWorker:
             token_ns=now if request.first_token is not None else 0,
             seen=set(request.seen_passages),
             build=request.build,
+            asked_at=request.asked_at,
         )
         for token in request.generated:  # told already, by the worker that had the request before
             row.text.push([token])
@@ -186,7 +187,7 @@ class DecodeWorker:
             return
         request.stages.setdefault(stages.FIRST_TOKEN, now)
         if not request.first_is_told:
-            self._accept(row, request.first_token)
+            self._accept(row, request.first_token, asks=request.first_asks)
             return
         row.text.push([request.first_token])
         row.context.append(request.first_token)
@@ -226,10 +227,10 @@ class DecodeWorker:
         if not row.request.blocks:
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
-        self._accept(row, row.sampler.draw(scores))
+        self._accept(row, row.sampler.draw(scores), scores)
 
-    def _accept(self, row: Row, token: int) -> None:
-        """A sampled token joins the row; it may be the last, or call for a probe."""
+    def _accept(self, row: Row, token: int, scores: "torch.Tensor | None" = None, *, asks: bool = False) -> None:
+        """A token, drawn from `scores`, joins the row; it may be the last, or call for a probe (`asks`: it does)."""
         sampling = row.request.sampling
         row.context.append(token)
         row.fresh.append(token)
@@ -243,7 +244,7 @@ class DecodeWorker:
             row.finish = "length"
         if row.finish is not None:
             row.pending_text += row.text.flush()
-        elif self.probes.due(row):
+        elif asks or self.probes.due(row, scores):
             self.probes.ask(row)
 
     # ---- publish
@@ -266,6 +267,7 @@ class DecodeWorker:
                     request.tokens if first else (),
                     row.stalled_ns if row.finish else 0,
                     tuple(row.probes),
+                    row.asked_at,
                 )
             )
             self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.fresh))

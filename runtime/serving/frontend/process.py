@@ -131,6 +131,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
         max_probe_tokens=served.probe_tokens if isinstance(served, ServedSection) else config.decode.probe_tokens,
+        probes=config.probes,
+        prompts=config.prompts,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
         search_timeout_s=_SEARCH_S,

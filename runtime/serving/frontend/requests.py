@@ -123,31 +123,35 @@ class Progress:
     inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after how many tokens → what a probe brought
     passages: list[str] = field(default_factory=list)
     count: int = 0  # of tokens; of an answer whose tokens nobody tells, of its pieces
+    asked_at: int = 0  # after how many tokens the last probe was asked
 
     def add(self, piece: Piece) -> None:
         """Take note of a piece."""
         if isinstance(piece, Tokens):
             self.prompt = piece.prompt_token_ids or self.prompt
             self.tokens += piece.token_ids
+            self.asked_at = piece.asked_at or self.asked_at
             self.count = piece.completion_tokens if isinstance(piece, Relayed) else len(self.tokens)
         else:
             self.passages += [passage.id for passage in piece.passages]
             if piece.inserted:
                 self.inserted[piece.at_token] = piece.inserted
 
-    def resume(self, first_token_ns: int, every_tokens: int) -> Resume:
+    def resume(self, first_token_ns: int) -> Resume:
         """The sequence so far. What a probe brought went in before the token that was the last one then.
 
-        A probe, due after `every_tokens` tokens (0: never), was out if the last token called for it and it had brought
-        nothing. (Or it had found nothing; then it finds nothing again.)
+        A probe was out if the last token called for it and it had brought nothing. (Or it had found nothing; then it
+        finds nothing again.)
         """
         told, last = self.tokens, None
-        if every_tokens and told and len(told) % every_tokens == 0 and len(told) not in self.inserted:
+        if told and len(told) == self.asked_at and len(told) not in self.inserted:
             told, last = told[:-1], told[-1]
         sequence = list(self.prompt)
         for number, token in enumerate(told, start=1):
             sequence += [*self.inserted.get(number, ()), token]
-        return Resume(tuple(sequence), len(self.prompt), tuple(told), tuple(self.passages), first_token_ns, last)
+        return Resume(
+            tuple(sequence), len(self.prompt), tuple(told), tuple(self.passages), first_token_ns, last, self.asked_at
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -197,8 +201,7 @@ class Request:
         """Where its next start goes on; None if that is the beginning."""
         if not self.opened:
             return None
-        retrieval = self.generation.retrieval
-        return self.told.resume(self.first_token_ns, retrieval.every_tokens if retrieval else 0)
+        return self.told.resume(self.first_token_ns)
 
     def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
         """What the prefill worker of a placement is told."""

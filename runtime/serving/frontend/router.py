@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
+from runtime.serving.model.text import question_place
 
 # ---- prefixes of prompts, by which requests find the worker or the server that has their KV already
 
@@ -57,13 +58,15 @@ def prefix_blocks(
 def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
     """The prefix blocks of a prompt that are known before its passages are, and how many blocks it has without these.
 
-    Passages stand behind the text of a chat's system message, or before a raw prompt (`model/text.py`): what follows
-    them is no prefix that two prompts share.
+    Passages stand behind the text of a chat's system message, before the text of its last question, or before a raw
+    prompt (`model/text.py`): what follows them is no prefix that two prompts share.
     """
     if asked.retrieval is None:
         prefix = prefix_blocks(asked.messages or asked.prompt, salt=asked.salt)
         return prefix, len(prefix)
-    before = [turn for turn in asked.messages[:1] if turn.role == "system"]
+    before: Sequence[Message] = [turn for turn in asked.messages[:1] if turn.role == "system"]
+    if asked.retrieval.place == "question":
+        before = asked.messages[: max(question_place([turn.role for turn in asked.messages]), 0)]
     if asked.messages:
         whole = sum(len(turn.content) for turn in asked.messages) // BLOCK_CHARS
     else:

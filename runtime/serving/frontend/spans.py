@@ -95,7 +95,7 @@ class Spans:
             }
             start = zero + _ns(probe.begin_s)
             child = self._tracer.start_span(asks, context, SpanKind.CLIENT, {**found, **told}, start_time=start)
-            _fail(child, "stop" if probe.outcome == "answered" else probe.outcome)
+            _fail(child, "stop" if probe.outcome in ("answered", "near") else probe.outcome)
             child.end(zero + _ns(probe.end_s))
 
     def close(self) -> None:

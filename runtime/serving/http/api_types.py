@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidFilter, InvalidRequest
+from runtime.node.retrieval_config import PassagePlace, ProbesSection, ProbeTrigger
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import openai_fields
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
@@ -256,7 +257,8 @@ class RetrievalOptions(StrictModel):
 
     Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
     of them. A node with one collection needs no name of it. Only passages that pass `filter` are found, by their words
-    too if `hybrid`.
+    too if `hybrid`. `probe_trigger` and its `probe_threshold` say when to ask again, `passages` where they
+    stand in a chat, in place of the node's `[probes]` and `[prompts]`.
     """
 
     collection: str | None = None
@@ -266,6 +268,9 @@ class RetrievalOptions(StrictModel):
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
     hybrid: Hybrid = 0.0
+    probe_trigger: ProbeTrigger | None = None
+    probe_threshold: float | None = Field(None, gt=0, le=1e6)
+    passages: PassagePlace | None = None
 
 
 class ChatMessage(StrictModel):
@@ -306,11 +311,17 @@ class GenerateBody(StrictModel):
             ignore_eos=self.ignore_eos,
         )
 
-    def searches(self) -> Retrieval | None:
-        """For the workers; None without retrieval."""
+    def searches(self, probes: ProbesSection, place: PassagePlace) -> Retrieval | None:
+        """For the workers, with the node's own trigger, and place of passages, where it names none; None without
+        retrieval. Raises InvalidRequest for a threshold that no trigger has."""
         options = self.retrieval
         if options is None:
             return None
+        trigger = options.probe_trigger or probes.trigger
+        if options.probe_threshold is not None and options.probe_trigger in (None, "every"):
+            raise InvalidRequest(
+                'probe_threshold is one of probe_trigger "drift" or "unsure": name it', "retrieval.probe_threshold"
+            )
         return Retrieval(
             options.collection or "",
             options.k,
@@ -319,6 +330,9 @@ class GenerateBody(StrictModel):
             options.probe_tokens or 0,
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,
+            trigger,
+            options.probe_threshold or probes.threshold(trigger),
+            options.passages or place,
         )
 
 

@@ -161,7 +161,9 @@ class _Routes:
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(self._now()),
-            "retrieval": self._checked(body.searches(), access_of(http)),
+            "retrieval": self._checked(
+                body.searches(self._settings.probes, self._settings.prompts.passages), access_of(http)
+            ),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
             "return_token_ids": body.return_token_ids,

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ipc import Stage
 from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -191,6 +192,8 @@ class Settings:
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
     max_probe_tokens: int = 192
+    probes: ProbesSection = field(default_factory=ProbesSection)
+    prompts: PromptsSection = field(default_factory=PromptsSection)
     max_searches: int = 64
     default_max_tokens: int = 256
     request_timeout_s: float = 300.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.errors import ContextLengthExceeded
+from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
 
@@ -45,8 +46,7 @@ def query_text(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str 
 
 def last_question(messages: Sequence[Message]) -> str:
     """The last message of the user, or the last of all."""
-    asked = [message.content for message in messages if message.role == "user"]
-    return asked[-1] if asked else messages[-1].content
+    return messages[question_place([message.role for message in messages])].content
 
 
 def build_prompt(
@@ -58,12 +58,13 @@ def build_prompt(
     budget_tokens: int,
     passage_tokens: int | None = None,
     bare: Sequence[int] | None = None,
+    place: PassagePlace = "system",
 ) -> Prompt:
     """The tokens of a chat (its template rendered) or of a raw prompt, with passages in front, at most `budget_tokens`.
 
-    Passages become part of the system message, or a block before a raw prompt. They get what the request leaves of the
-    budget, at most `passage_tokens`: the best come first, the last is cut, the rest is dropped. `bare` are the
-    tokens without passages, for who has them already: a long text is not tokenized again.
+    Passages become part of the system message, or of the last question (`place`), or a block before a raw prompt. They
+    get what the request leaves of the budget, at most `passage_tokens`: the best come first, the last is cut, the rest
+    is dropped. `bare` are the tokens without passages, for who has them already: a long text is not tokenized again.
     Raises `ContextLengthExceeded` if the request alone is over the budget.
     """
     bare = _render(tokenizer, messages, prompt, "") if bare is None else list(bare)
@@ -74,14 +75,14 @@ def build_prompt(
         )
     room = budget_tokens - len(bare) - _FRAME_TOKENS
     if passages and (passage_tokens is None or room < passage_tokens):  # the budget binds: count exactly
-        room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([])))
+        room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([]), place))
     if passage_tokens is not None:
         room = min(room, passage_tokens)
     while True:
         texts, used = _fit(tokenizer, passages, room)
         if not used:
             return Prompt(bare)
-        tokens = _render(tokenizer, messages, prompt, passages_block(texts))
+        tokens = _render(tokenizer, messages, prompt, passages_block(texts), place)
         excess = len(tokens) - budget_tokens
         if excess <= 0:
             return Prompt(tokens, used)
@@ -134,17 +135,32 @@ def passages_block(texts: Sequence[str]) -> str:
     return "\n\n".join([_INSTRUCTION, *texts])
 
 
-def _render(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int], block: str) -> list[int]:
-    """The request's tokens, with `block` in its system message or before it, unless it is empty."""
+def _render(
+    tokenizer: "Tokenizer",
+    messages: Sequence[Message],
+    prompt: str | Sequence[int],
+    block: str,
+    place: PassagePlace = "system",
+) -> list[int]:
+    """The request's tokens, with `block` in its chat or before it, unless it is empty."""
     if messages:
-        return tokenizer.chat(_with_system(messages, block) if block else messages)
+        return tokenizer.chat(_with_block(messages, block, place) if block else messages)
     before = f"{block}\n\n" if block else ""
     if isinstance(prompt, str):
         return tokenizer.prompt(prompt, before)
     return (tokenizer.prompt("", before) if before else []) + list(prompt)
 
 
-def _with_system(messages: Sequence[Message], block: str) -> list[Message]:
+def question_place(roles: Sequence[str]) -> int:
+    """Which of a chat's messages is the last question: the last of the user, or of all; -1 without any."""
+    return max((place for place, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
+
+
+def _with_block(messages: Sequence[Message], block: str, place: PassagePlace) -> list[Message]:
+    if place == "question":
+        last = question_place([message.role for message in messages])
+        asked = Message(messages[last].role, f"{block}\n\n{messages[last].content}")
+        return [*messages[:last], asked, *messages[last + 1 :]]
     first, *rest = messages
     if first.role == "system":
         return [Message("system", f"{first.content}\n\n{block}"), *rest]

@@ -1,11 +1,16 @@
 """One request's way through a prefill worker, and which prompts decode computes instead."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from runtime.node.config import Disaggregate
 from runtime.serving.kv.blocks import BlockTable
 from runtime.serving.kv.tiers import Load
 from runtime.serving.messages import Decode, DecodeLoad, Prefill, Reserve
+from runtime.serving.triggers import trigger_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False)
@@ -52,9 +57,12 @@ class Job:
         """The message that asks decode to keep room before the prompt is run."""
         return Reserve(self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt)
 
-    def for_decode(self, model: bytes, first_token: int | None) -> Decode:
-        """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model."""
+    def for_decode(self, model: bytes, first_token: int | None, scores: "torch.Tensor | None" = None) -> Decode:
+        """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model; the
+        first token was drawn from `scores`, unless it was told before."""
         request, asked, resume = self.request, self.request.generation, self.request.resume
+        trigger = trigger_of(asked.retrieval) if asked.retrieval else None
+        generated, asked_at = (resume.generated, resume.asked_at) if resume else ((), 0)
         return Decode(
             request_id=self.id,
             frontend_epoch=request.frontend_epoch,
@@ -67,10 +75,14 @@ class Job:
             blocks=tuple(self.table.blocks),
             model=model,
             prompt_tokens=resume.prompt_tokens if resume else len(self.tokens),
-            generated=resume.generated if resume else (),
+            generated=generated,
             first_is_told=self.told_token is not None,
             build=self.build,
             salt=self.salt,
+            asked_at=asked_at,
+            first_asks=trigger is not None
+            and scores is not None
+            and trigger.asks(len(generated) + 1, asked_at, scores),
         )
 
 

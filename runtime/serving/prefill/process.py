@@ -205,6 +205,7 @@ class PrefillWorker:
             budget_tokens=prompt_budget(self._context_tokens, asked.sampling.max_tokens),
             passage_tokens=self._limits.passage_tokens,
             bare=job.tokens,
+            place=asked.retrieval.place if asked.retrieval else "system",
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
@@ -296,7 +297,7 @@ class PrefillWorker:
             first = Sampler(job.request.generation.sampling, drawn=drawn).draw(logits)
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
-        message = encode(job.for_decode(self._model.identity, first))
+        message = encode(job.for_decode(self._model.identity, first, logits if job.told_token is None else None))
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
         self._offered[job.offer] = job

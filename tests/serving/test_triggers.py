@@ -1,0 +1,67 @@
+"""When an answer asks again, and what of the answer it takes."""
+
+from math import log
+
+import numpy as np
+import pytest
+
+from runtime.node.retrieval_config import ProbesSection
+from runtime.retrieval.passages import Passage
+from runtime.serving.messages import Retrieval
+from runtime.serving.triggers import Trigger, entropy, trigger_of
+
+SURE = np.array([9.0, 0.0, 0.0, 0.0], np.float32)
+TORN = np.zeros(4, np.float32)
+
+
+def trigger(kind: str, threshold: float = 0.0) -> Trigger:
+    found = trigger_of(Retrieval("docs", every_tokens=4, trigger=kind, threshold=threshold))  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_without_every_tokens_nothing_asks_whatever_the_trigger_is() -> None:
+    assert trigger_of(Retrieval("docs", trigger="unsure", threshold=0.1)) is None
+
+
+@pytest.mark.parametrize("kind", ["every", "drift"])
+def test_after_so_many_tokens_a_row_asks_however_sure_the_model_is(kind: str) -> None:
+    asked = [n for n in range(1, 13) if trigger(kind, 0.5).asks(n, 0, SURE)]
+    assert asked == [4, 8, 12]
+
+
+def test_a_row_that_is_sure_never_asks_and_one_that_is_not_asks_so_many_tokens_after_the_last_time() -> None:
+    unsure = trigger("unsure", 1.0)
+    assert not any(unsure.asks(n, 0, SURE) for n in range(40))
+    asked_at = 0
+    places = []
+    for n in range(1, 16):
+        scores = SURE if n in (4, 5) else TORN
+        if unsure.asks(n, asked_at, scores):
+            places.append(asked_at := n)
+    assert places == [6, 10, 14]
+    assert not unsure.asks(9, 0, None), "of a token without scores nobody knows how sure the model was"
+
+
+def test_a_drifting_answer_takes_passages_only_when_none_in_use_is_near() -> None:
+    drift = trigger("drift", 0.5)
+    found = [Passage("new", "", 0.2), Passage("used", "", 0.5), Passage("other", "", 0.7)]
+    assert not drift.takes(found, {"used"})
+    assert drift.takes(found, {"other"}), "in use, but farther than the limit"
+    assert drift.takes(found, {"elsewhere"}), "in use, but not among the nearest"
+    assert drift.takes(found, set())
+    assert trigger("every").takes(found, {"used"})
+
+
+def test_entropy_is_that_of_the_softmax_and_knows_what_is_impossible() -> None:
+    assert entropy(TORN) == pytest.approx(log(4))
+    assert entropy(SURE) < 0.01
+    logits = np.array([1.0, 2.0, 0.5, -np.inf], np.float32)
+    shares = np.exp(logits - 2.0) / np.exp(logits - 2.0).sum()
+    assert entropy(logits) == pytest.approx(-sum(p * log(p) for p in shares if p > 0), rel=1e-5)
+    assert entropy(logits + 1000) == pytest.approx(entropy(logits), rel=1e-3), "a shift of all changes nothing"
+
+
+def test_a_trigger_without_a_threshold_of_its_request_has_the_nodes() -> None:
+    section = ProbesSection(drift_distance=0.7, unsure_nats=3.0)
+    assert [section.threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.7, 3.0]
