@@ -4,6 +4,7 @@ Are promises kept? Is it up? Who waits? What is full? What is kept of KV? Where 
 controller do? What is written? Which GPU?
 """
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from dashboards import queries as q
@@ -199,7 +200,7 @@ def _kv() -> Row:
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
     ]
 
-    def by_tier(metrics: dict[str, Named]) -> list[Query]:
+    def by_tier(metrics: Mapping[str, Named]) -> list[Query]:
         return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
 
     return Row(

@@ -36,10 +36,18 @@ _MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for thei
 
 class Simulation:
     """One run. `run` lets every arrival go through to its end and says how they fared. most_steps: of decode's that are
-    one event, for which contexts are taken not to grow."""
+    one event, for which contexts are taken not to grow. most_missed: the run ends as soon as more requests than that
+    have missed an SLO; those that have not ended by then met nothing."""
 
-    def __init__(self, setup: Setup, arrivals: Sequence[Arrival], most_steps: int = MOST_STEPS) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        arrivals: Sequence[Arrival],
+        most_steps: int = MOST_STEPS,
+        most_missed: float = float("inf"),
+    ) -> None:
         self._setup, self._arrivals, self._most_steps = setup, arrivals, most_steps
+        self._most_missed = most_missed
         self.events = Events()
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
@@ -234,7 +242,7 @@ class Simulation:
 
     def _count_end(self) -> None:
         self._ended += 1
-        if self._ended == len(self._arrivals):
+        if self._ended == len(self._arrivals) or self._missed > self._most_missed:
             self._roles.stopped = True
             self.events.stop()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Outcome, at_once, in_turn, offer
+from benchmarks.serve.client import Body, Outcome, at_once, in_turn, offer
 from benchmarks.serve.report import Measure, Section, percentile
 from benchmarks.serve.stand import Stand
 
@@ -33,8 +33,9 @@ def run(bench: Bench) -> Section:
     section.text = (
         f"Limits: {_TTFT_SCALE:g} and {_TPOT_SCALE:g} times what a request takes alone: TTFT {plain.ttft_s * 1e3:.0f} "
         f"ms, TPOT {plain.tpot_s * 1e3:.1f} ms; with retrieval and probes {probing.ttft_s * 1e3:.0f} and "
-        f"{probing.tpot_s * 1e3:.1f} ms. Goodput is the greatest load tried at which {ATTAINMENT:.0%} of the sent "
-        "requests meet both. Load in requests/s; who cannot meet the limits any more hangs up."
+        f"{probing.tpot_s * 1e3:.1f} ms. Goodput is the load at which {ATTAINMENT:.0%} of the sent "
+        "requests meet both, on straight lines between those tried. Load in requests/s; who cannot meet the limits "
+        "any more hangs up."
     )
     lines: dict[str, Curve] = {stand.kind: plain.curve(stand, _LOADS) for stand in (node, colocated)}
     fewer = _LOADS[:3]
@@ -58,38 +59,79 @@ def run(bench: Bench) -> Section:
 
 
 class Kind:
-    """Requests of one kind (`more` of their bodies): their limits, and what a node answers of them when it is full."""
+    """Requests of one kind (`more` of their bodies): their limits, and what a node answers of them when it is full.
 
-    def __init__(self, bench: Bench, node: Stand, **more: object) -> None:
-        self._bench, self._more = bench, more
+    A share of them are `documents`: long prompts, with a limit of their own for the first token.
+    """
+
+    def __init__(self, bench: Bench, node: Stand, *, documents: float = 0.0, **more: object) -> None:
+        self._bench, self._documents, self._more = bench, documents, more
         random, shape = np.random.default_rng(bench.seed), bench.shape
-        bodies = [bench.body(random, shape.prompt_tokens, shape.output_tokens, **more) for _ in range(6)]
-        alone = in_turn(node.url, bodies)
-        self.ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in alone], 50)
-        self.tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in alone], 50)
-        full = [body for _, body in bench.load(100.0, bench.seconds(1.5), bench.seed + 200, **more)]
+
+        def alone(prompt_tokens: int) -> list[Outcome]:
+            bodies = [bench.body(random, prompt_tokens, shape.output_tokens, **more) for _ in range(6)]
+            return in_turn(node.url, bodies)
+
+        found = alone(shape.prompt_tokens)
+        self.ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in found], 50)
+        self.tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in found], 50)
+        self.document_ttft_s = self.ttft_s
+        if documents:
+            long = alone(bench.long_prompt_tokens)
+            self.document_ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in long], 50)
+        full = [body for _, body in self.load(100.0, bench.seconds(1.5), bench.seed + 200)]
         begin = time.monotonic()
         answered = sum(outcome.whole for outcome in at_once(node.url, full, _FULL))
         self._capacity = answered / (time.monotonic() - begin)
 
     @property
     def told(self) -> dict[str, float]:
-        return {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "capacity_per_s": self._capacity}
+        limits = {"ttft_s": self.ttft_s, "document_ttft_s": self.document_ttft_s, "tpot_s": self.tpot_s}
+        return limits | {"capacity_per_s": self._capacity}
+
+    def load(self, rate: float, seconds: float, seed: int) -> list[tuple[float, Body]]:
+        """Timed requests, documents among them."""
+        random = np.random.default_rng(seed + 1000)
+        tokens, output = self._bench.long_prompt_tokens, self._bench.shape.output_tokens
+        return [
+            (
+                at_s,
+                self._bench.body(random, tokens, output, **self._more) if random.random() < self._documents else body,
+            )
+            for at_s, body in self._bench.load(rate, seconds, seed, **self._more)
+        ]
+
+    def met(self, body: Body, outcome: Outcome) -> bool:
+        """Whether a request had its first token and the others within its limits."""
+        document = len(body.get("prompt", ())) >= self._bench.long_prompt_tokens
+        return _met(outcome, self.document_ttft_s if document else self.ttft_s, self.tpot_s)
 
     def curve(self, stand: Stand, loads: Sequence[float]) -> Curve:
         return [(load * self._capacity, self._attained(stand, load * self._capacity)) for load in loads]
 
     def _attained(self, stand: Stand, rate: float) -> float:
         seconds = max(self._bench.seconds(_SECONDS), min(_SECONDS, _FEWEST / rate))
-        timed = self._bench.load(rate, seconds, self._bench.seed + 100, **self._more)
-        patience_s = self.ttft_s + self.tpot_s * self._bench.shape.most_output_tokens + 1.0
-        met = [_met(outcome, self.ttft_s, self.tpot_s) for outcome in offer(stand.url, timed, patience_s)]
+        timed = self.load(rate, seconds, self._bench.seed + 100)
+        found = offer(stand.url, timed, self.patience_s)
+        met = [self.met(body, outcome) for (_, body), outcome in zip(timed, found, strict=True)]
         return sum(met) / len(met) if met else math.nan
+
+    @property
+    def patience_s(self) -> float:
+        """Who waits longer than that for the end of an answer hangs up."""
+        return self.document_ttft_s + self.tpot_s * self._bench.shape.most_output_tokens + 1.0
 
 
 def goodput(points: Sequence[tuple[float, float]]) -> float:
-    """The greatest load tried at which enough requests met their limits; 0 if there is none."""
-    return max((rate for rate, attainment in points if attainment >= ATTAINMENT), default=0.0)
+    """The load at which just enough requests meet their limits, on straight lines between those tried; 0 if no load
+    tried was little enough, the greatest tried if none was too much."""
+    found, last = 0.0, (0.0, 1.0)
+    for rate, attainment in points:
+        if attainment < ATTAINMENT:
+            fallen = last[1] - attainment
+            return found + (rate - last[0]) * (last[1] - ATTAINMENT) / fallen if found else 0.0
+        found, last = rate, (rate, attainment)
+    return found
 
 
 def _ratio(one: float, other: float) -> float:

@@ -1,0 +1,106 @@
+"""Is the simulated node's goodput the real one's? Attainment by load: the same requests at the same times through both.
+
+Service times are fitted to requests that have the node to themselves (`fitted`); what requests do to each other is the
+simulator's own. Prefill has one core and decode the other, always apart. Frontend, pool and client go before both of
+them, and have no core of their own here, as they have where a model has GPUs: what they take for a request, counted at
+the least load, makes everything that the models do longer at the others.
+"""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from benchmarks.serve.bench import Bench
+from benchmarks.serve.client import Body, Outcome, offer
+from benchmarks.serve.fitted import fitted
+from benchmarks.serve.report import Measure, Section
+from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
+from benchmarks.serve.stand import Stand
+from runtime.simulator.node import Simulation
+from runtime.simulator.setup import Setup
+from runtime.simulator.times.calibrate import calibrate
+from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
+from runtime.simulator.workload import Workload
+
+_LOADS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.05)
+_SECONDS = 10.0
+_CORES = 2
+_COSTS = (
+    "prefill_pass_s", "prefill_token_s", "prefill_behind_s", "prefill_pair_s", "prompt_s",
+    "decode_step_s", "decode_row_s", "decode_context_s", "link_s",
+)  # fmt: skip
+
+
+def run(bench: Bench) -> Section:
+    """Chats without retrieval at each load."""
+    real: Curve = []
+    simulated: Curve = []
+    beside: Curve = []
+    light_s = 0.0  # of frontend, pool and client for a request
+    with bench.stand("node", models_last=True, handover={"disaggregate": "always"}) as stand:
+        times = fitted(bench, stand, calibrate(stand.plan.config, ServiceTimes()))
+        kind = Kind(bench, stand)
+        capacity = kind.told["capacity_per_s"]
+        for load in _LOADS:
+            timed = kind.load(load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
+            before = stand.used_s()[1]
+            found = offer(stand.url, timed, kind.patience_s)
+            light_s = light_s or (stand.used_s()[1] - before) / len(found)
+            met = sum(kind.met(body, outcome) for (_, body), outcome in zip(timed, found, strict=True))
+            real.append((load * capacity, met / len(found)))
+            simulated.append((load * capacity, _simulated(stand, times, kind, timed, found)))
+            slowed = _slowed(times, 1 - load * capacity * light_s / _CORES)
+            beside.append((load * capacity, _simulated(stand, slowed, kind, timed, found)))
+    ours, theirs = goodput(beside), goodput(real)
+    section = Section(
+        "curves",
+        f"The share of the requests that keep TTFT {kind.ttft_s * 1e3:.0f} ms and TPOT {kind.tpot_s * 1e3:.1f} ms, "
+        f"and the load at which {ATTAINMENT:.0%} do; one prefill and one decode worker, always apart. Who has waited "
+        f"{kind.patience_s:.1f} s hangs up, in reality.",
+    )
+    section.measures = [
+        Measure("real goodput", theirs, "requests/s"),
+        Measure(
+            "simulated goodput, as if frontend, pool and client had cores of their own",
+            goodput(simulated),
+            "requests/s",
+        ),
+        Measure("simulated goodput, with what they take of the two cores", ours, "requests/s"),
+        Measure("frontend, pool and client, of a request", light_s * 1e3, "ms"),
+        Measure("off by", abs(ours / theirs - 1) if theirs else float("inf"), "", "≤", 0.15),
+        Measure(
+            "greatest difference of the curves",
+            max(abs(ours - theirs) for (_, ours), (_, theirs) in zip(beside, real, strict=True)),
+        ),
+    ]
+    section.curves = {
+        "real and simulated: requests/s, attainment": {
+            "real": real,
+            "simulated": beside,
+            "simulated, more cores": simulated,
+        }
+    }
+    section.details = kind.told | {"times": {n: getattr(times, n) for n in times.__struct_fields__ if n != "roofline"}}
+    return section
+
+
+def _slowed(times: ServiceTimes, share: float) -> ServiceTimes:
+    """What prefill and decode do, with this share of their cores."""
+    longer = {name: getattr(times, name) / share for name in _COSTS}
+    return replace(times, **longer)
+
+
+def _simulated(
+    stand: Stand, times: ServiceTimes, kind: Kind, timed: Sequence[tuple[float, Body]], found: Sequence[Outcome]
+) -> float:
+    """The share of the same requests that the simulated node would have answered within the same limits."""
+    begin = min(outcome.sent_s for outcome in found)
+    arrivals = [
+        Arrival(outcome.sent_s - begin, len(body["prompt"]), body["max_tokens"])
+        for (_, body), outcome in zip(timed, found, strict=True)
+    ]
+    setup = Setup(config=stand.plan.config, times=times, workload=Workload(retrieval=False))
+    simulation = Simulation(setup, arrivals)
+    simulation.run()
+    return sum(one.met(kind.ttft_s, kind.tpot_s) for one in simulation.requests) / len(arrivals)
