@@ -1,7 +1,7 @@
 """The first screen, in the order in which somebody on call asks.
 
-Are promises kept? Is it up? Who waits? What is full? What is kept of KV? Where does the time go? What does the
-controller do? What is written? Which GPU?
+Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? What is
+written? Which GPU?
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [_promises(), _up(), _queues(), _saturation(), _kv(), _latency(), _controller(), _live(), _places()]
+    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _live(), _places()]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
@@ -183,11 +183,13 @@ def _saturation() -> Row:
             _lines(
                 "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit", 4
             ),
+            *_kept(),
         ],
     )
 
 
-def _kv() -> Row:
+def _kept() -> list[Panel]:
+    """What there is of KV blocks for prompts to come: workers' own, and tiers."""
     hits = [
         Query(f"{q.rate(_s(role.PREFIX_HIT_TOKENS))} / {q.rate(_s(role.PREFIX_QUERY_TOKENS))}", name)
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
@@ -203,22 +205,17 @@ def _kv() -> Row:
     def by_tier(metrics: Mapping[str, Named]) -> list[Query]:
         return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
 
-    return Row(
-        "What is kept of KV?",
-        [
-            _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
-            _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
-            _lines(
-                "Blocks to and from tiers",
-                "Fetched instead of computed, and written, a second",
-                by_tier(moved),
-                "short",
-            ),
-            _lines(
-                "Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"
-            ),
-        ],
-    )
+    return [
+        _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
+        _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
+        _lines(
+            "Blocks to and from tiers",
+            "Fetched instead of computed, and written, a second",
+            by_tier(moved),
+            "short",
+        ),
+        _lines("Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"),
+    ]
 
 
 def _latency() -> Row:
