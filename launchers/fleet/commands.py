@@ -24,16 +24,19 @@ _LISTEN = "127.0.0.1:9000"
 @fleet_app.command()
 def haproxy(node: Nodes, listen: Listen = _LISTEN, sticky: Stick = "none") -> None:
     """Print a configuration of HAProxy (2.6 and later)."""
-    print(for_haproxy.haproxy(node_addresses(node), listen_address(listen), sticky), end="")
+    nodes = node_addresses(node)
+    print(for_haproxy.haproxy(nodes, listen_address(listen, nodes), sticky), end="")
 
 
 @fleet_app.command()
 def envoy(node: Nodes, listen: Listen = _LISTEN, sticky: Stick = "none") -> None:
     """Print a configuration of Envoy."""
-    print(for_envoy.envoy(node_addresses(node), listen_address(listen), sticky), end="")
+    nodes = node_addresses(node)
+    print(for_envoy.envoy(nodes, listen_address(listen, nodes), sticky), end="")
 
 
 @fleet_app.command("vllm-router")
 def vllm_router(node: Nodes, listen: Listen = _LISTEN, sticky: Stick = "none") -> None:
     """Print a command that starts vllm-router. (Of a conversation it goes by the header x-session-id.)"""
-    print(for_vllm_router.vllm_router(node_addresses(node), listen_address(listen), sticky), end="")
+    nodes = node_addresses(node)
+    print(for_vllm_router.vllm_router(nodes, listen_address(listen, nodes), sticky), end="")

@@ -1,13 +1,14 @@
 """Envoy's configuration, static, for its API v3."""
 
+import json
 from collections.abc import Sequence
 
 from launchers.fleet.haproxy import Sticky
-from launchers.fleet.nodes import CONVERSATION, Address
+from launchers.fleet.nodes import CONVERSATION, Address, error_text
 from runtime.errors import InvalidRequest
 
 _TEMPLATE = """\
-# Trinity nodes behind Envoy, made by `trinity fleet envoy`. Check it with: envoy --mode validate -c FILE
+# Trinity nodes behind Envoy, made by `trinity fleet envoy`. Check it with: envoy --mode validate -c FILE.yaml
 static_resources:
   listeners:
   - name: trinity
@@ -24,6 +25,14 @@ static_resources:
           preserve_external_request_id: true     # the client's x-request-id goes on; else Envoy makes one
           stream_idle_timeout: 3600s             # between two bytes: a stream may think for long
           request_timeout: 0s
+          local_reply_config:                    # what Envoy says itself is written like a node's own errors
+            mappers:
+            - filter:
+                status_code_filter: {{comparison: {{op: GE, value: {{default_value: 502, runtime_key: none}}}}}}
+              headers_to_add: [{{header: {{key: retry-after, value: "1"}}}}]
+              body_format_override:
+                content_type: application/json
+                text_format_source: {{inline_string: {error}}}
           route_config:
             virtual_hosts:
             - name: trinity
@@ -61,6 +70,8 @@ static_resources:
         "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
         common_http_protocol_options: {{idle_timeout: 60s}}     # below the nodes' idle_timeout_s
         explicit_http_config: {{http_protocol_options: {{}}}}
+    upstream_connection_options:                 # a machine that has gone without a word, streams or not
+      tcp_keepalive: {{keepalive_time: 30, keepalive_interval: 5, keepalive_probes: 6}}
     health_checks:
     - timeout: 2s
       interval: 1s
@@ -95,10 +106,13 @@ def envoy(nodes: Sequence[Address], listen: Address, sticky: Sticky) -> str:
     """The file's text. Raises InvalidRequest for what Envoy cannot do by itself."""
     if sticky == "prefix":
         raise InvalidRequest("Envoy routes by headers, not by what a body says: take --sticky conversation, or HAProxy")
+    if listen.is_name:
+        raise InvalidRequest(f"--listen is {listen}: Envoy wants an address there, such as 127.0.0.1:{listen.port}")
     by_header = sticky == "conversation"
     hash_policy = f"                  hash_policy: [{{header: {{header_name: {CONVERSATION}}}}}]\n"
     return _TEMPLATE.format(
         listen=listen,
+        error=json.dumps(error_text("no node takes requests")),
         previous_hosts=_PREVIOUS_HOSTS,
         hash_policy=hash_policy if by_header else "",
         policy="RING_HASH" if by_header else "LEAST_REQUEST",

@@ -1,9 +1,10 @@
 """HAProxy's configuration, for its version 2.6 and later."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Literal
 
-from launchers.fleet.nodes import CONVERSATION, Address
+from launchers.fleet.nodes import CONVERSATION, Address, error_text
 
 Sticky = Literal["none", "conversation", "prefix"]
 
@@ -27,10 +28,18 @@ defaults
     timeout http-keep-alive 60s                  # below the nodes' idle_timeout_s
     timeout queue 30s
     timeout check 2s                             # of /health, as with the other balancers
+    option srvtcpka                              # a machine that has gone without a word, streams or not
+    srvtcpka-idle 30s
+    srvtcpka-intvl 5s
+    srvtcpka-cnt 6
     option http-buffer-request                   # what was sent on before it was whole is not repeated
     option redispatch 1                          # a repeated request goes to another node
     retries 3
     retry-on conn-failure empty-response 503     # all of it before the first byte of an answer
+
+    # What HAProxy says itself is written like a node's own errors.
+    http-error status 502 content-type application/json string {lost} hdr Retry-After 1
+    http-error status 503 content-type application/json string {none} hdr Retry-After 1
 
 # Refused here: what concerns one node alone is asked of that node.
 frontend trinity
@@ -72,6 +81,12 @@ def haproxy(nodes: Sequence[Address], listen: Address, sticky: Sticky) -> str:
     """The file's text."""
     return _TEMPLATE.format(
         listen=listen,
+        lost=_quoted("the node broke off before it answered"),
+        none=_quoted("no node takes requests"),
         balance="\n".join(f"    {line}" for line in _BALANCE[sticky]),
         servers="\n".join(f"    server node-{number} {address}" for number, address in enumerate(nodes, 1)),
     )
+
+
+def _quoted(message: str) -> str:
+    return shlex.quote(error_text(message))

@@ -1,13 +1,19 @@
 """The nodes of a fleet, and where the balancer in front of them listens, as a command line names them."""
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, Unavailable
+from runtime.serving.http.answers import error_json
 
 CONVERSATION = "x-conversation-id"
 """The header that `--sticky conversation` goes by."""
+_NAME = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?\Z")  # goes into configurations as it is
+_HERE = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,15 @@ class Address:
 
     host: str
     port: int
+
+    @property
+    def is_name(self) -> bool:
+        """Whether the host must be looked up."""
+        try:
+            ip_address(self.host)
+        except ValueError:
+            return True
+        return False
 
     @property
     def url(self) -> str:
@@ -35,9 +50,13 @@ def node_addresses(urls: Sequence[str]) -> list[Address]:
     return found
 
 
-def listen_address(text: str) -> Address:
-    """Of `HOST:PORT`. Raises InvalidRequest."""
-    return _address(text, "--listen", "")
+def listen_address(text: str, nodes: Sequence[Address] = ()) -> Address:
+    """Of `HOST:PORT`. Raises InvalidRequest for what is none, or where one of the nodes listens."""
+    found = _address(text, "--listen", "")
+    for node in nodes:
+        if node.port == found.port and (node.host == found.host or {node.host, found.host} <= _HERE):
+            raise InvalidRequest(f"--listen is {text!r}: there the node {node.url} listens")
+    return found
 
 
 def _address(text: str, option: str, scheme: str) -> Address:
@@ -47,6 +66,13 @@ def _address(text: str, option: str, scheme: str) -> Address:
             raise ValueError
         if parts.path.strip("/") or parts.query or parts.fragment or any(c.isspace() for c in text):
             raise ValueError
+        if not _NAME.match(parts.hostname) and ("%" in parts.hostname or not ip_address(parts.hostname)):
+            raise ValueError
     except ValueError:
         raise InvalidRequest(f"{option} is {text[:128]!r}: it must look like {scheme}HOST:PORT") from None
     return Address(parts.hostname, parts.port)
+
+
+def error_text(message: str) -> str:
+    """What a balancer answers where no node does: `unavailable`, in JSON, as a node says it."""
+    return json.dumps(error_json(Unavailable(message)))

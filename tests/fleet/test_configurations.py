@@ -14,7 +14,7 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from benchmarks.fleet.balancers import balancing
+from benchmarks.fleet.balancers import balancing, free_port
 from launchers.fleet.haproxy import Sticky
 from launchers.fleet.nodes import listen_address, node_addresses
 from runtime.errors import InvalidRequest
@@ -60,7 +60,8 @@ def test_every_node_is_named_in_what_is_printed() -> None:
 @pytest.mark.parametrize(
     "url",
     ["https://n:8080", "n:8080", "http://n", "http://n:0", "http://n:70000", "http://n:80/v1", "http://u@n:80",
-     "http://n:80\n    server evil 1.2.3.4:80", "http://n:80 check", ""],
+     "http://n:80\n    server evil 1.2.3.4:80", "http://n:80 check", "", 'http://n"},x:{y:80', "http://n;m:80",
+     "http://nöde:80", "http://[::1%lo]:80", "http://[::g]:80", "http://::1:80"],
 )  # fmt: skip
 def test_a_node_that_is_no_address_is_refused_with_what_it_must_look_like(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^--node is .*: it must look like http://HOST:PORT$"):
@@ -74,6 +75,27 @@ def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
         node_addresses([])
     with pytest.raises(InvalidRequest, match=r"^--listen is .*HOST:PORT$"):
         listen_address("9000")
+
+
+@pytest.mark.parametrize("listen", ["n:80", "[::1]:8082", "localhost:81", "0.0.0.0:81", "[::]:81"])
+def test_a_balancer_that_would_listen_where_a_node_does_is_refused(listen: str) -> None:
+    nodes = node_addresses(["http://n:80", "http://[::1]:8082", "http://127.0.0.1:81"])
+    with pytest.raises(InvalidRequest, match=r"^--listen is .*: there the node http://.* listens$"):
+        listen_address(listen, nodes)
+    assert listen_address("m:80", nodes).host == "m"
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:9000", "[::]:9000", "localhost:9000"])
+def test_where_a_balancer_listens_is_as_its_program_writes_it(listen: str, tmp_path: Path) -> None:
+    file, options = tmp_path / "made.yaml", (*NODES[:4], "--listen", listen)
+    file.write_text(printed("haproxy", *options))
+    subprocess.run([program("haproxy"), "-c", "-q", "-f", str(file)], check=True, timeout=WAIT)
+    if listen.startswith("localhost"):
+        with pytest.raises(InvalidRequest, match=r"^--listen is localhost:9000: Envoy wants an address .*127\.0\.0\.1"):
+            printed("envoy", *options)
+        return
+    file.write_text(printed("envoy", *options))
+    subprocess.run([program("envoy"), "--mode", "validate", "-c", str(file)], check=True, timeout=WAIT)
 
 
 def test_envoy_is_not_asked_to_go_by_what_a_body_says() -> None:
@@ -157,6 +179,30 @@ def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str,
         assert heard["x-forwarded-for"]  # by which a node knows that it was not asked directly
         made = client.get("/v1/models").json()["headers"]
         assert {name.lower(): value for name, value in made.items()}["x-request-id"]
+
+
+@pytest.mark.parametrize("name", ["haproxy", "envoy"])
+def test_where_no_node_answers_the_client_is_told_as_a_node_would_tell_it(name: str, tmp_path: Path) -> None:
+    program(name)
+    with balancing(name, [f"http://127.0.0.1:{free_port()}"], tmp_path) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "m"}, timeout=WAIT, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(("name", "everywhere"), [("haproxy", True), ("envoy", True), ("vllm-router", False)])
+def test_a_clients_key_goes_on_to_the_nodes(name: str, everywhere: bool, tmp_path: Path) -> None:
+    """vllm-router leaves it out where it does not know the route, as docs/fleet.md says."""
+    with asked_through(name, tmp_path) as client:
+
+        def passed(path: str) -> bool:
+            body, named = {"model": "m", "prompt": "p"}, {"Authorization": "Bearer secret"}
+            heard = client.post(path, json=body, headers=named).json()["headers"]
+            return {key.lower(): value for key, value in heard.items()}.get("authorization") == "Bearer secret"
+
+        eventually(lambda: client.post("/v1/completions", json={"prompt": "p"}).status_code == 200, WAIT, "nodes")
+        assert passed("/v1/completions")
+        assert passed("/v1/retrieval") == everywhere
 
 
 @pytest.mark.parametrize("name", ["haproxy", "envoy"])
