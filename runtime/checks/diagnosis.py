@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ipc.memory.compiled import can_be_kept
-from runtime.checks import preflight, vllm
+from runtime.checks import preflight, remote, vllm
 from runtime.checks.finding import Finding
 from runtime.engines.openai.abilities import reach
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
@@ -73,6 +73,8 @@ def diagnose(
         if isinstance(config.model, VllmSection):
             yield from vllm.findings(config.model, machine)
         yield from _embedders(config)
+        if config.remote:
+            yield from remote.findings(config)
         yield from _port(config)
         yield _files(config, machine)
         for line in preflight.not_compared(config):

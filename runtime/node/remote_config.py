@@ -26,3 +26,8 @@ class RemoteSection(Section, frozen=True):
     missing: Literal["refuse", "partial"] = "refuse"
     timeout_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
     api_key_file: str = ""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The nodes', without what may stand behind the port."""
+        return tuple(url.lower().rstrip("/").removesuffix("/v1") for url in self.nodes)

@@ -69,7 +69,7 @@ class RemoteCollection:
         self._name = quote(section.collection or section.name, safe="")
         key = read_key(section.api_key_file, f"remote {section.name}: the")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._nodes = [_Node(url.rstrip("/").removesuffix("/v1")) for url in section.nodes]
+        self._nodes = [_Node(url) for url in section.urls]
 
     @property
     def about(self) -> About:
@@ -82,6 +82,11 @@ class RemoteCollection:
         out = [f"{node.url}: {node.trouble}" for node in self._nodes if node.about is None]
         enough = len(out) < len(self._nodes) if self._section.missing == "partial" else not out
         return "" if enough else "; ".join(out)
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Why each node is not asked, by its URL; "" where it is in use."""
+        return {node.url: node.trouble if node.about is None else "" for node in self._nodes}
 
     async def look(self) -> None:
         """Ask the nodes that are out whether they are back."""
@@ -215,8 +220,11 @@ class RemoteCollections:
                 await self.look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            if self._made is not None:
-                await self._made.close()
+            await self.close()
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()
 
     def _session(self) -> aiohttp.ClientSession:
         """Made in the loop that uses it."""
@@ -232,6 +240,8 @@ class RemoteCollections:
 def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "it is no URL that could be asked"
     told = error.message if isinstance(error, TrinityError) else str(error)
     return told.partition("\n")[0][:200] or type(error).__name__
 

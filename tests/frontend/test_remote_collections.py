@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from runtime.checks.remote import findings
 from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, TrinityError, Unavailable
+from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.about import About
 from runtime.retrieval.passages import Partial, Passage
@@ -98,6 +101,19 @@ def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
                 await ask(found)
 
     run(test())
+
+
+def test_doctor_tells_which_nodes_of_a_collection_are_there(part: Any, tmp_path: Path) -> None:
+    _, even = part(DOCUMENTS[::2])
+    (tmp_path / "key").write_text(KEY)
+    section = RemoteSection("all", (even + "/", NOBODY), "docs", api_key_file=str(tmp_path / "key"))
+    for missing, level in (("refuse", "error"), ("partial", "warning")):
+        told = list(findings(NodeConfig(remote=(replace(section, missing=missing),))))
+        assert [(one.level, one.what) for one in told] == [
+            ("ok", f"remote all at {even}"),
+            (level, f"remote all at {NOBODY}"),
+        ]
+        assert told[0].text == "hashing-64, 64 dimensions, cosine"
 
 
 def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:

@@ -135,6 +135,17 @@ def test_a_server_that_does_not_answer_is_in_error_with_its_address(tmp_path: Pa
     assert found[f"engine {url}"].advice.startswith("start it")
 
 
+def test_nodes_of_a_remote_collection_that_are_not_there_are_told_each_by_its_address(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    section = {"name": "far", "nodes": [url], "missing": "partial"}
+    found = findings(parse_config({"remote": [section], "http": {"port": 0}}))[f"remote far at {url}"]
+    assert (found.level, found.advice[:8]) == ("error", "start it")
+    keyed = parse_config({"remote": [section | {"api_key_file": str(tmp_path / "none")}], "http": {"port": 0}})
+    assert "none" in findings(keyed)["remote"].text
+
+
 def test_a_user_for_whom_compiled_code_cannot_be_kept_is_told_where_it_could_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,7 +98,11 @@ def test_a_node_of_remote_collections_alone_has_a_frontend_alone(tmp_path: Path)
     [
         (["docs"], ["http://a"], "remote: the name 'docs' is used twice"),
         (["far", "far"], ["http://a"], "remote: the name 'far' is used twice"),
-        (["far"], ["http://a", "http://a"], "remote: 'far': a node is named twice"),
+        (["far"], ["http://a", "http://a"], "remote: 'far': the node http://a is named twice"),
+        (["far"], ["http://A:80/", "http://a:80/v1"], "remote: 'far': the node http://a:80 is named twice"),
+        (["far"], ["http://a:99999"], "remote: 'far': 'http://a:99999' is no node: give it as http://HOST:PORT"),
+        (["far"], ["http://[::1:80"], "remote: 'far': 'http://[::1:80' is no node: give it as http://HOST:PORT"),
+        (["far"], ["http://localhost:8080"], "remote: 'far': http://localhost:8080 is this node,"),
     ],
 )
 def test_a_remote_collection_that_cannot_be_searched_is_refused(

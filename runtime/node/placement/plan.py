@@ -21,6 +21,7 @@ ANSWERS = "@answers"
 """The pools' name of the collection of stored answers: none that a configuration can give."""
 ANSWERS_FOLDER = ".trinity-answers"
 _MOST_SOCKET = 107  # bytes: sun_path without its NUL
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WHILE_DRAINING = ".sock.old"  # the longest name that a socket gets
 
 
@@ -289,8 +290,17 @@ def _check_remote(config: NodeConfig) -> None:
         if remote.name in seen:
             raise ConfigError(f"remote: the name {remote.name!r} is used twice")
         seen.add(remote.name)
-        if len(set(remote.nodes)) < len(remote.nodes):
-            raise ConfigError(f"remote: {remote.name!r}: a node is named twice")
+        for url in remote.urls:
+            try:
+                well = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+            except ValueError:
+                well = False
+            if not well:
+                raise ConfigError(f"remote: {remote.name!r}: {url!r} is no node: give it as http://HOST:PORT")
+            if config.http.port == urlsplit(url).port and urlsplit(url).hostname in (config.http.host, *_LOOPBACK):
+                raise ConfigError(f"remote: {remote.name!r}: {url} is this node, which would ask itself")
+            if remote.urls.count(url) > 1:
+                raise ConfigError(f"remote: {remote.name!r}: the node {url} is named twice")
 
 
 def _check_engine(config: NodeConfig) -> None:
