@@ -3,6 +3,7 @@
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from dashboards.overview import HERE
+from dashboards.overview import UID as OVERVIEW
 from runtime.node.figures import Named, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
 
@@ -33,16 +34,19 @@ def _by_node(kind: str, metric: Named) -> str:
 
 
 def _waiting() -> str:
-    return f"{_by_node('sum', PrefillMetrics.WAITING)} + {_by_node('sum', DecodeMetrics.WAITING)}"
+    stages = f"{_by_node('sum', PrefillMetrics.WAITING)} + {_by_node('sum', DecodeMetrics.WAITING)}"
+    return f"{stages} or 0 * {_by_node('sum', FrontendMetrics.IN_FLIGHT)}"
 
 
 def _running() -> str:
-    return f"{_by_node('sum', PrefillMetrics.RUNNING)} + {_by_node('sum', DecodeMetrics.RUNNING)}"
+    """A node in front of other servers has no such stages: what it has taken runs."""
+    stages = f"{_by_node('sum', PrefillMetrics.RUNNING)} + {_by_node('sum', DecodeMetrics.RUNNING)}"
+    return f"{stages} or {_by_node('sum', FrontendMetrics.IN_FLIGHT)}"
 
 
 def _tile(title: str, description: str, expr: str, unit: str = "short", bad_from: float | None = None) -> Panel:
     thresholds = ((0.0, "green"), *([(bad_from, "red")] if bad_from is not None else []))
-    return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, thresholds=thresholds)
+    return Panel("stat", title, description, [Query(expr)], unit, width=3, height=4, thresholds=thresholds)
 
 
 def _lines(title: str, about: str, expr: str, unit: str, legend: str = "{{node}}", stacked: bool = False) -> Panel:
@@ -55,9 +59,16 @@ def _together() -> Row:
         [
             _tile("Nodes", "That Prometheus reaches", f"count(count by (node) ({_s(NodeMetrics.INFO)}))"),
             _tile(
+                "Not reached",
+                "Targets that Prometheus cannot scrape, whatever Node and Model say: it knows their addresses alone",
+                'count(up{job="trinity"} == 0) or vector(0)',
+                bad_from=1,
+            ),
+            _tile(
                 "Draining", "Nodes whose health fails because somebody wants it to", f"sum({_s(NodeMetrics.DRAINING)})"
             ),
             _tile("Workers not ready", "Of all nodes' plans", f"sum(1 - {_s(ProcessMetrics.UP)})", bad_from=1),
+            _tile("Waiting", "Requests, for a worker or for room", f"sum({_waiting()})"),
             _tile("Requests", "Generations that ended, a second", q.rate(_s(FrontendMetrics.REQUESTS)), "reqps"),
             _tile("Errors", "Share that failed or was refused", _bad(), "percentunit", bad_from=0.01),
             _tile(
@@ -78,8 +89,10 @@ def _nodes() -> Row:
         Query(_by_node("min", NodeMetrics.MEMORY_AVAILABLE), "memory left"),
     ]
     units = (("oldest heartbeat", "s"), ("fullest KV", "percentunit"), ("memory left", "bytes"))
-    about = "A row each; the worst of its workers, and the sum of their requests"
-    return Row("Which node?", [Panel("table", "Nodes", about, columns, width=24, height=8, column_units=units)])
+    about = "A row each; the worst of its workers, and the sum of their requests. A node's name leads to its overview"
+    links = (("node", "/d/" + OVERVIEW + "?var-node=${__value.text}&${__url_time_range}"),)
+    table = Panel("table", "Nodes", about, columns, width=24, height=8, column_units=units, column_links=links)
+    return Row("Which node?", [table])
 
 
 def _load() -> Row:

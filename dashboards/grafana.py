@@ -1,6 +1,6 @@
 """Grafana's dashboard JSON (schema version 39) from a few plain descriptions: rows of panels, each with its queries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Panel:
     # (from this value on, colour), lowest first; the first value is ignored by Grafana
     thresholds: Sequence[tuple[float, str]] = ((0.0, "green"),)
     column_units: Sequence[tuple[str, str]] = ()  # (a table's column, its unit)
+    column_links: Sequence[tuple[str, str]] = ()  # (a table's column, where its cells lead)
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,9 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
             "overrides": [
                 {
                     "matcher": {"id": "byName", "options": column},
-                    "properties": [{"id": "unit", "value": unit}],
+                    "properties": [{"id": name, "value": value}],
                 }
-                for column, unit in panel.column_units
+                for column, name, value in _properties(panel)
             ],
         },
         "options": {"stat": _STAT_OPTIONS, "timeseries": _LINE_OPTIONS, "table": _TABLE_OPTIONS}[panel.kind],
@@ -163,6 +164,14 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
             for i, query in enumerate(panel.queries)
         ],
     }
+
+
+def _properties(panel: Panel) -> Iterator[tuple[str, str, Any]]:
+    """Of a table's columns: (column, property, its value)."""
+    for column, unit in panel.column_units:
+        yield column, "unit", unit
+    for column, url in panel.column_links:
+        yield column, "links", [{"title": "${__value.text}", "url": url}]
 
 
 def _columns(panel: Panel) -> list[Json]:

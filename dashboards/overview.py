@@ -1,7 +1,7 @@
 """The first screen, in the order in which somebody on call asks.
 
-Are promises kept? Is it up? Who waits? What is full? Where does the time go? What does the controller do? What is
-written? Which GPU?
+Are promises kept? Is it up? Who waits? What is full? What is kept of KV? Where does the time go? What does the
+controller do? What is written? Which GPU?
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,8 @@ from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
 HERE = 'node=~"$node",model_name=~"$model"'
+_WORKER = ("node", "worker")  # workers of different nodes are called alike
+_OF_WORKER = "{{node}} {{worker}}"
 _SLO = f'{HERE},slo="$slo"'
 
 
@@ -32,7 +34,7 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [_promises(), _up(), _queues(), _saturation(), _latency(), _controller(), _live(), _places()]
+    rows = [_promises(), _up(), _queues(), _saturation(), _kv(), _latency(), _controller(), _live(), _places()]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
@@ -147,20 +149,20 @@ def _saturation() -> Row:
         Query(f"sum({_s(PoolMetrics.PAUSED_SLOTS)})", "paused"),
     ]
     extending, looping = (
-        q.rate(_s(seconds), ("worker",)) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
+        q.rate(_s(seconds), _WORKER) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
     )
     # Each worker's loop is stacked on its own extends by a sum: a stacked panel would stack the workers on one another.
     busy = [
-        Query(extending, "{{worker}} extends"),
-        Query(f"{extending} + {looping}", "{{worker}} with its loop"),
+        Query(extending, f"{_OF_WORKER} extends"),
+        Query(f"{extending} + {looping}", f"{_OF_WORKER} with its loop"),
     ]
-    blocks = [Query(_s(DecodeMetrics.KV_USED), "{{worker}}")]
+    blocks = [Query(_s(DecodeMetrics.KV_USED), _OF_WORKER)]
     link = [
-        Query(q.rate(_s(DecodeMetrics.LINK_BUSY_SECONDS), ("worker",)), "{{worker}}"),
+        Query(q.rate(_s(DecodeMetrics.LINK_BUSY_SECONDS), _WORKER), _OF_WORKER),
         Query(f"max({_s(ControlMetrics.LINK_TARGET)})", "target"),
     ]
     bandwidth = [
-        Query(_s(GpuMetrics.MEMORY_BUSY), "GPU {{gpu}}", needs_gpu=True),
+        Query(_s(GpuMetrics.MEMORY_BUSY), "{{node}} GPU {{gpu}}", needs_gpu=True),
         Query(f"sum({_s(GpuMetrics.NVML_UP)})", "NVML works"),
     ]
     return Row(
@@ -183,13 +185,11 @@ def _saturation() -> Row:
             _lines(
                 "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit", 4
             ),
-            *_kept(),
         ],
     )
 
 
-def _kept() -> list[Panel]:
-    """What there is of KV blocks for prompts to come: workers' own, and tiers."""
+def _kv() -> Row:
     hits = [
         Query(f"{q.rate(_s(role.PREFIX_HIT_TOKENS))} / {q.rate(_s(role.PREFIX_QUERY_TOKENS))}", name)
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
@@ -205,17 +205,22 @@ def _kept() -> list[Panel]:
     def by_tier(metrics: Mapping[str, Named]) -> list[Query]:
         return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
 
-    return [
-        _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
-        _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
-        _lines(
-            "Blocks to and from tiers",
-            "Fetched instead of computed, and written, a second",
-            by_tier(moved),
-            "short",
-        ),
-        _lines("Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"),
-    ]
+    return Row(
+        "What is kept of KV?",
+        [
+            _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
+            _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
+            _lines(
+                "Blocks to and from tiers",
+                "Fetched instead of computed, and written, a second",
+                by_tier(moved),
+                "short",
+            ),
+            _lines(
+                "Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"
+            ),
+        ],
+    )
 
 
 def _latency() -> Row:
@@ -237,10 +242,10 @@ def _latency() -> Row:
 
 def _controller() -> Row:
     reserve = [
-        Query(_s(ControlMetrics.RESERVE), "wanted"),
-        Query(_s(PoolMetrics.RESERVE), "{{worker}}"),
+        Query(_s(ControlMetrics.RESERVE), "{{node}} wanted"),
+        Query(_s(PoolMetrics.RESERVE), _OF_WORKER),
     ]
-    flush = [Query(_s(ControlMetrics.FLUSH_PREFILL), "τ_pre")]
+    flush = [Query(_s(ControlMetrics.FLUSH_PREFILL), "{{node}} τ_pre")]
     stall = [
         Query(
             f"{q.rate(_s(DecodeMetrics.STALL_SECONDS))} / {q.rate(_s(DecodeMetrics.ROW_SECONDS))}",
@@ -253,7 +258,7 @@ def _controller() -> Row:
         Query(q.rate(_s(PoolMetrics.DEADLINE_MISSES), ("stage",)), "missed {{stage}} deadlines"),
         Query(q.rate(_s(ControlMetrics.CHANGES)), "changes of mind"),
     ]
-    loads = [Query(_s(ControlMetrics.ROLE_LOAD), "{{role}}")]
+    loads = [Query(_s(ControlMetrics.ROLE_LOAD), "{{node}} {{role}}")]
     moves = [Query(q.rate(_s(ControlMetrics.MOVES), ("role",)), "{{role}}")]
     return Row(
         "What does the controller do?",

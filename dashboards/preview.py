@@ -111,8 +111,10 @@ def _table(panel: Json, found: Sequence[Sequence[Json]]) -> Json:
     """Rows by their labels, a column for each query: what Grafana's transformations "merge" and "organize" do."""
     names: dict[str, str] = panel["transformations"][1]["options"]["renameByName"]
     units = {
-        override["matcher"]["options"]: override["properties"][0]["value"]
+        override["matcher"]["options"]: one["value"]
         for override in panel["fieldConfig"]["overrides"]
+        for one in override["properties"]
+        if one["id"] == "unit"
     }
     labels = sorted({name for series in found for one in series for name in one["metric"]})
     rows: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -4,14 +4,13 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from dashboards import files
 from dashboards.drawing import page
-from dashboards.files import Credential, Pusher
-from dashboards.overview import overview
+from dashboards.files import Credential, Pusher, all_dashboards
 from dashboards.preview import Prometheus, shown
 
 dashboards_app = typer.Typer(help="Grafana dashboards and Prometheus alerts of a node.", no_args_is_help=True)
@@ -64,12 +63,13 @@ def push(
 def draw(
     prometheus_url: Annotated[str, typer.Option(help="The Prometheus that scrapes the node.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write: no scripts, nothing from elsewhere.")],
+    dashboard: Annotated[Literal["overview", "fleet"], typer.Option(help="Which one.")] = "overview",
     minutes: Annotated[float, typer.Option(help="How far back.", min=0.5, max=1440)] = 5.0,
 ) -> None:
-    """Draw the overview with a Prometheus's data, without Grafana, as one HTML file."""
+    """Draw a dashboard with a Prometheus's data, without Grafana, as one HTML file."""
     now = time.time()
     caption = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC, the last {minutes:g} minutes"
-    panels = shown(overview(), Prometheus(prometheus_url).ask, now, 60 * minutes)
+    panels = shown(all_dashboards()[f"trinity-{dashboard}"], Prometheus(prometheus_url).ask, now, 60 * minutes)
     out.write_text(page(panels, caption), encoding="utf-8")
     print(out)
 

@@ -98,6 +98,7 @@ def test_the_first_screen_is_in_the_order_in_which_somebody_on_call_asks() -> No
         "Is it up?",
         "Who waits?",
         "What is full?",
+        "What is kept of KV?",
         "Where does the time go?",
         "What does the controller do?",
         "What is written?",

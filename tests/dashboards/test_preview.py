@@ -57,7 +57,7 @@ def test_queries_are_asked_over_the_span_with_grafanas_variables_filled_in() -> 
 
 def test_lines_have_names_and_only_finite_values() -> None:
     found = panel(shown(overview(), FakePrometheus().ask, END_S), "KV in use")
-    assert [(line.name, line.points) for line in found.lines] == [("pool-<0>", [(END_S - 300, 1.0), (END_S, 3.0)])]
+    assert [(line.name, line.points) for line in found.lines] == [("n pool-<0>", [(END_S - 300, 1.0), (END_S, 3.0)])]
     assert found.unit == "percentunit"
     assert found.last == 3.0
 

@@ -113,3 +113,11 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
     else:
         asyncio.run(app(scope, receive, send))
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx" if crashes else "4xx"]) == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_look_at_the_health_of_a_node_that_drains_is_no_broken_answer(table: WorkerTable, path: str) -> None:
+    Measures(table, SLO).responded(path, 503, 0.001)
+    assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 0
+    Measures(table, SLO).responded("/v1/models", 503, 0.001)
+    assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 1

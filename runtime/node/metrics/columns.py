@@ -286,7 +286,11 @@ class FrontendMetrics(RetrievingMetrics):
         Outcome,
     )
     HTTP_RESPONSES = ByLabel[StatusClass, Counter](
-        Counter, "trinity_http_responses_total", "HTTP answers by the class of their status", "status", StatusClass
+        Counter,
+        "trinity_http_responses_total",
+        "HTTP answers by the class of their status, but for /health and /ready",
+        "status",
+        StatusClass,
     )
     SLO_REQUESTS = ByLabel[Slo, Counter](
         Counter,

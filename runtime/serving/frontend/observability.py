@@ -246,6 +246,7 @@ def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 _WHOLE = ("stop", "length")
 _STATUS: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
+_LOOKS = ("/health", "/ready")
 _SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
 
 
@@ -282,7 +283,9 @@ class Measures:
             self._broke_all()
 
     def responded(self, path: str, status: int, seconds: float) -> None:
-        """An HTTP answer is out."""
+        """An HTTP answer is out. Looks at the node's health are no traffic, and fail as they should while it drains."""
+        if path in _LOOKS:
+            return
         if status // 100 in _STATUS:
             self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS[status // 100]])
         if not _SEARCH_PATH.fullmatch(path):
