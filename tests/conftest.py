@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-examples", type=int, default=budget.USUAL, help="examples that each test of tests/fuzz tries"
     )
     parser.addoption("--kills", type=int, default=4, help="how often tests/live/test_kill.py kills a writer")
+    parser.addoption("--fleet-rounds", type=int, default=1, help="how often tests/e2e/test_fleet.py replaces two nodes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,7 +5,6 @@ import pytest
 from benchmarks.policy.bench import Job
 from benchmarks.policy.control import Pair, markdown
 from benchmarks.serve.sections.agreement import Play, Told
-from benchmarks.serve.sections.goodput import goodput
 
 
 @pytest.mark.parametrize(
@@ -25,19 +24,3 @@ def test_a_play_counts_only_if_nobody_else_ran_beside_it_or_beside_its_fit(
     beside: float, beside_fit: float, counts: bool
 ) -> None:
     assert Play(Told(), Told(), (1.0, 0.1, beside), beside_fit).counts is counts
-
-
-@pytest.mark.parametrize(
-    ("points", "rate"),
-    [
-        ([(10.0, 1.0), (20.0, 0.95), (30.0, 0.85)], 25.0),
-        ([(10.0, 0.9), (20.0, 0.5), (30.0, 1.0)], 10.0),
-        ([(10.0, 1.0), (20.0, 0.9)], 20.0),
-        ([(10.0, 0.8), (20.0, 1.0)], 0.0),
-    ],
-    ids=["between two loads", "the first fall counts", "never too much", "too much from the first on"],
-)
-def test_goodput_is_the_load_at_which_attainment_falls_below_nine_tenths(
-    points: list[tuple[float, float]], rate: float
-) -> None:
-    assert goodput(points) == pytest.approx(rate)

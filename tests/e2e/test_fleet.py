@@ -3,15 +3,19 @@ is killed."""
 
 import os
 import signal
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from benchmarks.fleet.balancers import PRINTED, balancing, free_port
 from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.fleet.balancers import program
 from tests.fleet.load import Outcomes, load, more, takes_part
@@ -40,6 +44,12 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
         node.stop()
 
 
+def is_free(url: str) -> bool:
+    """Whether nobody listens there."""
+    with socket.socket() as made:
+        return made.connect_ex((urlsplit(url).hostname, urlsplit(url).port)) != 0
+
+
 def _drained(node: Node) -> None:
     with httpx.Client(base_url=node.info.url, trust_env=False) as operator:
         assert operator.post("/drain").json()["draining"] is True
@@ -48,8 +58,9 @@ def _drained(node: Node) -> None:
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
-    name: str, start: Start, tmp_path: Path
+    name: str, start: Start, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
+    """`--fleet-rounds` has it do so again and again; `-s` shows the account."""
     program(name)
     with ThreadPoolExecutor() as both:
         first, second = both.map(start, (1, 2))
@@ -57,22 +68,31 @@ def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
     urls = [first.info.url, second.info.url]
     with balancing(name, urls, tmp_path) as url, load(url) as outcomes:
         more(outcomes, 20)
-        second.stop()  # as `trinity stop` does
-        second = start(2)
-        takes_part(second)
-        _drained(first)
-        first.stop()
-        first = start(1)
-        takes_part(first)
-        more(outcomes, 20)
-        assert outcomes.lost == []
-        os.kill(second.process.pid, signal.SIGKILL)
-        second.process.wait(timeout=60)
-        more(outcomes, 40)
+        for again in range(pytestconfig.getoption("--fleet-rounds")):
+            if again:  # it was killed
+                eventually(lambda: is_free(urls[1]), 60, "its frontend to end too")
+                second = start(2)
+                takes_part(second)
+            lost = len(outcomes.lost)
+            second.stop()  # as `trinity stop` does
+            second = start(2)
+            takes_part(second)
+            _drained(first)
+            first.stop()
+            first = start(1)
+            takes_part(first)
+            more(outcomes, 20)
+            assert outcomes.lost[lost:] == []
+            print(f"{name}: {outcomes.sent} sent, none lost since the last kill; now another one")
+            os.kill(second.process.pid, signal.SIGKILL)
+            second.process.wait(timeout=60)
+            more(outcomes, 40)
     _accounted_for(outcomes, name)
 
 
 def _accounted_for(outcomes: Outcomes, name: str) -> None:
+    ends = Counter(("broke off" if one.begun else "told an error") if one.error else "whole" for one in outcomes.ended)
+    print(f"{name}: {outcomes.sent} sent: {dict(ends)}")
     assert len(outcomes.ended) == outcomes.sent
     assert all(one.error for one in outcomes.lost)
     if name != "vllm-router":  # it gives up on an answer that has not begun: the client is told, and asks again

@@ -64,6 +64,7 @@ def test_nodes_are_upgraded_one_by_one_under_load_without_a_loss_and_have_what_w
                 nodes[number] = Node(config)
                 takes_part(nodes[number])
                 more(outcomes, 20)
+        print(f"upgraded: {outcomes.sent} sent, {len(outcomes.lost)} lost")
         assert outcomes.lost == []
         assert len(outcomes.ended) == outcomes.sent
         for node in nodes:

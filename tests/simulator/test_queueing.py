@@ -11,7 +11,7 @@ from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate
-from runtime.simulator.workload import Slos, Workload
+from runtime.simulator.workload import Workload
 from tests.simulator.nodes import config, poisson, setup, without_retrieval
 
 TOKEN_S = 1e-4
@@ -127,19 +127,6 @@ def test_below_the_capacity_queues_end_and_above_it_they_grow() -> None:
     assert below.ttft_s.p99 < 2.0
     assert above.ttft_s.p99 > 3 * below.ttft_s.p99
     assert above.use["pool"] > 0.9
-
-
-def test_a_run_ends_when_more_requests_have_missed_than_may_and_says_the_same_until_then() -> None:
-    arrivals = at_rate(poisson(400, 1.0), 1.5 * capacity(setup(slot_s=1e-3), poisson(400, 1.0)))
-    made = replace(setup(slot_s=1e-3), slos=Slos(ttft_s=0.2, tpot_s=1.0))
-    whole, cut = Simulation(made, arrivals), Simulation(made, arrivals, most_missed=40)
-    assert whole.run().attainment < 0.9 > cut.run().attainment
-    ended = [request for request in cut.requests if request.ended]
-    assert sum(not request.met(0.2, 1.0) for request in ended) == 41
-    assert len(ended) < 400
-    by_arrival = {request.arrival: request.end_ns for request in whole.requests}
-    assert all(by_arrival[request.arrival] == request.end_ns for request in ended)
-    assert Simulation(made, arrivals, most_missed=400).run().attainment == Simulation(made, arrivals).run().attainment
 
 
 def test_sharing_gpus_slows_both_sides_down() -> None:

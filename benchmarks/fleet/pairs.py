@@ -1,0 +1,65 @@
+"""The same requests on two ways, in pairs and in a random order: what the second way takes more."""
+
+import http.client
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+from urllib.parse import urlsplit
+
+HEAD = ["", "request", "direct p50 ms", "through it p50 ms", "added p50 ms", "direct p99 ms", "through it p99 ms"]
+_WARM = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Of one request: seconds and answers, direct and through what is measured."""
+
+    seconds: tuple[float, float]
+    answers: tuple[dict[str, Any], dict[str, Any]]
+
+
+def pairs(direct: str, through: str, requests: Sequence[Request], order: random.Random) -> list[Pair]:
+    """Each request on both ways, over one kept connection each; the first ones are asked before, to warm up."""
+    ways = [http.client.HTTPConnection(urlsplit(url).netloc, timeout=60) for url in (direct, through)]
+    found = []
+    for number, request in enumerate([*requests[:_WARM], *requests], -min(_WARM, len(requests))):
+        took: dict[int, tuple[float, dict[str, Any]]] = {}
+        for way in order.sample((0, 1), 2):
+            took[way] = _ask(ways[way], request)
+        if number >= 0:
+            found.append(Pair((took[0][0], took[1][0]), (took[0][1], took[1][1])))
+    for connection in ways:
+        connection.close()
+    return found
+
+
+def row(name: str, request: str, found: Sequence[Pair]) -> list[str]:
+    """Of a table with `HEAD`."""
+    direct, through = zip(*(pair.seconds for pair in found), strict=True)
+    added = median(after - before for before, after in zip(direct, through, strict=True))
+    p99 = [quantiles(way, n=100)[-1] for way in (direct, through)]
+    return [name, request, *(f"{1e3 * value:.2f}" for value in (median(direct), median(through), added, *p99))]
+
+
+def _ask(connection: http.client.HTTPConnection, asked: Request) -> tuple[float, dict[str, Any]]:
+    """Seconds, and the answer. Ends the benchmark with an answer that is an error."""
+    body = json.dumps(asked.body) if asked.body else None
+    begin = time.perf_counter()
+    connection.request(asked.method, asked.path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    took = time.perf_counter() - begin
+    if answer.status != 200:
+        raise SystemExit(f"{asked.method} {asked.path}: {answer.status} {content[:300]!r}")
+    return took, json.loads(content)
