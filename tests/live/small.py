@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.maintenance import Build
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
 
@@ -45,3 +46,8 @@ def contents(writer: Any) -> dict[str, str]:
     found = [one for one in writer.state.documents(rows.tolist()) if one is not None]
     assert len({one.id for one in found}) == len(found) == writer.state.count
     return {one.id: one.text for one in found}
+
+
+def maintain(writer: Any, build: Build) -> bool:
+    """What the writer's own threads do: whether a segment was due, and is taken."""
+    return bool(writer.seal_if_due(build) or writer.merge_if_due(build))

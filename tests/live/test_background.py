@@ -2,14 +2,18 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from runtime.errors import Overloaded
-from runtime.retrieval.live.build import Job, parts_of
-from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED, Process
+from runtime.retrieval.live.build import Job, build, parts_of
+from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED, Process, to_merge
+from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
+from runtime.testing.background import Background
 from runtime.testing.waiting import until
-from tests.live.small import contents, document, documents, new_writer, open_writer
+from tests.live.small import contents, document, documents, maintain, new_writer, open_writer
 
 
 def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
@@ -30,16 +34,61 @@ def test_segments_of_flushes_are_merged_too(tmp_path: Path) -> None:
         assert len(writer.state.segments) == 1
 
 
+def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for_that(tmp_path: Path) -> None:
+    moments = [("rows", 1.0), ("write", 0.0), ("write", 1.0)]  # before, while and after there is a directory of it
+    with new_writer(tmp_path / "a") as writer:
+        for number in range(MERGED):
+            writer.upsert(documents(range(8 * number, 8 * number + 8)))
+            writer.flush()
+
+        def seal(stage: str, part: float) -> None:
+            if (stage, part) in moments:
+                number = moments.index((stage, part))
+                writer.upsert([document(f"new {number}", number), document("31", number)])
+                writer.delete([str(number)])
+                writer.flush()
+
+        assert writer.merge_if_due(lambda directory, job: build(Disk(), writer.state, job, seal))
+        expected = contents(writer)
+        assert expected["31"] == "text 2"
+        assert set(expected) == {f"new {number}" for number in range(3)} | {str(number) for number in range(3, 32)}
+        assert sorted(segment.size for segment in writer.state.segments) == [2, 2, 2, 8 * MERGED]
+        assert sorted(path.name for path in (tmp_path / "a" / "segments").iterdir()) == ["4", "5", "6", "7"]
+    with open_writer(tmp_path / "a") as writer:
+        assert contents(writer) == expected
+
+
+def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a", seal_rows=8, background=True) as writer, LiveReader(tmp_path / "a") as reader:
+
+        def write(first: int) -> None:
+            for begin in range(first, first + 150, 5):
+                writer.upsert(documents(range(begin, begin + 5)))
+                writer.delete([str(begin)])
+                if begin % 3 == 0:
+                    writer.flush()
+
+        with Background([partial(write, 0), partial(write, 1000)]):
+            until(lambda: writer.state.count == 240)
+        until(lambda: writer.state.growing.count < 8 and not to_merge(writer.state.segments, 8))
+        expected = contents(writer)
+        reader.poll()
+        assert contents(reader) == expected
+        assert len(expected) == 240
+    with open_writer(tmp_path / "a") as writer:
+        assert contents(writer) == expected
+
+
 def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
     for number in range(200):
         try:
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
         except Overloaded:
-            with writer.building:  # held while a build runs
+            with writer.sealing:  # held while a segment is sealed
                 pass
         if there():
             return True
-    with writer.building:
+    with writer.merging, writer.sealing:
         return there()
 
 
@@ -49,9 +98,9 @@ def test_segments_stay_few_however_often_updates_of_the_same_documents_are_flush
         for _ in range(60):
             writer.upsert([document(str(number), number) for number in chance.sample(range(40), 6)])
             writer.flush()
-            writer.maintain(writer.build_here)  # as often as is sealed, and no oftener
+            maintain(writer, writer.build_here)  # as often as is sealed, and no oftener
             assert len(writer.state.segments) <= 2 * MERGED
-        while writer.maintain(writer.build_here):
+        while maintain(writer, writer.build_here):
             pass
         assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MOST_DELETED)
 

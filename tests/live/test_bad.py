@@ -29,7 +29,7 @@ from runtime.retrieval.live.collection import create, info, verify
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import LOCK, Disk, locked
-from tests.live.small import DIM, contents, document, documents, new_writer, open_writer, vector_of
+from tests.live.small import DIM, contents, document, documents, maintain, new_writer, open_writer, vector_of
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_a_build_that_is_killed_is_said_and_begun_anew(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=4) as writer:
         writer.upsert(documents(range(9)))
         with pytest.raises(TrinityError, match="-9"):
-            writer.maintain(killed)
+            maintain(writer, killed)
         writer.upsert(documents(range(9, 11)))
-        assert writer.maintain(writer.build_here)
+        assert maintain(writer, writer.build_here)
         assert len(contents(writer)) == 11
         assert [segment.size for segment in writer.state.segments] == [11]

@@ -11,11 +11,13 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.live.build import Job
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.maintenance import to_merge
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.manifest import SegmentFacts
 from runtime.retrieval.live.writer import LiveWriter
-from tests.live.small import DIM, contents, document, new_writer, open_writer, vector_of
+from tests.live.small import DIM, contents, document, maintain, new_writer, open_writer, vector_of
 
 _NAMES = some.sampled_from([str(number) for number in range(30)])
 _COLOURS = some.sampled_from(["red", "green"])
@@ -68,9 +70,22 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def maintain(self) -> None:
-        while self.writer.maintain(self.writer.build_here):
+        while maintain(self.writer, self.writer.build_here):
             pass
         assert not to_merge(self.writer.state.segments, 8)
+
+    @rule(names=some.lists(_NAMES, unique=True, min_size=1, max_size=6), colour=_COLOURS, size=some.integers(0, 3))
+    def seal_while_segments_are_merged(self, names: list[str], colour: str, size: int) -> None:
+        def build(directory: Path, job: Job) -> SegmentFacts | None:
+            self.delete(names[1:])
+            self.upsert(names, colour, size)
+            self.writer.flush()
+            facts = self.writer.build_here(directory, job)
+            self.delete(names[:1])
+            self.writer.flush()
+            return facts
+
+        self.writer.merge_if_due(build)
 
     @rule()
     def reopen_the_writer(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from runtime.retrieval.live.collection import create, verify
 from runtime.retrieval.live.writer import LiveWriter
 from tests.live.lossy import LossyDisk
-from tests.live.small import DIM, contents, document, open_writer
+from tests.live.small import DIM, contents, document, maintain, open_writer
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -45,7 +45,7 @@ def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str,
             for name in names:
                 expected.pop(name, None)
         case "maintain":
-            writer.maintain(writer.build_here)
+            maintain(writer, writer.build_here)
         case "flush":
             writer.flush()
         case "compact":
@@ -117,7 +117,8 @@ class _Recorded:
 
     def __init__(self, writer: LiveWriter, attempted: dict[str, str]) -> None:
         self._writer, self._attempted = writer, attempted
-        self.maintain, self.flush, self.compact = writer.maintain, writer.flush, writer.compact
+        self.flush, self.compact = writer.flush, writer.compact
+        self.seal_if_due, self.merge_if_due = writer.seal_if_due, writer.merge_if_due
         self.build_here = writer.build_here
 
     def upsert(self, given: list) -> None:  # type: ignore[type-arg]

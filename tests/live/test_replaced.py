@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import CollectionError
 from runtime.retrieval.live.reader import LiveReader
-from tests.live.small import contents, documents, new_writer, open_writer
+from tests.live.small import contents, documents, maintain, new_writer, open_writer
 
 
 def _another(directory: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_build_during_which_the_directory_was_replaced_is_not_taken(tmp_path: 
             _another(directory)
 
         with pytest.raises(CollectionError, match="open it again"):
-            writer.maintain(build)
+            maintain(writer, build)
     with open_writer(tmp_path / "a") as anew:
         assert sorted(contents(anew)) == ["0", "1", "2"]
 

@@ -18,7 +18,7 @@ from runtime.retrieval.live.storage.segment import segment_path
 from runtime.retrieval.live.storage.unfinished import merging_path
 from runtime.retrieval.live.writer import LiveWriter
 from tests.forked import FORKSERVER
-from tests.live.small import contents, documents, new_writer, open_writer
+from tests.live.small import contents, documents, maintain, new_writer, open_writer
 
 ROWS = 60
 
@@ -57,7 +57,7 @@ def killed(last: str) -> Build:
 
 def kill(writer: LiveWriter, last: str) -> None:
     with pytest.raises(CollectionError, match="it was killed"):
-        writer.maintain(killed(last))
+        maintain(writer, killed(last))
 
 
 Made = dict[str, tuple[int, int]]
@@ -77,7 +77,7 @@ def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes
         look()
         return facts
 
-    assert writer.maintain(run)
+    assert maintain(writer, run)
     (segment,) = writer.state.segments
     return (segment_path(writer.directory, segment.facts.number) / "index" / "graph.npy").read_bytes()
 
@@ -114,7 +114,7 @@ def test_what_was_written_between_holds_in_the_segment_of_a_merge_that_went_on(s
         expected = contents(writer)
     before = made(sealed)
     with open_writer(sealed) as writer:
-        while writer.maintain(writer.build_here):
+        while maintain(writer, writer.build_here):
             pass
         assert contents(writer) == expected
         assert writer.state.rows_of(["70", "71"]) == {}

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from runtime.errors import TrinityError
+from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with
 from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.manifest import SegmentFacts, read_manifest
 from runtime.retrieval.live.storage.segment import write_segment
 from runtime.retrieval.live.storage.unfinished import Unfinished
 
@@ -120,6 +120,18 @@ def build(disk: Disk, state: State, job: Job, progress: Progress = untold) -> Se
     return msgspec.structs.replace(facts, shard=job.shard)
 
 
+def _replayed(directory: Path, job: Job) -> State:
+    """What a job builds from. Raises `CollectionError`."""
+    while True:
+        generation = read_manifest(directory).generation
+        try:
+            return replay(directory, None if job.merged else job.until).state
+        except CollectionError:
+            if read_manifest(directory).generation == generation:
+                raise
+            # a segment was taken meanwhile, and what it was built from is gone
+
+
 def main(directory: Path, job: Job) -> None:
     """Build, and tell it in lines of JSON."""
 
@@ -130,7 +142,7 @@ def main(directory: Path, job: Job) -> None:
     die_with(os.getppid(), signal.SIGKILL)
     os.nice(NICENESS)
     try:
-        state = replay(directory, None if job.merged else job.until).state
+        state = _replayed(directory, job)
         tell(Told(ended=True, segment=build(Disk(), state, job, lambda stage, part: tell(Told(stage, part)))))
     except TrinityError as error:
         tell(Told(ended=True, error=error.message))

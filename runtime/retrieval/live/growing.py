@@ -79,7 +79,9 @@ class Growing:
 
     def tail(self, first: int, schema: Schema) -> "Growing":
         """What is left when the rows before `first` are sealed."""
-        rest = Growing(max(first, self.first), self._dim, self._metric)
+        if first <= self.first:
+            return self
+        rest = Growing(first, self._dim, self._metric)
         begin = rest.first - self.first
         if begin < self.count:
             documents = self.documents[begin:]

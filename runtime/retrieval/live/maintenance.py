@@ -52,10 +52,13 @@ Build = Callable[[Path, Job], SegmentFacts | None]
 
 
 class Maintained(Protocol):
-    """What a `Maintenance` needs of a writer."""
+    """What a `Maintenance` needs of a writer. Both may run at once."""
 
-    def maintain(self, build: Build) -> bool:
-        """Have one segment built by `build`, if one is due, and take it. Whether one was."""
+    def seal_if_due(self, build: Build) -> bool:
+        """Have the growing rows built into segments by `build`, if there are enough, and take them. Whether so."""
+
+    def merge_if_due(self, build: Build) -> bool:
+        """Have one segment built of others by `build`, if one is due, and take it. Whether one was."""
 
 
 class Process:
@@ -99,48 +102,73 @@ class Process:
 
 
 class Maintenance:
-    """The thread that has segments built while the writer is open."""
+    """Has segments sealed and merged while the writer is open: a thread, and a process at a time, for each of both, so
+    that what is written need not wait for a long merge until it is sealed."""
 
     def __init__(self, writer: Maintained, start: bool) -> None:
-        self._writer = writer
-        self._wake, self._stopped = threading.Event(), False
-        self._process: Process | None = None
-        self._lock = threading.Lock()
-        self.trouble = ""  # why the last build was not taken
-        self._thread = threading.Thread(target=self._run, name="live-maintenance", daemon=True) if start else None
-        if self._thread is not None:
-            self._thread.start()
+        self._builders = [_Builder(writer.seal_if_due, "live-seal"), _Builder(writer.merge_if_due, "live-merge")]
+        if start:
+            for builder in self._builders:
+                builder.start()
 
     @property
     def progress(self) -> Parts | None:
-        """How far the build is that runs; None where none does."""
-        process = self._process
-        return None if process is None else process.progress
+        """How far the builds are that run, of two the one that is less far; None where none does."""
+        return min((found for builder in self._builders if (found := builder.progress) is not None), default=None)
 
     def wake(self) -> None:
         """There may be something to do."""
+        for builder in self._builders:
+            builder.wake()
+
+    def stop(self) -> None:
+        """End the builds that run, and the threads."""
+        for builder in self._builders:
+            builder.stop()
+
+
+class _Builder:
+    """A thread that has segments built whenever they are due."""
+
+    def __init__(self, due: Callable[[Build], bool], name: str) -> None:
+        self._due, self._stopped, self._trouble = due, False, False
+        self._wake, self._lock = threading.Event(), threading.Lock()
+        self._process: Process | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    @property
+    def progress(self) -> Parts | None:
+        process = self._process
+        return None if process is None else process.progress
+
+    def start(self) -> None:
+        self._started = True
+        self._thread.start()
+
+    def wake(self) -> None:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the build that runs, and the thread."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
                 self._process.kill()
         self._wake.set()
-        if self._thread is not None:
+        if self._started:
             self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped:
-            self._wake.wait(_RETRY_S if self.trouble else None)
+            self._wake.wait(_RETRY_S if self._trouble else None)
             self._wake.clear()
             try:
-                while not self._stopped and self._writer.maintain(self._build):
-                    self.trouble = ""
+                while not self._stopped and self._due(self._build):
+                    pass
+                self._trouble = False
             except CollectionError as error:
                 if not self._stopped:
-                    self.trouble = error.message
+                    self._trouble = True
                     _log.warning("a segment was not built: %s", error.message)
 
     def _build(self, directory: Path, job: Job) -> SegmentFacts | None:

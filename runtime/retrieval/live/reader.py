@@ -14,7 +14,7 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import Loaded, State, close
+from runtime.retrieval.live.state import Loaded, State
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
@@ -170,6 +170,7 @@ class LiveReader:
 
     def _loaded(self, manifest: Manifest) -> Loaded | None:
         """The manifest's new segments; None while they are being opened. Raises `CollectionError`."""
+        had: Loaded = {}
         if self._loading is not None:
             wanted, work = self._loading
             if not work.over:
@@ -181,8 +182,8 @@ class LiveReader:
                 if work.trouble:
                     raise CollectionError(work.trouble)
                 return work.result
-            close(list((work.result or {}).values()))
-        self._loading = manifest, Beside("segments", lambda _: self.state.load(manifest))
+            had = work.result or {}
+        self._loading = manifest, Beside("segments", lambda _: self.state.load(manifest, had))
         return None
 
     def search(

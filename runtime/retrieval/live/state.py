@@ -78,14 +78,27 @@ class State:
     def _own(self, manifest: Manifest) -> list[SegmentFacts]:
         return [facts for facts in manifest.segments if self.shard in (None, facts.shard)]
 
-    def load(self, manifest: Manifest) -> "Loaded":
-        """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`."""
+    def load(self, manifest: Manifest, had: "Loaded | None" = None) -> "Loaded":
+        """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`.
+
+        had: what was opened for a manifest before, and not taken over; it is used or closed.
+        """
         known = {segment.facts for segment in self.segments}
+        wanted = [facts for facts in self._own(manifest) if facts not in known]
+        kept = {facts: segment for facts, segment in (had or {}).items() if facts in wanted}
+        close([segment for facts, segment in (had or {}).items() if facts not in kept])
+        try:
+            return kept | self.opened([facts for facts in wanted if facts not in kept], manifest.schema)
+        except CollectionError:
+            close(list(kept.values()))
+            raise
+
+    def opened(self, wanted: Sequence[SegmentFacts], schema: Schema) -> "Loaded":
+        """Open these. Raises `CollectionError`."""
         fresh: Loaded = {}
         try:
-            for facts in self._own(manifest):
-                if facts not in known:
-                    fresh[facts] = Segment.load(self.directory, facts, self.description, manifest.schema)
+            for facts in wanted:
+                fresh[facts] = Segment.load(self.directory, facts, self.description, schema)
         except CollectionError:
             close(list(fresh.values()))
             raise
@@ -114,22 +127,15 @@ class State:
     def dead_rows(self) -> Rows:
         """The deleted ones of the rows that are here, int64."""
         with self.lock:
-            parts = [segment.rows[~segment.alive] for segment in self.segments]
+            parts = [_deleted(segment) for segment in self.segments]
             return np.concatenate([*parts, np.flatnonzero(~self.growing.alive) + self.growing.first])
 
-    def dead_rows_in(self, manifest: Manifest) -> Rows:
-        """The deleted rows of the segments that a manifest names. Raises `CollectionError`."""
-        known = {segment.facts: segment for segment in self.segments}
-        dead, found = self.dead_rows(), [np.empty(0, np.int64)]
-        for facts in manifest.segments:
-            segment = known.get(facts)
-            if segment is None:
-                segment = Segment.load(self.directory, facts, self.description, self.schema)
-                found.append(np.intersect1d(segment.rows, dead))
-                segment.documents.close()
-            else:
-                found.append(segment.rows[~segment.alive])
-        return np.concatenate(found)
+    def dead_rows_in(self, manifest: Manifest, fresh: "Loaded") -> Rows:
+        """The deleted rows of the segments that a manifest names; `fresh` are those that are not taken yet."""
+        known, dead = {segment.facts: segment for segment in self.segments}, self.dead_rows()
+        taken = [_deleted(known[facts]) for facts in manifest.segments if facts in known]
+        found = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
+        return np.concatenate([np.empty(0, np.int64), *taken, *found])
 
     @property
     def count(self) -> int:
@@ -212,6 +218,10 @@ class State:
 
     def close(self) -> None:
         close(self.segments)
+
+
+def _deleted(segment: Segment) -> Rows:
+    return segment.rows[~segment.alive]
 
 
 def close(segments: Sequence[Segment]) -> None:

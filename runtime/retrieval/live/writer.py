@@ -17,17 +17,17 @@ from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.attributes.schema import learn
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
-from runtime.retrieval.live.build import Job, Progress, untold
+from runtime.retrieval.live.build import Job, Parts, Progress, parts_of, untold
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
 from runtime.retrieval.live.maintenance import Build, Maintenance, to_merge
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import WriterState, replay, state_of, tombstones_content
+from runtime.retrieval.live.state import Loaded, WriterState, close, replay, state_of, tombstones_content
 from runtime.retrieval.live.storage.applied import Serving
 from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
 from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
 from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
-from runtime.retrieval.live.storage.unfinished import remove_leftovers, unfinished_merge
+from runtime.retrieval.live.storage.unfinished import leftovers, unfinished_merge
 from runtime.retrieval.nearest import Nearest
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
@@ -83,10 +83,12 @@ class LiveWriter:
         self._closed = False
         self._pending: list[Pending] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
-        self.building = threading.RLock()  # one build at a time
+        self.sealing, self.merging = threading.RLock(), threading.RLock()  # one build of each kind at a time
+        self._under_way: set[int] = set()  # segments that are being built
+        self._flushed: Parts | None = None  # how far `flush` is
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
-        remove_leftovers(self._disk, self.directory, self._manifest)
+        self._remove_leftovers()
         self.maintenance = Maintenance(self, start=background)
         self.maintenance.wake()
 
@@ -144,12 +146,16 @@ class LiveWriter:
 
     def statistics(self) -> WriterState:
         """Counters; cheap but for large collections' tombstones."""
-        return state_of(self.directory, self.state, self._sealed, self._merged, self.maintenance.progress)
+        running = [found for found in (self._flushed, self.maintenance.progress) if found is not None]
+        return state_of(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
 
     def flush(self) -> None:
-        """Seal all growing rows, and wait for that. Raises `CollectionError`, `NoRoom`."""
-        with self.building:
-            self._seal(self.build_here)
+        """Seal all growing rows, and wait for that; not for a merge. Raises `CollectionError`, `NoRoom`."""
+        with self.sealing:
+            try:
+                self._seal(partial(self.build_here, progress=self._tell))
+            finally:
+                self._flushed = None
         self.maintenance.wake()  # there may be a segment too many by now
 
     def compact(self, progress: Progress = untold) -> None:
@@ -158,21 +164,27 @@ class LiveWriter:
         progress: told the stage of a build, and the part of it that is done.
         """
         build = partial(self.build_here, progress=progress)
-        with self.building:
+        with self.merging, self.sealing:
             self._seal(build)
             for shard in range(self.state.description.shard_count):
                 segments = [segment for segment in self.state.segments if segment.facts.shard == shard]
                 if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
                     self._merge([segment.facts.number for segment in segments], build)
 
-    def maintain(self, build: Build) -> bool:
+    def seal_if_due(self, build: Build) -> bool:
         """See `Maintained`."""
-        with self.building:
+        with self.sealing:
+            if self._closed or self.state.growing.count < self._sealed_at:
+                return False
+            self._seal(build)
+        self.maintenance.wake()
+        return True
+
+    def merge_if_due(self, build: Build) -> bool:
+        """See `Maintained`."""
+        with self.merging:
             if self._closed:
                 return False
-            if self.state.growing.count >= self._sealed_at:
-                self._seal(build)
-                return True
             numbers = unfinished_merge(self.directory, self._manifest) or to_merge(self.state.segments, self._seal_rows)
             if numbers:
                 self._merge(numbers, build)
@@ -186,7 +198,7 @@ class LiveWriter:
     def close(self) -> None:
         """End the background build and let another process write. Idempotent. What is in the log stays there."""
         self.maintenance.stop()
-        with self.building, self._commit_lock:
+        with self.merging, self.sealing, self._commit_lock:
             if not self._closed:
                 self._closed = True
                 self.log.close()
@@ -319,8 +331,11 @@ class LiveWriter:
     # --- segments
 
     def build_here(self, directory: Path, job: Job, progress: Progress = untold) -> SegmentFacts | None:
-        """Build a segment in the caller's thread: for `maintain`."""
+        """Build a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
+
+    def _tell(self, stage: str, part: float) -> None:
+        self._flushed = parts_of(stage, part)
 
     def _seal(self, build: Build) -> None:
         with self._commit_lock:
@@ -331,16 +346,18 @@ class LiveWriter:
             until, next_row = self.state.sequence, self.state.growing.next_row
             shards = range(self.state.description.shard_count)
             jobs = [Job(self._number(), until, next_row, [], self._threads, shard) for shard in shards]
-        self._take(jobs[0], [build(self.directory, job) for job in jobs])
+        self._build_and_take(jobs, build)
 
     def _merge(self, numbers: list[int], build: Build) -> None:
-        self._check_place()
-        shard = next(facts.shard for facts in self._manifest.segments if facts.number == numbers[0])
-        job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads, shard)
-        self._take(job, [build(self.directory, job)])
+        with self._commit_lock:
+            self._check_place()
+            shard = next(facts.shard for facts in self._manifest.segments if facts.number == numbers[0])
+            job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads, shard)
+        self._build_and_take([job], build)
 
     def _number(self) -> int:
         self._next_segment += 1
+        self._under_way.add(self._next_segment - 1)
         return self._next_segment - 1
 
     def _rotate(self) -> None:
@@ -357,23 +374,37 @@ class LiveWriter:
         self.log.close()
         self.log, self._log_first = following, sequence
 
-    def _take(self, job: Job, built: Sequence[SegmentFacts | None]) -> None:
-        """Put segments in the place of what they were built from, all at once."""
+    def _build_and_take(self, jobs: Sequence[Job], build: Build) -> None:
+        """Put segments in the place of what they are built from, all at once."""
+        try:
+            self._take(jobs[0], [facts for job in jobs if (facts := build(self.directory, job)) is not None])
+        finally:
+            self._under_way.difference_update(job.number for job in jobs)
+        self._remove_leftovers(sealed=not jobs[0].merged)
+
+    def _take(self, job: Job, built: Sequence[SegmentFacts]) -> None:
+        fresh = self.state.opened(built, dict(self.state.schema))
+        try:
+            self._put(job, fresh)
+        except BaseException:
+            close(list(fresh.values()))
+            raise
+
+    def _put(self, job: Job, fresh: Loaded) -> None:
         with self._commit_lock:
             self._check_place()
-            segments = [one for one in self._manifest.segments if one.number not in job.merged]
-            segments += [facts for facts in built if facts is not None]
+            before = self._manifest  # others may have been sealed, or merged, since this job began
             self._generation += 1
             manifest = Manifest(
                 generation=self._generation,
-                segments=segments,
-                sequence=job.until,
-                next_row=job.next_row,
+                segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
+                sequence=max(before.sequence, job.until),
+                next_row=max(before.next_row, job.next_row),
                 next_segment=self._next_segment,
                 schema=dict(self.state.schema),
             )
             try:
-                dead = self.state.dead_rows_in(manifest)
+                dead = self.state.dead_rows_in(manifest, fresh)
                 if len(dead):
                     content, tombstones = tombstones_content(dead)
                     self._disk.write_file(manifest.tombstones_path(self.directory), content)
@@ -381,8 +412,14 @@ class LiveWriter:
                 write_sealed(self._disk, self.directory / MANIFEST, manifest)
             except OSError as error:
                 raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
-            self.state.advance(manifest)
+            self.state.advance(manifest, fresh)
             self._manifest = manifest
             self._merged += bool(job.merged)
             self._sealed += not job.merged
-        remove_leftovers(self._disk, self.directory, self._manifest)
+
+    def _remove_leftovers(self, sealed: bool = False) -> None:
+        """sealed: a merge may run, so what it has made is none."""
+        with self._commit_lock:  # no segment is begun or taken meanwhile
+            found = leftovers(self.directory, self._manifest, self._under_way, sealed)
+        for path in found:
+            self._disk.remove(path)

@@ -62,6 +62,7 @@ class LiveWrites:
         self._places, self._embedding, self._embedder_of, self._observe = places, embedding, embedder_of, observe
         self._writers: dict[str, LiveWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
+        self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
         self._running = 0
 
@@ -82,8 +83,12 @@ class LiveWrites:
         return await self._write(name, lambda writer, _: writer.delete_where(wanted))
 
     async def flush(self, name: str) -> None:
-        """Seal what is in the log only, and wait for that. Raises as `upsert`."""
-        await self._write(name, lambda writer, _: writer.flush())
+        """Seal what is in the log only, and wait for that; `states` says how far it is. Raises as `upsert`.
+
+        One after the other, so that however many ask, writes have threads.
+        """
+        async with self._flushing[self._known(name)]:
+            await self._acknowledged(name, lambda writer, _: writer.flush(), ())
 
     def states(self) -> dict[str, WriterState]:
         """Of the writers that are open."""
@@ -104,18 +109,24 @@ class LiveWrites:
         begin = time.monotonic()
         self._running += 1
         try:
-            writer = await self._writer(name)
-            given = await self._with_vectors(name, documents)
-            done = await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
+            done = await self._acknowledged(name, write, documents)
+        finally:
+            self._running -= 1
+        self._observe(time.monotonic() - begin)
+        return done
+
+    async def _acknowledged(
+        self, name: str, write: Callable[[LiveWriter, Sequence[Upserted]], _T], documents: Sequence[Upserted]
+    ) -> _T:
+        writer = await self._writer(name)
+        given = await self._with_vectors(name, documents)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
         except (NoRoom, CollectionBusy):
             raise
         except CollectionError:  # whether its log is whole is seen when it is opened anew
             await self._drop(name)
             raise
-        finally:
-            self._running -= 1
-        self._observe(time.monotonic() - begin)
-        return done
 
     async def _with_vectors(self, name: str, documents: Sequence[Upserted]) -> Sequence[Upserted]:
         bare = [number for number, document in enumerate(documents) if document.vector is None]
@@ -136,10 +147,15 @@ class LiveWrites:
                 given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given
 
-    async def _writer(self, name: str) -> LiveWriter:
+    def _known(self, name: str) -> str:
+        """A live collection's. Raises `InvalidRequest`."""
         directory = self._places.get(name)
         if directory is None or not is_live(directory):
             raise InvalidRequest(f"collection {name!r} is not a live one: it changes by being built anew", "collection")
+        return name
+
+    async def _writer(self, name: str) -> LiveWriter:
+        directory = self._places[self._known(name)]
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:

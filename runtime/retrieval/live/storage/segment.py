@@ -32,7 +32,6 @@ _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
 _MAX_BYTES = 1 << 16
 _FILTERS_KEPT = 64
-BUILDING = ".building-"
 Progress = Callable[[str, float], None]
 Keep = Callable[[str, Callable[[], NDArray[Any]]], NDArray[Any]]
 
@@ -44,6 +43,11 @@ class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def segment_path(directory: Path, number: int) -> Path:
     return directory / "segments" / str(number)
+
+
+def building_path(directory: Path, number: int) -> Path:
+    """Where it is until it is whole."""
+    return directory / "segments" / f".building-{number}"
 
 
 class Segment:
@@ -145,7 +149,7 @@ def write_segment(
 
     Raises `CollectionError`, `NoRoom`.
     """
-    building = directory / "segments" / f"{BUILDING}{number}"
+    building = building_path(directory, number)
     path = segment_path(directory, number)
     try:
         disk.remove(building)

@@ -9,7 +9,7 @@ There is one at a time, and it goes once its segments have. A file that is not w
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.storage.log import log_files
 from runtime.retrieval.live.storage.manifest import Manifest, SegmentFacts
-from runtime.retrieval.live.storage.segment import segment_path
+from runtime.retrieval.live.storage.segment import building_path, segment_path
 
 MERGING = ".merging"
 _JOB, _VERSION = "job.json", 1  # of what the arrays mean
@@ -78,21 +78,22 @@ def unfinished_merge(directory: Path, manifest: Manifest) -> list[int]:
     return [facts.number for facts in job.merged]
 
 
-def remove_leftovers(disk: Disk, directory: Path, manifest: Manifest) -> None:
-    """Remove what a manifest does not name: what was merged, sealed, or left by a build that was killed, but for a
-    merge that can go on."""
+def leftovers(directory: Path, manifest: Manifest, building: Collection[int], merging: bool) -> list[Path]:
+    """What a manifest does not name: what was merged, sealed, or left by a build that was killed. Not the segments that
+    are being built, by number, nor what a merge has made that can go on, or (`merging`) may be going on."""
     kept = {segment_path(directory, facts.number) for facts in manifest.segments}
+    kept |= {
+        path for number in building for path in (segment_path(directory, number), building_path(directory, number))
+    }
     kept.add(manifest.tombstones_path(directory))
-    if unfinished_merge(directory, manifest):
+    if merging or unfinished_merge(directory, manifest):
         kept.add(merging_path(directory))
+    found: list[Path] = []
     with contextlib.suppress(OSError):
         for folder in ("segments", "tombstones"):
-            for path in (directory / folder).iterdir():
-                if path not in kept:
-                    disk.remove(path)
-        for first, path in log_files(directory):
-            if first < manifest.sequence:
-                disk.remove(path)
+            found += [path for path in (directory / folder).iterdir() if path not in kept]
+        found += [path for first, path in log_files(directory) if first < manifest.sequence]
+    return found
 
 
 def _job_at(path: Path) -> _Job | None:
