@@ -13,7 +13,7 @@ from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import Form, prepare, prepared_bytes
 from gpu.cpu.running import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, QUERY, START, batch_at
+from gpu.cpu.tables import ALLOWED, ENOUGH, QUERY, START, batch_at
 from gpu.errors import InvalidVector
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
@@ -23,10 +23,10 @@ _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
-def run_queries(handle, line, allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(handle, line, allowed, enough, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
 
-    line: the parameters they share. allowed: the address of a bitmap of nodes, or 0.
+    line: the parameters they share. allowed: the address of a bitmap of nodes, or 0. enough: the column ENOUGH.
     starts: the node where each query begins, or -1 for the seeds.
     """
     batch = batch_at(handle)
@@ -43,7 +43,7 @@ def run_queries(handle, line, allowed, prepared, starts, nodes, found):  # type:
         slots[slot, QUERY] = prepared[slot].ctypes.data
         slots[slot, START] = starts[slot]
         reset_slot(batch, slot)
-        slots[slot, ALLOWED] = allowed
+        slots[slot, ALLOWED], slots[slot, ENOUGH] = allowed, enough
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
@@ -54,7 +54,7 @@ def run_queries(handle, line, allowed, prepared, starts, nodes, found):  # type:
                 slots[slot, QUERY] = prepared[admitted].ctypes.data
                 slots[slot, START] = starts[admitted]
                 reset_slot(batch, slot)
-                slots[slot, ALLOWED] = allowed
+                slots[slot, ALLOWED], slots[slot, ENOUGH] = allowed, enough
                 admitted += 1
             else:
                 position = 0
@@ -72,11 +72,13 @@ def search(
     starts: npt.NDArray[np.int64] | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
     allowed: npt.NDArray[np.uint64] | None = None,
+    enough: int = 0,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
 
     starts: the nodes where the searches begin, int64 [q], instead of the seeds.
     allowed: a bit a node, as `gpu.index.data.bitmap` makes it, of those that may be results; the walk goes over all.
+    enough: a walk ends when so many of them lie before the next node that it would go on from; 0: when there is none.
     """
     array = np.asarray(queries)
     if array.ndim != 2:
@@ -88,7 +90,7 @@ def search(
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
 
     def run(part: list[slice]) -> None:
-        worker = _Worker(data, params, size, allowed)
+        worker = _Worker(data, params, size, allowed, enough)
         for number, block in enumerate(part):
             worker.run(array[block], block.start, begins[block], nodes[block], found[block])
             progress((number + 1) / len(part))
@@ -106,9 +108,14 @@ class _Worker:
     """What one thread needs: slots, and room for a block of prepared queries."""
 
     def __init__(
-        self, data: IndexData, params: SearchParams, block: int, allowed: npt.NDArray[np.uint64] | None
+        self,
+        data: IndexData,
+        params: SearchParams,
+        block: int,
+        allowed: npt.NDArray[np.uint64] | None,
+        enough: int,
     ) -> None:
-        self._keep_alive = allowed
+        self._keep_alive, self._enough = allowed, 0 if allowed is None else enough
         self._allowed = 0 if allowed is None else allowed.ctypes.data
         self._state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
         self._line = self._state.line(0, params)
@@ -125,4 +132,4 @@ class _Worker:
     ) -> None:
         prepared = self._prepared[: len(queries)]
         prepare(queries, self._form, prepared, first)
-        run_queries(self._state.handle, self._line, self._allowed, prepared, starts, nodes, found)
+        run_queries(self._state.handle, self._line, self._allowed, self._enough, prepared, starts, nodes, found)

@@ -65,7 +65,8 @@ FORM_FIELDS = 12
 # START the node where the search begins, or -1 for the seeds. SCORED counts the entries of `exact`; DISTINCT is set
 # once no node may enter top_m twice. ALLOWED is the address of a bit a node, of those that may be results, or 0: then
 # all may. PASSING: how many bits are set there, 0 where nobody has counted. SCANNING: 1 where rows are compared one by
-# one, from CURSOR on, instead of a walk.
+# one, from CURSOR on, instead of a walk. ENOUGH: a walk is over when so many entries that may be results lie before the
+# next parent, 0: when there is no next one. PASSED: its parents that may be results.
 (
     COLLECTION,
     K,
@@ -87,8 +88,10 @@ FORM_FIELDS = 12
     ALLOWED,
     PASSING,
     SCANNING,
-) = range(20)
-SLOT_FIELDS = 20
+    ENOUGH,
+    PASSED,
+) = range(22)
+SLOT_FIELDS = 22
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)

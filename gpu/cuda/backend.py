@@ -14,8 +14,8 @@ from numba import carray
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
+from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.extend.passing import compare, walk_length
-from gpu.cpu.extend.results import may_be_result
 from gpu.cpu.queries import write_query
 from gpu.cpu.simd import pointer
 from gpu.cpu.tables import ALLOWED, DEGREE, DIM, FACTOR, FORM_FIELDS, OFFSET, PASSING, SCANNING, SIZE

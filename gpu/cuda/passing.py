@@ -13,8 +13,7 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
-from gpu.cpu.extend.keys import distance_of, node_of
-from gpu.cpu.extend.results import may_be_result
+from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
 from gpu.cpu.simd import pointer
 from gpu.cpu.tables import (
     ALLOWED,

@@ -113,12 +113,15 @@ class GraphIndex:
         patience: int | None = None,
         threads: int = 1,
         allowed: npt.NDArray[np.bool_] | None = None,
+        enough: int = 0,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """The k nearest of each query [q, d] → ids int64 [q, k] and distances float32 [q, k], nearest first.
 
         Where there are fewer than k vectors, ids are -1 and distances +inf. For the parameters see `SearchParams`.
         allowed: bool [N], which rows may be results. The walk keeps top_m rows of all, so for the same recall top_m
         grows as the part that is allowed falls; `exact` compares each allowed row instead.
+        enough: end a walk when so many allowed rows lie before the next that it would go on from; 0: when it has been
+        through top_m.
         Raises InvalidVector and InvalidParams.
         """
         from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
@@ -126,7 +129,7 @@ class GraphIndex:
         params = SearchParams(k, top_m, search_width, patience)
         check_within("threads", threads, 1, MAX_THREADS)
         bits = None if allowed is None else bitmap(allowed, self.size)
-        nodes, distances = search(self.data, queries, params, threads, allowed=bits)
+        nodes, distances = search(self.data, queries, params, threads, allowed=bits, enough=enough)
         return self.data.ids_of(nodes), distances
 
     def exact(

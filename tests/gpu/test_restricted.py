@@ -183,6 +183,27 @@ def test_rows_without_a_graph_are_compared_as_they_are_now_also_by_a_query_that_
         assert engine.forget("bare")
 
 
+@pytest.mark.parametrize("neighbor_codes", [True, False])
+def test_a_walk_ends_early_where_more_of_the_querys_neighbours_pass_than_of_all_rows(neighbor_codes: bool) -> None:
+    random = np.random.default_rng(11)
+    vectors = clustered(random, 6000, 16)
+    order = exact_neighbors(vectors, vectors[:1], "l2", 6000)[0]
+    near, mixed = np.zeros(6000, bool), np.zeros(6000, bool)
+    near[order[:1200]] = mixed[random.permutation(6000)[:1200]] = True
+    index = GraphIndex.build(vectors, metric="l2", neighbor_codes=neighbor_codes)
+    queries = vectors[order[:12]] + np.float32(0.01)
+    steps = []
+    (backend,) = (one for one in BACKENDS if one.device == "cpu")
+    with compiled(backend, index, slots=12) as engine:
+        for allowed in (near, mixed, np.ones(6000, bool)):
+            bits = bitmap(allowed, 6000)
+            found, extends = engine.finish([engine.ask(query, bits, int(allowed.sum()), top_m=32) for query in queries])
+            own = np.flatnonzero(allowed)
+            assert recall(found, own[exact_neighbors(vectors[own], queries, "l2", K)]) > 0.95
+            steps.append(sum(extends.values()))
+    assert steps[0] < 1.5 * steps[2] < steps[1]
+
+
 def test_the_walk_is_as_much_longer_as_fewer_rows_pass_until_comparing_them_is_cheaper() -> None:
     assert walk_length(64, 100_000, 100_000, 512) == 64
     assert walk_length(64, 50_000, 100_000, 512) == 128

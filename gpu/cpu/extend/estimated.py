@@ -10,9 +10,8 @@ their distances: the results. See `gpu.index.data` for the rule and its source.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, node_of, row_distance
-from gpu.cpu.extend.passing import compare_instead
-from gpu.cpu.extend.results import may_be_result
+from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
+from gpu.cpu.extend.passing import compare_instead, count_parent, found_enough
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
@@ -85,6 +84,7 @@ def select_parents(handle, active):  # type: ignore[no-untyped-def]
                 ):
                     parents[slot, count] = node
                     count += 1
+                    count_parent(batch, slot, node)
                     fetch(collections[collection, ROWS], collections[collection, ROW_BYTES], node)
                     fetch(collections[collection, BLOCKS], collections[collection, BLOCK_BYTES], node)
                     fetch(collections[collection, GRAPH], collections[collection, DEGREE] * 4, node)
@@ -119,7 +119,8 @@ def extend_estimated(handle, active, finished):  # type: ignore[no-untyped-def]
         slots[slot, EXTENDS] += 1
         slots[slot, UNCHANGED] = 0 if changed else slots[slot, UNCHANGED] + 1
         patience = slots[slot, PATIENCE]
-        if next_parent(handle, slot) and not (patience > 0 and slots[slot, UNCHANGED] >= patience):
+        weary = patience > 0 and slots[slot, UNCHANGED] >= patience
+        if next_parent(handle, slot) and not weary and not found_enough(batch, slot):
             continue
         if complete(handle, slot):
             finished[done] = slot

@@ -123,3 +123,12 @@ def row_distance(kind, row, query, lanes, step):  # type: ignore[no-untyped-def]
         return -dot_f16(row, query, lanes)
     dot = np.float32(dot_i8(row, query, lanes)) * step * load_f32(row + np.uint64(lanes - 8))
     return load_f32(row + np.uint64(lanes - 4)) - np.float32(2) * dot if kind == I8_L2 else -dot
+
+
+@compiled
+def may_be_result(allowed, node):  # type: ignore[no-untyped-def]
+    """Whether a node's bit is set in the bitmap at an address; without one (0), all are."""
+    if allowed == 0:
+        return True
+    word = load_u64(np.uint64(allowed + 8 * (np.int64(node) >> 6)))
+    return (word >> np.uint64(np.int64(node) & 63)) & np.uint64(1) != 0

@@ -1,7 +1,8 @@
 """Searches of which only some rows may be results: each of these is compared with the query, or the graph is walked.
 
 A walk goes over all rows and keeps those that may be results. Its list is longer by as much as these are fewer, so that
-it holds as many of them as it would if all rows were. Comparing n rows costs about as much as walking over
+it holds as many of them as it would if all rows were; it ends when it does, before its list was gone through where more
+of the query's neighbours pass than of all rows. Comparing n rows costs about as much as walking over
 n / ROWS_A_STEP entries of the list: docs/benchmarks.md has how that was measured. Where a walk has found fewer than
 there are, the rows are compared after all.
 """
@@ -9,7 +10,7 @@ there are, the rows are compared after all.
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.extend.keys import insert, key_of, row_distance
+from gpu.cpu.extend.keys import insert, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.scan import lowest_bit
 from gpu.cpu.simd import load_u64, prefetch
 from gpu.cpu.tables import (
@@ -17,6 +18,7 @@ from gpu.cpu.tables import (
     BLOCKS,
     COLLECTION,
     CURSOR,
+    ENOUGH,
     EXTENDS,
     F32_DOT,
     F32_L2,
@@ -26,6 +28,7 @@ from gpu.cpu.tables import (
     FULL_LANES,
     KIND,
     LANES,
+    PASSED,
     PASSING,
     QUERY,
     QUERY_FULL,
@@ -41,21 +44,25 @@ from gpu.cpu.tables import (
 )
 
 ROWS_A_STEP = 5
+ROWS_A_STEP_TOGETHER = 16
+"""The same of many queries with one filter in one call: they share the rows that they are compared with."""
+TOGETHER = 16  # queries, at least
 ROWS_AN_EXTEND = 128  # compared before other slots have their turn
 _LONGEST = 2  # times the longest list: a walk that should have a longer one than this would find too little
+_DOUBLES = 2
 _EMPTY = np.uint32(0xFFFFFFFF)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @compiled
-def walk_length(top_m, passing, size, longest):  # type: ignore[no-untyped-def]
+def walk_length(top_m, passing, size, longest, rows_a_step=ROWS_A_STEP):  # type: ignore[no-untyped-def]
     """top_m of a walk that finds as well as one of `top_m` would if all of `size` rows might be results; `longest` at
     most. 0: compare each of the `passing` rows."""
     if passing <= 0:
         return 0
     wanted = (top_m * size + passing - 1) // passing
     length = min(wanted, longest)
-    return 0 if wanted > _LONGEST * longest or passing <= ROWS_A_STEP * length else length
+    return 0 if wanted > _LONGEST * longest or passing <= rows_a_step * length else length
 
 
 @compiled
@@ -69,10 +76,32 @@ def restrict(batch, slot, allowed, passing, bits, length):  # type: ignore[no-un
     if length == 0:
         line[SCANNING] = 1
         return
-    line[TOP_M] = length
+    line[ENOUGH], line[TOP_M] = line[TOP_M], length
     if bits > line[VISITED_BITS]:
         line[VISITED_BITS] = bits
         batch.visited[slot, : 1 << bits] = _EMPTY
+
+
+@compiled
+def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
+    """A slot's walk goes on from this node."""
+    line = batch.slots[slot]
+    if line[ENOUGH] != 0:
+        line[PASSED] += may_be_result(line[ALLOWED], node)
+
+
+@compiled
+def found_enough(batch, slot):  # type: ignore[no-untyped-def]
+    """Whether as many entries that may be results lie before a slot's cursor as its walk is to find."""
+    line = batch.slots[slot]
+    left = line[ENOUGH]
+    if _DOUBLES * line[PASSED] < left or left == 0:  # not worth a look: entries may be doubles of one parent
+        return False
+    for i in range(line[CURSOR]):
+        left -= may_be_result(line[ALLOWED], node_of(batch.keys[slot, i]))
+        if left == 0:
+            return True
+    return False
 
 
 @compiled

@@ -3,8 +3,8 @@
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.extend.keys import distance_of, key_of, node_of, row_distance
-from gpu.cpu.simd import load_u64, prefetch
+from gpu.cpu.extend.keys import distance_of, key_of, may_be_result, node_of, row_distance
+from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import (
     ALLOWED,
     BLOCKS,
@@ -26,15 +26,6 @@ from gpu.cpu.tables import (
 )
 
 RESCORED_AT_LEAST = 8
-
-
-@compiled
-def may_be_result(allowed, node):  # type: ignore[no-untyped-def]
-    """Whether a node's bit is set in the bitmap at an address; without one (0), all are."""
-    if allowed == 0:
-        return True
-    word = load_u64(np.uint64(allowed + 8 * (np.int64(node) >> 6)))
-    return (word >> np.uint64(np.int64(node) & 63)) & np.uint64(1) != 0
 
 
 @compiled

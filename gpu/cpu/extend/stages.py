@@ -15,7 +15,7 @@ import numpy as np
 from gpu.compiled import compiled
 from gpu.cpu.extend.estimated import extend_estimated
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.extend.passing import compare_instead, extend_comparing
+from gpu.cpu.extend.passing import compare_instead, count_parent, extend_comparing, found_enough
 from gpu.cpu.extend.results import keep_allowed, rescore
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
@@ -69,6 +69,7 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
                 keys[slot, position] |= np.uint64(1)
                 parents[slot, count] = node
                 count += 1
+                count_parent(batch, slot, node)
                 for offset in range(0, row_bytes, 64):
                     prefetch(np.uint64(graph + node * row_bytes + offset))
             position += 1
@@ -215,7 +216,7 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
         slots[slot, EXTENDS] += 1
         slots[slot, UNCHANGED] = 0 if changed else slots[slot, UNCHANGED] + 1
         patience = slots[slot, PATIENCE]
-        if cursor == filled or (patience > 0 and slots[slot, UNCHANGED] >= patience):
+        if cursor == filled or (patience > 0 and slots[slot, UNCHANGED] >= patience) or found_enough(batch, slot):
             finished[done] = slot
             done += 1
     return done

@@ -73,16 +73,17 @@ def search_segment(
     top_m = max(k, top_m)
     if allowed is None:
         return index.search(queries, k, top_m, search_width, threads=threads)
-    from gpu.cpu.extend.passing import walk_length
+    from gpu.cpu.extend import passing
 
-    rows = np.flatnonzero(allowed)
-    longer = int(walk_length(top_m, len(rows), index.size, MAX_TOP_M))
+    rows, asked = np.flatnonzero(allowed), np.asarray(queries)
+    rows_a_step = passing.ROWS_A_STEP_TOGETHER if len(asked) >= passing.TOGETHER else passing.ROWS_A_STEP
+    longer = int(passing.walk_length(top_m, len(rows), index.size, MAX_TOP_M, rows_a_step))
     if not longer:
         return index.exact(queries, k, rows)
-    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed)
+    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, enough=top_m)
     short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
     if len(short):  # what passes is far from these queries
-        ids[short], distances[short] = index.exact(np.asarray(queries)[short], k, rows)
+        ids[short], distances[short] = index.exact(asked[short], k, rows)
     return ids, distances
 
 
