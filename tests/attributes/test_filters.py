@@ -128,8 +128,8 @@ _ONE = {"type": "eq", "key": "name", "value": "a"}
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (_deep(MAX_DEPTH + 1), "deeper than 8"),
-        (_deep(100_000), "deeper than 8"),
+        (_deep(MAX_DEPTH + 1), "9 deep; the limit is 8"),
+        (_deep(100_000), "100000 deep; the limit is 8"),
         ("name = a", "is an object"),
         ({}, "the type of a filter"),
         ({"type": "like", "key": "name", "value": "a"}, "'like'"),

@@ -140,6 +140,11 @@ def test_collections_that_cannot_be_written_to_say_why(http: httpx.Client, direc
     refused = put(http, {"id": "a"}, name="sealed")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
     assert "not a live one" in refused.json()["error"]["message"]
+    (directory / "notes").rename(directory / "moved")
+    moved = put(http, {"id": "a"})
+    assert (moved.status_code, moved.json()["error"]["code"]) == (503, "unavailable")
+    assert "notes is not there" in moved.json()["error"]["message"]
+    (directory / "moved").rename(directory / "notes")
     assert "has no embedder" in put(http, {"id": "a"}, name="bare").json()["error"]["message"]
     with LiveWriter(directory / "notes", background=False):
         busy = put(http, {"id": "a"})

@@ -155,7 +155,7 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
         ([document("", 1)], "empty id"),
         ([Upserted("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} numbers"),
         ([Upserted("a", vector=[[1.0] * DIM])], "shape"),
-        ([Upserted("a", vector=[float("nan")] * DIM)], "finite"),
+        ([Upserted("ok", vector=[1] * DIM), Upserted("a", vector=[float("nan")] * DIM)], "'a' holds nan at position 0"),
         ([Upserted("a", vector=["x"] * DIM)], "is none"),
         ([Upserted("a", "no vector")], "no embedder"),
         ([Upserted("a" * 513, vector=vector_of(1))], "513 bytes"),

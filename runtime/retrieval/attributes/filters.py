@@ -192,13 +192,24 @@ def comparisons(wanted: Filter) -> list[Comparison]:
     return [found for part in wanted.filters for found in comparisons(part)]
 
 
+def _levels(source: object) -> int:
+    """How deep a filter is that is not parsed."""
+    levels, parts = 0, [source]
+    while parts := [part for part in parts if isinstance(part, dict)]:
+        levels += 1
+        joined = [part.get("filters") for part in parts]
+        parts = [part.get("filter") for part in parts]
+        parts += [part for found in joined if isinstance(found, list) for part in found]
+    return levels
+
+
 class _Parser:
     def __init__(self) -> None:
         self._comparisons = 0
 
     def parse(self, source: object, depth: int) -> Filter:
         if depth > MAX_DEPTH:
-            raise InvalidFilter(f"the filter is deeper than {MAX_DEPTH}", "filter")
+            raise InvalidFilter(f"the filter is {depth - 1 + _levels(source)} deep; the limit is {MAX_DEPTH}", "filter")
         if not isinstance(source, Mapping):
             raise InvalidFilter(f"a filter is an object with a type, not {shown(source)}", "filter")
         match source.get("type"):
@@ -263,8 +274,11 @@ def _scalar(key: str, value: object) -> Scalar:
     if not isinstance(value, str | int | float | bool):
         raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {shown(value)}", "filter")
     if isinstance(value, str):
-        if len(value.encode(errors="replace")) > MAX_STRING_BYTES:
-            raise InvalidFilter(f"{key!r} is compared with a string of over {MAX_STRING_BYTES} bytes", "filter")
+        size = len(value.encode(errors="replace"))
+        if size > MAX_STRING_BYTES:
+            raise InvalidFilter(
+                f"{key!r} is compared with a string of {size} bytes; the limit is {MAX_STRING_BYTES}", "filter"
+            )
         if any("\ud800" <= character <= "\udfff" for character in value):
             raise InvalidFilter(f"{key!r} is compared with a string that holds an unpaired surrogate", "filter")
     elif isinstance(value, float) and not abs(value) < float("inf"):

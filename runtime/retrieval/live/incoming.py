@@ -67,6 +67,17 @@ def plain(value: object) -> "str | int | float | bool | list[str]":
     return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
+def _bad_vector(documents: Sequence[Upserted], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
+    """Of the first document whose vector cannot be stored."""
+    for document, vector in zip(documents, matrix, strict=True):
+        try:
+            checked_vectors(vector[None], metric)
+        except GpuError as error:
+            why = str(error).removeprefix("row 0 ")
+            return InvalidDocument(f"the vector of document {document.id!r} {why}", "vector")
+    raise AssertionError("each vector can be stored")
+
+
 def vectors_of(
     documents: Sequence[Upserted], description: Description, embedder: Embedder | None
 ) -> NDArray[np.float32]:
@@ -99,4 +110,4 @@ def vectors_of(
     try:
         return checked_vectors(matrix, description.metric)
     except GpuError as error:
-        raise InvalidDocument(f"a vector cannot be stored: {error}", "vector") from error
+        raise _bad_vector(documents, matrix, description.metric) from error

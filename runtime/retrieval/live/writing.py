@@ -148,8 +148,10 @@ class LiveWrites:
         return given
 
     def _known(self, name: str) -> str:
-        """A live collection's. Raises `InvalidRequest`."""
+        """A live collection's. Raises `InvalidRequest`, and `Unavailable` where its directory was removed or moved."""
         directory = self._places.get(name)
+        if directory is not None and not directory.exists():
+            raise Unavailable(f"collection {name!r} is unavailable: {directory} is not there")
         if directory is None or not is_live(directory):
             raise InvalidRequest(f"collection {name!r} is not a live one: it changes by being built anew", "collection")
         return name
