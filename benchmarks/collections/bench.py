@@ -3,6 +3,7 @@
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]
     python -m benchmarks.collections --kills 200    processes of a node killed under writes, searches, seals and merges
+                                                    (--kills 40, and four times --kills 40 --seed N --add, in pieces)
     python -m benchmarks.collections --beside       a node's searches alone, beside 200 upserts a second, beside a merge
 
 DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
@@ -228,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--kills", type=int, default=0, help="kill a node's processes so often, no more")
+    parser.add_argument("--add", action="store_true", help="to the kills that --out has; with a seed of its own")
     parser.add_argument("--beside", action="store_true", help="a node's searches beside writes, no more")
     parser.add_argument("--part", action="append", choices=PARTS, help="measure this alone, beside what --out has")
     parser.add_argument("--set", default="minilm-384-cosine")
@@ -240,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as home:
             if options.kills:
                 told = kill(Path(home), options.kills, seed=options.seed, say=partial(print, flush=True))
+                if options.add:
+                    told.add(json.loads(options.out.with_name(f"{options.out.name}-kills.json").read_text()))
                 found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **told.figures()}
                 write(found, report_of_kills(told), options.out.with_name(f"{options.out.name}-kills"))
             else:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -68,6 +68,16 @@ class Killed:
     def figures(self) -> dict[str, Any]:
         """For a file."""
         return asdict(self) | {"kills": {f"{one.victim}, {one.moment}": count for one, count in self.kills.items()}}
+
+    def add(self, before: Mapping[str, Any]) -> None:
+        """The figures of a run before."""
+        known = {f"{one.victim}, {one.moment}": one for one in KILLS}
+        self.kills.update({known[name]: count for name, count in before["kills"].items()})
+        self.acknowledged += before["acknowledged"]
+        self.unacknowledged += before["unacknowledged"]
+        self.compared += before["compared"]
+        self.wrong += before["wrong"]
+        self.seconds += before["seconds"]
 
 
 class Writer:

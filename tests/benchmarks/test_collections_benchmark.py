@@ -1,5 +1,6 @@
 """The benchmark of live collections measures what it says that it measures."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from benchmarks.collections import bench as collections
 from benchmarks.collections import switch
+from benchmarks.collections.kills import KILLS, Killed
 from tests.gpu.cases import clustered
 
 
@@ -41,3 +43,12 @@ def test_the_switch_is_measured_through_the_engine_one_extend_a_step() -> None:
     assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "with fewer it would not walk"
     assert all(one["rows_a_step"] > 0 for one in found)
     assert "(`ROWS_A_STEP` is 5), 1 at a time: " in switch.report_of(found)
+
+
+def test_kills_of_several_runs_add_up() -> None:
+    kill = KILLS[1]
+    first = Killed(Counter({kill: 3}), acknowledged=5, unacknowledged=1, compared=7, wrong=["a"], seconds=60.0)
+    both = Killed(Counter({kill: 1, KILLS[0]: 2}), acknowledged=1, seconds=1.0)
+    both.add(first.figures())
+    assert both.kills == {kill: 4, KILLS[0]: 2}
+    assert (both.acknowledged, both.unacknowledged, both.compared, both.wrong, both.seconds) == (6, 1, 7, ["a"], 61.0)
