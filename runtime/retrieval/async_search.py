@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ipc import Stage
-from runtime.errors import CollectionReplaced, InvalidRequest
+from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
 from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import Wanted, filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -19,6 +19,9 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import deadline_of, with_words
 
 _MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
+_TOLD_OF_NS = 2_000_000_000
+"""So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
+_LOOK_S = 0.01
 
 
 def _once_is_enough() -> None:
@@ -60,6 +63,7 @@ class AsyncSearch:
         if hybrid and query is None:
             raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
         deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), _MAX_ATTEMPTS, embedded
+        told_of_ns = time.monotonic_ns() + _TOLD_OF_NS
         while True:
             attempts -= 1
             try:
@@ -87,6 +91,13 @@ class AsyncSearch:
             except CollectionReplaced:
                 if not attempts:
                     raise
+            except InvalidFilter:
+                attempts += 1
+                content = filter_bytes(wanted)
+                if time.monotonic_ns() > told_of_ns or not self.library.fits(collection, content):
+                    raise
+                self.client.look()
+                await asyncio.sleep(_LOOK_S)
 
     async def _embed(self, collection: str, text: str) -> tuple[str, Vectors]:
         """A text's vector [dim], and the embedder that made it: that of the build that the pools serve now."""

@@ -247,6 +247,15 @@ class Library:
 
     # ---- what is in it
 
+    def fits(self, collection: str, wanted: bytes) -> bool:
+        """Whether a live collection's documents, as they are by now, have what a filter compares."""
+        build = self.shelf(collection).current
+        documents = None if build is None else build.documents
+        try:
+            return bool(wanted) and isinstance(documents, LiveDocuments) and documents.fits(decode_filter(wanted))
+        except CollectionError:
+            return False
+
     def embedder(self, collection: str) -> Embedder:
         """The collection's own. Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not here."""
         shelf = self.shelf(collection)

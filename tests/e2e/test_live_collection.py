@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import httpx
 import numpy as np
 
 from benchmarks.collections.kills import KILLS, kill
-from benchmarks.collections.node import DIM, Live
+from benchmarks.collections.node import DIM, DOCUMENTS, Live
 from runtime import SearchClient
 from runtime.testing.waiting import until
 
@@ -27,3 +28,16 @@ def test_a_search_client_writes_and_finds_and_what_it_has_deleted_is_found_no_mo
         assert 3 not in client.search(vectors[3], 8).ids
         assert client.delete(filter={"type": "lt", "key": "n", "value": 3}) == 3
         assert sorted(client.search(vectors[3], 8).ids) == [4, 5, 6, 7]
+
+
+def test_an_attribute_can_be_asked_for_as_soon_as_a_document_that_has_it_was_stored(tmp_path: Path) -> None:
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+        for name in ("first", "second", "third"):
+            document = {"id": name, "text": name, "attributes": {name: "yes"}}
+            http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()
+            found = http.post(
+                "/v1/retrieval", json={"query": "t", "filter": {"type": "eq", "key": name, "value": "yes"}}
+            )
+            assert found.status_code == 200, found.text
+        wanted = {"type": "eq", "key": "fourth", "value": "yes"}
+        assert http.post("/v1/retrieval", json={"query": "t", "filter": wanted}).status_code == 400

@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError
-from runtime.retrieval.attributes.filters import Filter
+from runtime.errors import CollectionError, InvalidFilter
+from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.live.search import search
@@ -252,6 +252,16 @@ class LiveDocuments:
     def size(self) -> int:
         """Documents that are there."""
         return self._reader.state.count
+
+    def fits(self, wanted: Filter) -> bool:
+        """Whether by now a filter compares what the documents have. Raises `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            try:
+                check_filter(wanted, self._reader.state.schema)
+            except InvalidFilter:
+                return False
+        return True
 
     def get(self, rows: Sequence[int]) -> list[Document | None]:
         """The documents of these rows, in their order; None for a deleted one. Raises `CollectionError`."""

@@ -83,6 +83,10 @@ class AsyncSearchClient:
             return result
         return await asyncio.to_thread(self._client.words.fused, result, asked, vector, deadline_ns)
 
+    def look(self) -> None:
+        """Look at the pools at once, as is else done at times."""
+        self._woken.set()
+
     async def search_batch(
         self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
     ) -> SearchBatch:
