@@ -1,14 +1,16 @@
-"""Building a graph: lists of neighbours, a graph, better lists by searching in it, the final graph; or through cuVS."""
+"""Building a graph: lists of neighbours, a graph, better lists by searching in it, the final graph; or all on a GPU."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.cuvs_graph import cuvs_graph
+from gpu.build.cuvs_graph import cuvs_graph, import_cagra
 from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, Keep, exact_sample, make_at_once, nearest_neighbors
 from gpu.build.optimize import Graph, optimize
 from gpu.cpu.search import search
+from gpu.errors import DeviceUnavailable
 from gpu.index.data import IndexData
 from gpu.index.rows import FloatArray, encode
 from gpu.params import SearchParams
@@ -35,7 +37,7 @@ def build_graph(
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin.
 
-    device "cuda": the graph is cuVS's, but for fewer vectors than its lists are long. Raises as `cuvs_graph` does.
+    device "cuda": the graph is built there, but for fewer vectors than its lists are long. Raises as `graph_on_gpu`.
     """
     count = len(vectors)
     seeds = np.random.default_rng(seed).permutation(count)[:_SEEDS].astype(np.uint32)
@@ -43,10 +45,7 @@ def build_graph(
         return np.zeros((1, degree), np.uint32), seeds
     space = neighbor_space(vectors, metric)
     if device != "cpu" and count > 2 * degree:
-        progress("graph", 0.0)
-        graph = cuvs_graph(space, degree)
-        progress("graph", 1.0)
-        return graph, seeds
+        return graph_on_gpu(space, degree, int(seeds[0]), seed, progress), seeds
     width = min(2 * degree, count - 1)
     neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), keep)
     progress("graph", 0.0)
@@ -57,6 +56,40 @@ def build_graph(
         neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, keep)
         graph = optimize(neighbors, degree, int(seeds[0]))
     return graph, seeds
+
+
+def graph_on_gpu(space: FloatArray, degree: int, root: int, seed: int, progress: Progress) -> Graph:
+    """The graph of `space`, made by cuVS where that is installed, else by torch.
+
+    Raises DeviceUnavailable where neither can, DeviceError where it fails.
+    """
+    if check_gpu_build() == "torch":
+        from gpu.build.torch_graph import torch_graph
+
+        return torch_graph(space, degree, root, seed, progress)
+    progress("graph", 0.0)
+    graph = cuvs_graph(space, degree)
+    progress("graph", 1.0)
+    return graph
+
+
+def check_gpu_build() -> Literal["cuvs", "torch"]:
+    """What builds graphs on a GPU here. Raises DeviceUnavailable, which says what to install, where nothing does."""
+    try:
+        import_cagra()
+        return "cuvs"
+    except DeviceUnavailable as error:
+        no_cuvs = error
+    try:
+        from gpu.build.torch_graph import check_device
+
+        check_device()
+    except DeviceUnavailable as no_torch:
+        raise DeviceUnavailable(
+            f"building on a GPU needs a CUDA device and cuVS or torch, but {no_cuvs}, and {no_torch}: pip install "
+            "'trinity-runtime[cuvs]', or a torch that is built with CUDA, or build on the CPU"
+        ) from None
+    return "torch"
 
 
 def neighbor_space(vectors: FloatArray, metric: str) -> FloatArray:

@@ -136,12 +136,22 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
 
 def optimize(neighbors: Graph, degree: int, root: int) -> Graph:
     """The search graph uint32 [N, degree] of lists uint32 [N, width ≥ 1]; every node can be reached from `root`."""
+    return link(prune(neighbors, degree), neighbors, degree, root)
+
+
+def prune(neighbors: Graph, degree: int) -> Graph:
+    """The neighbours with the fewest detours, fewest first, ties by rank: uint32 [N, degree], or all that there are."""
     count, width = neighbors.shape
     detours = np.empty((count, width), np.int32)
     count_detours(neighbors, 0, count, detours)
     kept = np.empty((count, min(degree, width)), np.uint32)
     keep_fewest(neighbors, detours, kept)
-    graph = np.empty((count, degree), np.uint32)
+    return kept
+
+
+def link(kept: Graph, neighbors: Graph, degree: int, root: int) -> Graph:
+    """What was kept of the lists, with reverse edges, as a graph in which every node can be reached from `root`."""
+    graph = np.empty((len(kept), degree), np.uint32)
     add_reverse_edges(kept, graph)
     connect(neighbors, graph, root)
     return graph

@@ -51,10 +51,10 @@ class GraphIndex:
         the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
         RaBitQ codes of every node's neighbours beside the graph (`gpu.index.data`; not with int8): searches on a
         CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices, 0 or more; on the
-        CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has cuVS build
-        the graph (extra [cuvs]). progress: called with a stage's name and the part of it that is done, 0..1. keep:
-        called with the name of what takes long and what makes it; returns that array, or what it has of it from a
-        build of the same vectors that did not end.
+        CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has the graph
+        built on a GPU, by cuVS (extra [cuvs]) or else by torch. progress: called with a stage's name and the part of it
+        that is done, 0..1. keep: called with the name of what takes long and what makes it; returns that array, or what
+        it has of it from a build of the same vectors that did not end.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, neighbor_codes, seed, threads, device)

@@ -87,7 +87,7 @@ def build(
     seed: Annotated[int, typer.Option(help="Of the graph's random choices, from 0.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="What builds the graph; cuda: cuVS, of the extra \\[cuvs].")
+        Literal["cpu", "cuda"], typer.Option(help="What builds the graph; cuda: cuVS, of the extra \\[cuvs], or torch.")
     ] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace the collection that is there.")] = False,
 ) -> None:

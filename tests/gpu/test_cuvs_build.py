@@ -129,9 +129,11 @@ def test_what_cuvs_raises_is_said(install: Callable[..., FakeCagra]) -> None:
         GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, device="cuda")
 
 
-def test_without_cuvs_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
-    with pytest.raises(DeviceUnavailable, match=r"needs the extra \[cuvs\]"):
+def test_without_cuvs_and_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuvs.neighbors.cagra", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "gpu.build.torch_graph", raising=False)
+    with pytest.raises(DeviceUnavailable, match=r"cuVS is not installed .* torch is not installed .*\[cuvs\]"):
         GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, device="cuda")
 
 

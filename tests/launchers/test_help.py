@@ -30,7 +30,7 @@ def test_no_word_in_brackets_is_taken_for_markup(where: str, text: str) -> None:
 
 def test_the_extra_that_a_gpu_build_needs_is_named() -> None:
     shown = CliRunner().invoke(command_line(), ["index", "build", "--help"], env={"COLUMNS": "200"}).stdout
-    assert "of the extra [cuvs]." in shown
+    assert "of the extra [cuvs], or torch." in shown
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,13 +229,14 @@ def test_shards_that_are_too_many_for_the_rows_are_refused_before_anything_is_em
     )
 
 
-def test_a_build_on_a_gpu_without_cuvs_is_refused_before_anything_is_read(
+def test_a_build_on_a_gpu_without_cuvs_and_torch_is_refused_before_anything_is_read(
     trinity: Trinity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, told = trinity("index", "build", tmp_path / "none.jsonl", "--out", tmp_path / "new", "--device", "cuda")
     assert code == EXIT_CONFIG
-    assert "needs the extra [cuvs]" in told
+    assert "sees no CUDA device: pip install 'trinity-runtime[cuvs]'" in told
 
 
 def _build(source: Path, out: Path) -> list[str | Path]:

@@ -243,7 +243,7 @@ class Collection:
         if bare is None and ids is not None:
             raise BuildRefused("documents bring their own ids: give ids with bare vectors only")
         if device == "cuda":
-            _check_cuvs()
+            _check_gpu_build()
         given = read_vectors(vectors) if isinstance(vectors, Path) else vectors if bare is None else bare
         if given is not None:
             _check_embedder(embedder, given)
@@ -319,11 +319,11 @@ def _check_shards(shards: int, rows: int) -> None:
         raise BuildRefused(f"shards is {shards}, outside 1..{rows}: no shard is empty, and there are {rows} vectors")
 
 
-def _check_cuvs() -> None:
-    from gpu.build.cuvs_graph import import_cagra  # compiled code, and needed by this device alone
+def _check_gpu_build() -> None:
+    from gpu.build.graph import check_gpu_build  # compiled code, and needed by this device alone
 
     with index_errors():
-        import_cagra()
+        check_gpu_build()
 
 
 def _bare_vectors(source: Source) -> NDArray[Any] | None:
