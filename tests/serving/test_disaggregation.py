@@ -14,7 +14,7 @@ from runtime.node.metrics.columns import DecodeMetrics, Histogram, PrefillMetric
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
-from runtime.serving.prefill.job import Disaggregation, computed_by_decode
+from runtime.serving.prefill.job import Disaggregation, computed_by_decode, turn_ns
 from tests.serving.workers import FakePool, Workers
 
 VOCABULARY = 259
@@ -289,6 +289,36 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
     assert failed.message == "decode-0 did not take the hand-over: cancelled"
     assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
     nothing_is_held(workers)
+
+
+# ---- the order of prompts
+
+
+def test_a_prompt_has_its_turn_after_six_times_what_it_takes_alone() -> None:
+    document, chat = turn_ns(1_000, 2000, 1e-4), turn_ns(1_000_000_000, 100, 1e-4)
+    assert (document, chat) == (1_200_001_000, 1_060_000_000), "the chat came a second later and goes first"
+    assert turn_ns(1_200_000_000, 100, 1e-4) > document, "but none overtakes that came too late for it"
+    assert turn_ns(5, 2000, 0.0) < turn_ns(6, 1, 0.0), "as long as no time is known, who comes first goes first"
+
+
+def test_a_short_prompt_is_run_before_the_rest_of_a_long_one(start: Start, reference: Reference) -> None:
+    workers = start(
+        context=1024, prefill={"slots": 3, "chunk_tokens": 16}, handover={"disaggregate": "always"}, kv={"host_mib": 0}
+    )
+    (long,), (short,) = drawn(1, 2), drawn(1, 2)
+    long, short = (long * 400)[:400], [7, 8, 9, 10]
+    workers.submit("first", [5, 6, 7], 2)  # so that times are known
+    workers.run()
+    workers.submit("long", long, 2)
+    for _ in range(3):
+        workers.round()
+    workers.submit("short", short, 2)
+    while not workers.told["short"].ended:
+        workers.round()
+    assert not workers.told["long"].tokens
+    workers.run()
+    assert workers.told["long"].tokens == reference.generate(long, 2)
+    assert workers.told["short"].tokens == reference.generate(short, 2)
 
 
 # ---- what the planner counts by

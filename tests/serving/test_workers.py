@@ -255,13 +255,13 @@ def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, handove
     nothing_is_held(workers)
 
 
-def test_the_earliest_deadline_is_prefilled_first(start: Start) -> None:
+def test_of_prompts_that_came_together_the_shortest_is_prefilled_first(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
     order: list[str] = []
     workers.submit("first", [9] * 40, 1)
     workers.offer("first")  # it has the only place until decode has pulled it
-    for number, deadline in enumerate((9, 3, 5, 1)):
-        workers.submit(f"r{number}", [number + 1] * 40, 1, deadline_ns=deadline << 50)
+    for number, length in enumerate((90, 30, 50, 10)):
+        workers.submit(f"r{number}", [number + 1] * length, 1)
     while workers.metric("prefill-0", PrefillMetrics.WAITING) < 4:
         workers.prefill.step()
     while len(order) < 5:

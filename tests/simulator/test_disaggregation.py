@@ -46,6 +46,16 @@ def test_beside_other_rows_a_prompt_is_computed_in_chunks_and_each_is_a_step_of_
     assert running.end_ns == 13 * MS + 19 * 3 * MS + 40 * MS
 
 
+def test_a_prompt_that_comes_within_six_times_a_longer_ones_time_is_run_before_the_rest_of_it() -> None:
+    config = NodeConfig(prefill=PrefillSection(chunk_tokens=16), handover=HandoverSection(disaggregate="always"))
+    arrivals = [Arrival(0.0, 16, 1), Arrival(0.1, 160, 1), Arrival(0.14, 16, 1)]
+    simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
+    simulation.run()
+    _, long, short = simulation.requests
+    assert short.prefilled_ns == (148 + 16) * MS, "the pass under way ends at 148 ms"
+    assert long.prefilled_ns == (100 + 160 + 16) * MS
+
+
 def served(disaggregate: Disaggregate, prefill: int, decode: int) -> Result:
     """Eight GPUs, chats of which a tenth bring a document of 8,000 tokens."""
     random, at_s, arrivals = Random(1), 0.0, []

@@ -33,6 +33,7 @@ class Job:
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     load: Load | None = None
+    turn_ns: int = 0  # once it is queued; see `turn_ns`
     done: int = 0
     offer: int | None = None
 
@@ -86,6 +87,19 @@ class Job:
         )
 
 
+# ---- the order of prompts: each has its turn when it has waited for a multiple of what it takes alone
+# So a chat is not kept waiting by a long document, and a document only by what comes within that time after it. It is
+# the rule by which the pool orders decode queries. Pure: the simulated prefill worker runs this too.
+
+
+_TURN = 6
+
+
+def turn_ns(received_ns: int, tokens: int, token_s: float) -> int:
+    """The turn of a prompt of which `tokens` are to be computed, each in `token_s` (0: not known yet)."""
+    return received_ns + round(_TURN * tokens * token_s * 1e9)
+
+
 # ---- conditional disaggregation: which prompts are prefilled by the decode worker that writes their answers
 # A prefill worker keeps prompts away from running batches. But a short one may go into a decode worker's step as well:
 # nothing is handed over, and a queue in front of prefill is not waited for. A prompt is computed by decode if
@@ -121,6 +135,11 @@ class Disaggregation:
         self._seconds = self._tokens = 0.0  # of the last passes, the latest weigh most
         self._sent: dict[str, int] = {}  # decode worker → when it will have computed what was sent to it, in ns
 
+    @property
+    def token_s(self) -> float:
+        """What a token of a prompt takes here, lately; 0 before the first pass."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
     def passed(self, tokens: int, seconds: float) -> None:
         """A pass of so many tokens has taken so long."""
         self._tokens = _REMEMBERED * self._tokens + tokens
@@ -133,7 +152,7 @@ class Disaggregation:
         """
         if self._mode != "auto" or not self._tokens:
             return self._mode == "never"
-        token_s = self._seconds / self._tokens
+        token_s = self.token_s
         passes = -(-tokens // self._chunk_tokens) - (not load.rows)  # beside others; more rows may come meanwhile
         beside_s = passes * load.step_ns / 1e9
         chunk_s = min(tokens, self._chunk_tokens) * token_s

@@ -28,7 +28,7 @@ from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
 from runtime.serving.model.model_info import ModelInfo, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.chunk_size import chunk_tokens
-from runtime.serving.prefill.job import Disaggregation, Job
+from runtime.serving.prefill.job import Disaggregation, Job, turn_ns
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +225,7 @@ class PrefillWorker:
         self._table.add(PrefillMetrics.PROMPTS["decode" if by_decode else "prefill"])
         self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], own)
         if not by_decode:
+            job.turn_ns = turn_ns(request.generation.received_ns, own, self._disaggregation.token_s)
             self._waiting.append(job)
             return
         message = encode(job.for_decode(self._model.identity, job.told_token))
@@ -234,8 +235,8 @@ class PrefillWorker:
         self._record(job)
 
     def _admit(self) -> None:
-        """Give blocks to the waiting, the earliest deadline first; none overtakes another for being smaller."""
-        self._waiting.sort(key=lambda job: job.deadline_ns)
+        """Give blocks to the waiting, in their turns; none overtakes another for needing fewer."""
+        self._waiting.sort(key=lambda job: job.turn_ns)
         if self._decode_first:
             for job in self._waiting[: self._limits.slots]:
                 if job.announcement is None:
@@ -252,7 +253,7 @@ class PrefillWorker:
             job.load = self._tiers.load(job.table, job.tokens)
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
-        self._running.sort(key=lambda job: job.deadline_ns)
+        self._running.sort(key=lambda job: job.turn_ns)
 
     def _announce(self, job: Job) -> None:
         """Ask decode to keep room before the prompt is run."""

@@ -4,13 +4,13 @@ Its loop looks around between two passes only, as the real one's does: what come
 query's vector or its passages, is taken up when the pass is over.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from functools import partial
 
 from runtime.node.config import PrefillSection
 from runtime.serving.messages import Report
-from runtime.serving.prefill.job import Disaggregation
+from runtime.serving.prefill.job import Disaggregation, turn_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
@@ -62,7 +62,7 @@ class SimPrefill:
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
         self.asking = 0  # arrived, and not yet waiting
-        self.waiting: deque[SimRequest] = deque()
+        self.waiting: list[SimRequest] = []  # the last one's turn comes first
         self._running: list[SimRequest] = []
         self._prompt_ns = ns(times.prompt_s) if ask is not None else 0
         self._chunk_tokens = limits.expected_chunk_tokens
@@ -127,18 +127,22 @@ class SimPrefill:
             self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
             return
         self._ahead += tokens
-        self.waiting.append(request)
+        request.turn_ns = turn_ns(request.received_ns, tokens, self._disaggregation.token_s)
+        insort(self.waiting, request, key=_last_turn_first)
 
     def _pass(self) -> None:
         """One pass through the model, as long as there is anything to run."""
+        admitted = bool(self.free and self.waiting)
         while self.free and self.waiting:
-            request = self.waiting.popleft()
+            request = self.waiting.pop()
             if not request.ended:
                 self.free -= 1
                 request.begun_ns = self._events.now_ns + self._owed_ns
                 self._running.append(request)
             else:
                 self._ahead -= request.arrival.prompt_tokens
+        if admitted:
+            self._running.sort(key=_turn)
         embeds, self._embeds = self._embeds, 0
         self._be_busy(bool(self._running))
         if not self._running:
@@ -205,3 +209,11 @@ class SimPrefill:
         if told != self._told:
             self._told = told
             self._report(Report(self.name, 1, 1, told[0], self.slots - self.free, self.free))
+
+
+def _turn(request: SimRequest) -> int:
+    return request.turn_ns
+
+
+def _last_turn_first(request: SimRequest) -> int:
+    return -request.turn_ns
