@@ -1,67 +1,156 @@
-"""Goodput of a simulated node of eight GPUs that has prefill and decode apart, never, or chooses for each prompt.
+"""Goodput of simulated nodes that have prefill and decode apart, never, or choose for each prompt.
 
-    python -m benchmarks.disaggregation [--requests 3000]
+    python -m benchmarks.disaggregation [--requests 3000] [--curves serve-curves.json] [--out NAME]
 
-Service times are the simulator's defaults: an H100's from data sheets. Limits: first token .5 s, each later one 25 ms.
-Goodput is the greatest rate tried at which 90% of the sent requests meet both.
+Eight GPUs, with the simulator's default times, an H100's from data sheets; chats, and chats of which a tenth bring a
+document. Limits: first token .5 s, each later one 25 ms. With --curves, of `benchmarks.serve --only curves --out`, also
+two workers with the times that it has measured, and its limits: 6 and 3 times what a request takes alone; a document's
+first token has a limit of its own. Goodput is the greatest rate tried at which 90% of the sent requests meet theirs.
 """
 
 import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
+from benchmarks.common.report import table, write
 from runtime.node.config import DecodeSection, Disaggregate, HandoverSection, HttpSection, NodeConfig, PrefillSection
-from runtime.simulator.node import simulate
+from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 
 _ATTAINMENT = 0.9
-_SLOTS = 128
-_RATES = (20, 30, 40, 50, 60, 70, 80, 90, 100, 120, 140, 160, 180, 200, 220, 240, 260, 280, 300)
-_NODES: tuple[tuple[int, int, Disaggregate], ...] = (
-    (4, 4, "always"), (2, 6, "always"), (4, 4, "auto"), (2, 6, "auto"), (1, 7, "auto"), (1, 8, "never"),
+_DOCUMENTS = 0.1
+Split = tuple[int, int, Disaggregate]
+
+
+class Machine(NamedTuple):
+    """Workers with their times, and what they are asked: mean tokens of a prompt and an answer, tokens of a document;
+    a worker's rows, prompts at once, and the rates to try."""
+
+    name: str
+    times: ServiceTimes
+    splits: Sequence[Split]
+    lengths: tuple[int, int, int]
+    slots: tuple[int, int]
+    rates: Sequence[int]
+
+    def setup(self, split: Split, slos: Slos) -> Setup:
+        prefill, decode, mode = split
+        config = NodeConfig(
+            http=HttpSection(max_in_flight=100_000),
+            prefill=PrefillSection(workers=prefill, slots=self.slots[1]),
+            decode=DecodeSection(workers=decode, slots=self.slots[0], devices=("cuda:0",)),
+            handover=HandoverSection(disaggregate=mode),
+        )
+        return Setup(config=config, times=self.times, workload=Workload(retrieval=False), slos=slos)
+
+    def arrivals(self, rate: float, count: int, documents: float) -> list[Arrival]:
+        """Chats, of which a share bring a document."""
+        random, at_s, found = Random(1), 0.0, []
+        prompt, answer, document = self.lengths
+        for _ in range(count):
+            tokens = document if random.random() < documents else _drawn(random, prompt, 8, document // 2)
+            found.append(Arrival(at_s, tokens, _drawn(random, answer, 2, 10 * answer)))
+            at_s += random.expovariate(rate)
+        return found
+
+    def alone(self, tokens: int) -> tuple[float, float]:
+        """TTFT and TPOT of one request, always apart."""
+        simulation = Simulation(self.setup((1, 1, "always"), Slos()), [Arrival(0.0, tokens, self.lengths[1])])
+        simulation.run()
+        (one,) = simulation.requests
+        return one.ttft_s, one.tpot_s
+
+
+def _drawn(random: Random, mean: int, least: int, most: int) -> int:
+    return min(most, max(least, int(mean * random.lognormvariate(-0.32, 0.8))))
+
+
+EIGHT = Machine(
+    "8 GPUs",
+    ServiceTimes(),
+    (
+        (4, 4, "always"), (2, 6, "always"), (4, 4, "auto"), (2, 6, "auto"), (1, 7, "auto"), (1, 8, "never"),
+    ),
+    (500, 200, 8000),
+    (128, 8),
+    (20, 30, 40, 50, 60, 70, 80, 90, 100, 120, 140, 160, 180, 200, 220, 240, 260, 280, 300, 320),
 )  # fmt: skip
 
 
-def arrivals(rate: float, count: int, documents: float) -> list[Arrival]:
-    """Chats of 500 and 200 tokens in the mean; a share of them with a document of 8,000."""
-    random, at_s, found = Random(1), 0.0, []
-    for _ in range(count):
-        prompt = 8000 if random.random() < documents else max(8, int(500 * random.lognormvariate(-0.32, 0.8)))
-        found.append(Arrival(at_s, prompt, max(2, int(200 * random.lognormvariate(-0.32, 0.8)))))
-        at_s += random.expovariate(rate)
-    return found
-
-
-def goodput(prefill: int, decode: int, mode: Disaggregate, count: int, documents: float) -> tuple[int, float, float]:
+def goodput(
+    machine: Machine, split: Split, limits: tuple[float, float, float], count: int, documents: float
+) -> tuple[int, float, float]:
     """The greatest rate of those tried; at it the P99 of TPOT in ms, and the share of prompts that decode computes."""
-    config = NodeConfig(
-        http=HttpSection(max_in_flight=100_000),
-        prefill=PrefillSection(workers=prefill, slots=8),
-        decode=DecodeSection(workers=decode, slots=_SLOTS, devices=("cuda:0",)),
-        handover=HandoverSection(disaggregate=mode),
-    )
-    setup = Setup(config=config, workload=Workload(retrieval=False), slos=Slos(ttft_s=0.5, tpot_s=0.025))
+    ttft_s, tpot_s, document_s = limits
     best = (0, 0.0, 0.0)
-    for rate in _RATES:
-        result = simulate(setup, arrivals(rate, count, documents))
-        if result.attainment < _ATTAINMENT:
+    for rate in machine.rates:
+        simulation = Simulation(
+            machine.setup(split, Slos(ttft_s=ttft_s, tpot_s=tpot_s)), machine.arrivals(rate, count, documents)
+        )
+        result = simulation.run()
+        met = sum(
+            one.met(document_s if one.arrival.prompt_tokens == machine.lengths[2] else ttft_s, tpot_s)
+            for one in simulation.requests
+        )
+        if met < _ATTAINMENT * count:
             break
         best = rate, result.tpot_s.p99 * 1e3, result.use["by_decode"] / count
     return best
+
+
+def measured(path: Path) -> Machine:
+    """Two workers with the times that a run on a machine has fitted."""
+    (found,) = [s for s in json.loads(path.read_text())["sections"] if s["name"] == "curves"]
+    return Machine(
+        "2 cores",
+        ServiceTimes(**found["details"]["times"]),
+        ((1, 1, "always"), (1, 1, "auto"), (1, 2, "never")),
+        (160, 24, 1536),
+        (16, 8),
+        range(4, 200, 4),
+    )
+
+
+def run(machine: Machine, limits: tuple[float, float, float], count: int) -> list[dict[str, Any]]:
+    """Every split, without documents and with them."""
+    found = []
+    for split in machine.splits:
+        one: dict[str, Any] = {"machine": machine.name, "split": split}
+        for name, documents in (("chats", 0.0), ("documents", _DOCUMENTS)):
+            one[name] = goodput(machine, split, limits, count, documents)
+        found.append(one)
+    return found
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--curves", type=Path, help="what benchmarks.serve --only curves --out wrote (.json)")
+    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
     options = parser.parse_args()
-    print("| GPUs | short chats | a tenth with 8,000 tokens |\n|---|---|---|")
-    for prefill, decode, mode in _NODES:
-        name = f"{decode}, colocated" if mode == "never" else f"{prefill} prefill, {decode} decode, {mode}"
-        cells = [goodput(prefill, decode, mode, options.requests, documents) for documents in (0.0, 0.1)]
-        told = [f"{rate}/s, TPOT p99 {tpot:.0f} ms, {share:.0%} by decode" for rate, tpot, share in cells]
-        print(f"| {name} | {told[0]} | {told[1]} |", flush=True)
+    found = run(EIGHT, (0.5, 0.025, 0.5), options.requests)
+    if options.curves:
+        two = measured(options.curves)
+        (ttft_s, tpot_s), (document_s, _) = two.alone(two.lengths[0]), two.alone(two.lengths[2])
+        found += run(two, (6 * ttft_s, 3 * tpot_s, 6 * document_s), options.requests)
+    rows = []
+    for one in found:
+        prefill, decode, mode = one["split"]
+        name = f"{decode} colocated" if mode == "never" else f"{prefill} prefill, {decode} decode, {mode}"
+        cells = [
+            f"{rate}/s, TPOT p99 {tpot:.1f} ms, {share:.0%} by decode"
+            for rate, tpot, share in (one["chats"], one["documents"])
+        ]
+        rows.append((f"{one['machine']}: {name}", *cells))
+    lines = table(("workers", "chats", "a tenth with documents"), rows)
+    write(found, "\n".join([f"{options.requests} simulated requests a rate.", "", *lines]), options.out)
 
 
 if __name__ == "__main__":
