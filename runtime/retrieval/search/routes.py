@@ -127,7 +127,9 @@ class Routes:
             return builds
         accepted = [(identity, build) for identity, build in builds if accept(identity)]
         if not accepted and collection not in self._awaited:
-            raise CollectionReplaced(f"collection {collection!r} was replaced by another build of it")
+            raise CollectionReplaced(
+                f"collection {collection!r} was replaced by another build of it: ask again, or reload it first"
+            )
         return accepted
 
     def _check(self, collection: str) -> None:
