@@ -1,13 +1,14 @@
 """Segments are built by a process beside the writer, which goes on writing."""
 
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from runtime.errors import Overloaded
+from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.live.build import Job, build, parts_of
-from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED, Process, to_merge
+from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED, RETRY_S, Build, Builder, Process, to_merge
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
@@ -77,6 +78,28 @@ def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
         assert len(expected) == 240
     with open_writer(tmp_path / "a") as writer:
         assert contents(writer) == expected
+
+
+def test_a_build_that_failed_is_not_tried_again_at_once_however_often_documents_come() -> None:
+    done: list[object] = []
+
+    def due(build: Build) -> bool:
+        done.append("tried")
+        builder.wake()  # a document came
+        raise CollectionError("the disk is full")
+
+    def rest(seconds: float) -> None:
+        done.append(seconds)
+        if len(done) >= 6:
+            enough.set()
+
+    enough = threading.Event()
+    builder = Builder(due, "test", rest)
+    builder.wake()
+    builder.start()
+    assert enough.wait(60)
+    builder.stop()
+    assert done[:6] == ["tried", RETRY_S] * 3
 
 
 def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:

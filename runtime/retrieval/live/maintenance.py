@@ -23,7 +23,7 @@ from runtime.retrieval.live.storage.segment import Segment
 
 MERGED = 4
 MOST_DELETED = 0.25  # of a segment's rows
-_RETRY_S = 10.0
+RETRY_S = 10.0
 _log = logging.getLogger("live")
 
 
@@ -106,7 +106,7 @@ class Maintenance:
     that what is written need not wait for a long merge until it is sealed."""
 
     def __init__(self, writer: Maintained, start: bool) -> None:
-        self._builders = [_Builder(writer.seal_if_due, "live-seal"), _Builder(writer.merge_if_due, "live-merge")]
+        self._builders = [Builder(writer.seal_if_due, "live-seal"), Builder(writer.merge_if_due, "live-merge")]
         if start:
             for builder in self._builders:
                 builder.start()
@@ -127,12 +127,15 @@ class Maintenance:
             builder.stop()
 
 
-class _Builder:
-    """A thread that has segments built whenever they are due."""
+class Builder:
+    """A thread that has segments built whenever they are due.
 
-    def __init__(self, due: Callable[[Build], bool], name: str) -> None:
-        self._due, self._stopped, self._trouble = due, False, False
-        self._wake, self._lock = threading.Event(), threading.Lock()
+    rest: waits so many seconds. After a build that failed nothing wakes it sooner: each write would begin another one.
+    """
+
+    def __init__(self, due: Callable[[Build], bool], name: str, rest: Callable[[float], object] | None = None) -> None:
+        self._wake, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._due, self._rest = due, rest or self._ended.wait
         self._process: Process | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
@@ -151,7 +154,7 @@ class _Builder:
 
     def stop(self) -> None:
         with self._lock:
-            self._stopped = True
+            self._ended.set()
             if self._process is not None:
                 self._process.kill()
         self._wake.set()
@@ -159,21 +162,21 @@ class _Builder:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped:
-            self._wake.wait(_RETRY_S if self._trouble else None)
+        while not self._ended.is_set():
+            self._wake.wait()
             self._wake.clear()
             try:
-                while not self._stopped and self._due(self._build):
+                while not self._ended.is_set() and self._due(self._build):
                     pass
-                self._trouble = False
             except CollectionError as error:
-                if not self._stopped:
-                    self._trouble = True
+                if not self._ended.is_set():
                     _log.warning("a segment was not built: %s", error.message)
+                self._rest(RETRY_S)
+                self._wake.set()
 
     def _build(self, directory: Path, job: Job) -> SegmentFacts | None:
         with self._lock:
-            if self._stopped:
+            if self._ended.is_set():
                 raise CollectionError("the writer is closed")
             self._process = Process(directory, job)
         try:
