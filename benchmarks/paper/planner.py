@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -128,6 +129,18 @@ HEAD = (
 )  # fmt: skip
 
 
+def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Each change's splits, and the planner."""
+    with plot(path, len(found), width=3.5) as panels:
+        for axes, one in zip(panels, found, strict=True):
+            bars = one["fixed"] | {"planner": one["planner"]}
+            axes.bar(bars.keys(), bars.values(), color=["0.6"] * len(one["fixed"]) + ["C0"])
+            axes.set_title(one["change"], fontsize=9)
+            axes.set_ylim(0, 1)
+            axes.tick_params(axis="x", rotation=90)
+            axes.set_ylabel("share of the best rates")
+
+
 def planner(options: Namespace) -> Found:
     """By day chats (400 tokens, answers of 600), by night documents (10,000 and 60; or Mooncake's prompts), in turn.
 
@@ -151,12 +164,4 @@ def planner(options: Namespace) -> Found:
             )
         )  # fmt: skip
 
-    def draw(path: Path) -> None:
-        with plot(path, len(found), width=3.5) as panels:
-            for axes, one in zip(panels, found, strict=True):
-                bars = one["fixed"] | {"planner": one["planner"]}
-                axes.bar(bars.keys(), bars.values(), color=["0.6"] * len(one["fixed"]) + ["C0"])
-                axes.set_title(one["change"], fontsize=9)
-                axes.set_ylim(0, 1)
-
-    return found, table(HEAD, rows), draw
+    return found, table(HEAD, rows), partial(draw, found)
