@@ -53,6 +53,7 @@ from runtime.simulator.traces import Arrival, at_rate, load_trace
 
 ROOT = Path(__file__).parents[1]
 CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)
+ONE_SLOT_CPU = msgspec.structs.replace(CPU, extend_slot_s=45e-6)
 ONE_SLOT = "pool, one slot"
 POOL_LOADS, NODE_LOAD, NODE_FIXED_S, NODE_REQUESTS = (0.7, 0.95, 1.3), 1.1, (20e-6, 300e-6), 1200
 PROBE_TOKENS, TOKEN_S = 32, 0.025
@@ -191,7 +192,7 @@ def random_queries(case: str, seed: int) -> list[Query]:
 
 
 def times_of(case: str) -> ServiceTimes:
-    return replace(CPU, extend_slot_s=45e-6) if case == ONE_SLOT else CPU
+    return ONE_SLOT_CPU if case == ONE_SLOT else CPU
 
 
 def needed_s(kind: Kind, times: ServiceTimes = CPU) -> float:
